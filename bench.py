@@ -1,0 +1,242 @@
+"""Side-by-side measurement: every contender on the same graph, in one process, in turn.
+
+    python bench.py sampler                          # this sampler against DGL, pyg-lib, torch-sparse, GraphBolt
+    python bench.py sampler --json results/sampler.json
+
+Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
+
+    python3 -m venv graphbolt && graphbolt/bin/pip install torch==2.2.1 dgl==2.1.0 torchdata==0.7.1 "numpy<2" \\
+        pandas pydantic pyyaml lmdb tqdm setuptools==69.5.1
+    graphbolt/bin/python bench.py sampler
+
+A time is the median over --rounds; within a round the contenders follow each other, so that a slow moment of the
+machine meets all of them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+import datasets
+import sampler
+from store import GraphStore, StoreError
+
+WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
+
+
+def hardware():
+    """Processor, memory, GPU and versions -> dict."""
+    model = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        model = names[0] if names else model
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def interleave(contenders, rounds, warmup=2):
+    """Run every contender once a round -> {name: [seconds]}; a contender is a function of the round's number."""
+    times = {name: [] for name in contenders}
+    for i in range(warmup + rounds):
+        for name, run in contenders.items():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(i)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if i >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def table(rows, header):
+    """Print rows of strings under a header, columns aligned."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * w for w in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths)) + " |")
+
+
+def random_access_bandwidth(tensor, rounds=5):
+    """Bytes a second of gathering 64-byte lines at random places of a tensor's memory, all threads."""
+    lines = tensor.view(torch.uint8)[: tensor.numel() * tensor.element_size() // 64 * 64].view(torch.int64).view(-1, 8)
+    picks = [torch.randint(0, lines.shape[0], (1 << 20,)) for _ in range(rounds)]
+    out = torch.empty(1 << 20, 8, dtype=torch.int64)
+    times = interleave({"gather": lambda i: torch.index_select(lines, 0, picks[i % rounds], out=out)}, rounds)["gather"]
+    return out.numel() * 8 / statistics.median(times)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sampler
+
+
+def _dgl(indptr, indices, fanouts, dtype, fused):
+    dgl = sampler.import_dgl()
+    empty = torch.empty(0, dtype=dtype)
+    graph = dgl.graph(("csc", (indptr.to(dtype), indices.to(dtype), empty)), num_nodes=indptr.numel() - 1)
+    theirs = dgl.dataloading.NeighborSampler(fanouts[::-1], fused=fused)
+    return lambda seeds, step: sum(block.num_edges() for block in theirs.sample(graph, seeds.to(dtype))[2])
+
+
+def _graphbolt(indptr, indices, fanouts):
+    import dgl.graphbolt as gb
+
+    graph = gb.fused_csc_sampling_graph(indptr, indices)
+    counts = [torch.tensor([k]) for k in fanouts[::-1]]
+
+    def run(seeds, step):
+        items = gb.ItemSet(seeds, names="seed_nodes")
+        pipe = gb.ItemSampler(items, batch_size=seeds.numel()).sample_neighbor(graph, counts)
+        return sum(block.sampled_csc.indices.numel() for block in next(iter(pipe)).sampled_subgraphs)
+
+    return run
+
+
+def _pyg_lib(indptr, indices, fanouts):
+    import pyg_lib
+
+    indices = indices.long()
+    return lambda seeds, step: pyg_lib.sampler.neighbor_sample(indptr, indices, seeds, fanouts, csc=True)[0].numel()
+
+
+def _torch_sparse(indptr, indices, fanouts):
+    import torch_sparse  # noqa: F401  registers the operator
+
+    indices, sample = indices.long(), torch.ops.torch_sparse.neighbor_sample
+    return lambda seeds, step: sample(indptr, indices, seeds, fanouts, False, True)[1].numel()
+
+
+def _ours(indptr, indices, fanouts, **options):
+    ours = sampler.NeighborSampler(indptr, indices, fanouts, check=False, **options)
+    if options["backend"] != ours.backend:
+        raise ImportError(f"backend {options['backend']} is not there")
+    return lambda seeds, step: sum(block.num_edges for block in ours.sample(seeds, step))
+
+
+def sampler_contenders(indptr, indices, fanouts, threads):
+    """{name: function (seeds, step) -> edges}, ours first; prints why one is missing."""
+    makers = {
+        "native": lambda: _ours(indptr, indices, fanouts, backend="native", threads=threads),
+        "native, 1 thread": lambda: _ours(indptr, indices, fanouts, backend="native", threads=1),
+        "torch ops": lambda: _ours(indptr, indices, fanouts, backend="torch"),
+        "DGL fused, int64": lambda: _dgl(indptr, indices, fanouts, torch.int64, True),
+        "DGL fused, int32": lambda: _dgl(indptr, indices, fanouts, torch.int32, True),
+        "DGL unfused, int64": lambda: _dgl(indptr, indices, fanouts, torch.int64, False),
+        "GraphBolt": lambda: _graphbolt(indptr, indices, fanouts),
+        "pyg-lib": lambda: _pyg_lib(indptr, indices, fanouts),
+        "torch-sparse": lambda: _torch_sparse(indptr, indices, fanouts),
+    }
+    made = {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except Exception as error:  # whatever an import of another library raises: it is left out, and named
+            print(f"left out: {name} ({type(error).__name__}: {str(error).strip().splitlines()[0][:90]})")
+    return made
+
+
+def bench_sampler(args):
+    """Time one batch of every sampler; returns the figures."""
+    store = GraphStore.open(datasets.prepare(args.dataset, args.root))
+    indptr, indices = store.indptr.clone(), store.indices.clone()  # in memory, as the others have it
+    generator = torch.Generator().manual_seed(0)
+    seeds = [torch.randperm(store.num_nodes, generator=generator)[: args.batch_size] for _ in range(args.rounds + 2)]
+    contenders = sampler_contenders(indptr, indices, args.fanout, args.threads)
+    edges = {}
+
+    def contender(name, run):
+        def one(i):
+            edges.setdefault(name, []).append(run(seeds[i], i))
+
+        return one
+
+    times = interleave({name: contender(name, run) for name, run in contenders.items()}, args.rounds)
+    ours = statistics.median(times["native"])
+    figures = {}
+    for name, seconds in times.items():
+        median, drawn = statistics.median(seconds), statistics.mean(edges[name])
+        figures[name] = {"median_ms": median * 1e3, "min_ms": min(seconds) * 1e3, "edges": drawn,
+                         "edges_per_s": drawn / median, "ratio_to_native": median / ours}  # fmt: skip
+    table(
+        [[name, f"{f['median_ms']:.1f}", f"{f['min_ms']:.1f}", f"{f['edges'] / 1e3:.0f} k", f"{f['edges_per_s'] / 1e6:.1f} M",
+          f"{f['ratio_to_native']:.2f}"] for name, f in figures.items()],
+        ["sampler", "median ms", "min ms", "edges", "edges/s", "time / native"],
+    )  # fmt: skip
+    figures = {"contenders": figures}
+    figures["floor"] = sampler_floor(args, indptr, indices, seeds, ours)
+    figures["two_python_threads"] = sampler_threads(args, indptr, indices, seeds)
+    return figures
+
+
+def sampler_floor(args, indptr, indices, seeds, ours):
+    """What a batch must touch, divided by the random-access bandwidth of this machine."""
+    blocks = sampler.NeighborSampler(indptr, indices, args.fanout, check=False).sample(seeds[0], 0)
+    lines = sum(block.num_dst + block.num_edges for block in blocks)  # a cache line a row of indptr, one an edge
+    bandwidth = random_access_bandwidth(indices)
+    floor = 64 * lines / bandwidth
+    print(f"floor: {lines:,} cache lines of 64 bytes at {bandwidth / 1e9:.1f} GB/s of random access = {floor * 1e3:.1f} ms; "
+          f"native takes {ours / floor:.2f} times that")  # fmt: skip
+    return {"lines": lines, "random_access_bytes_per_s": bandwidth, "floor_ms": floor * 1e3, "native_over_floor": ours / floor}
+
+
+def sampler_threads(args, indptr, indices, seeds):
+    """Batches a second from one Python thread and from two at once, each call on one thread of its own."""
+    ours = sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=1)
+    with ThreadPoolExecutor(2) as pool:
+        work = list(enumerate(seeds[: args.rounds // 2 * 2]))
+        run = {
+            "one": lambda i: [ours.sample(x, step) for step, x in work],
+            "two": lambda i: list(pool.map(lambda job: ours.sample(job[1], job[0]), work)),
+        }
+        times = interleave(run, 5, warmup=1)
+    gain = statistics.median(times["one"]) / statistics.median(times["two"])
+    print(f"two Python threads, a batch each: {gain:.2f} times the batches/s of one")
+    return {"gain": gain}
+
+
+def main(argv=None):
+    """Run the command line -> exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["sampler"])
+    parser.add_argument("--dataset", default=WORKLOAD)
+    parser.add_argument("--root", default="data", help="folder for built stores")
+    parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2, help="threads of every contender")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    machine = hardware()
+    print("  ".join(f"{name} {value}" for name, value in machine.items()))
+    print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
+    try:
+        figures = bench_sampler(args)
+    except StoreError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps({"machine": machine, "arguments": vars(args), **figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Processes: start them or join torchrun, reduce figures over them, stop them together.
+
+This file stands alone: copy it into your own code. torch.distributed does the work.
+
+    launch(worker, nprocs, args)        # worker(ranks, *args) runs in every process
+    def worker(ranks, args):
+        model = ranks.wrap(model)       # DistributedDataParallel when there is more than one process
+        with StopSignal(ranks) as stop:
+            for batch in ...:
+                ...
+                if stop.agreed():       # Ctrl-C or SIGTERM reached some rank: all leave after the same step
+                    break
+        total, = ranks.sum(local)
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks(NamedTuple):
+    """Where this process stands among its peers."""
+
+    rank: int = 0  # among all processes
+    world: int = 1  # number of processes
+    local_rank: int = 0  # among those on this machine
+    local_world: int = 1
+    gpus: int = 0  # GPUs used on this machine; 0 trains on CPU
+
+    @property
+    def device(self):
+        """The device this process trains on."""
+        return torch.device("cuda", self.local_rank) if self.gpus else torch.device("cpu")
+
+    @property
+    def leads(self):
+        """True on rank 0, which prints and writes."""
+        return self.rank == 0
+
+    def wrap(self, model):
+        """Average gradients over the ranks (and start from rank 0's parameters) when there are several."""
+        if self.world == 1:
+            return model
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.local_rank] if self.gpus else None)
+
+    def sum(self, *values):
+        """Sum numbers over all ranks -> list of floats, the same on every rank."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self):
+        """Wait until every rank is here."""
+        self.sum(0)
+
+    def part(self, n):
+        """This rank's slice of n items: contiguous, no item twice or left out, sizes that differ by at most one."""
+        return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
+
+
+def under_torchrun():
+    """True when torchrun (or another launcher with its variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(worker, nprocs, *args, gpus=0):
+    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's.
+
+    With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT
+    and SIGTERM are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT kills them.
+    Where the worker returns a number other than 0, the process exits with it.
+
+    Args:
+        worker: a function of a module that can be imported (the processes are spawned).
+        nprocs: processes on this machine; torchrun's own number takes its place.
+        gpus: GPUs on this machine, one for each process, or 0 for CPU.
+
+    Raises:
+        SystemExit: with the code that a rank failed with or returned.
+    """
+    if under_torchrun():
+        env = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
+        local = {name: int(os.environ.get(name, env[full])) for name, full in _LOCAL}
+        ranks = Ranks(env["RANK"], env["WORLD_SIZE"], local["LOCAL_RANK"], local["LOCAL_WORLD_SIZE"], gpus)
+        return _run(worker, ranks, None, args)
+    if nprocs == 1:
+        sys.exit(worker(Ranks(gpus=gpus), *args))
+    # The parent holds the rendezvous: bound to a port that the system chose, so none can be taken in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.spawn(_spawned, (worker, nprocs, gpus, store.port, args), nprocs, join=False)
+    _supervise(context)
+
+
+_LOCAL = (("LOCAL_RANK", "RANK"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+
+
+def _supervise(context):
+    """Wait for spawned ranks, passing signals on; exit as the first failing rank did, leaving none behind."""
+    received = []
+
+    def forward(number, frame):
+        received.append(number)
+        for process in context.processes:
+            if process.is_alive():
+                (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
+
+    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while not context.join(grace_period=2):
+            pass
+    except mp.ProcessRaisedException as failure:
+        print(failure, file=sys.stderr)
+        sys.exit(1)
+    except mp.ProcessExitedException as failure:
+        if received:
+            sys.exit(128 + received[0])
+        if failure.signal_name is not None:
+            print(f"rank {failure.error_index} was ended by {failure.signal_name}", file=sys.stderr)
+        sys.exit(failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code)
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _spawned(rank, worker, nprocs, gpus, port, args):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on as SIGTERM
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the parent is killed
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    _run(worker, Ranks(rank, nprocs, rank, nprocs, gpus), store, args)
+
+
+def _run(worker, ranks, store, args):
+    """Join the process group, run the worker, leave."""
+    if ranks.gpus:
+        torch.cuda.set_device(ranks.device)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // ranks.local_world))
+    backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
+    where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
+    dist.init_process_group(backend, timeout=timedelta(minutes=30), **where)
+    try:
+        code = worker(ranks, *args)
+    except Exception as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            time.sleep(1)  # a peer failed first: let it speak first
+        raise  # and leave the group without a handshake that the peers may not answer
+    dist.destroy_process_group()
+    if code:
+        sys.exit(code)
+
+
+class StopSignal:
+    """SIGINT and SIGTERM as a question that all ranks answer alike, at the same step.
+
+    The answer travels one step behind on a small CPU all-reduce, so that nobody waits for it. A second SIGINT ends
+    the process at once.
+    """
+
+    def __init__(self, ranks):
+        self.ranks, self.received, self.work, self.answer = ranks, 0, None, False
+
+    def __enter__(self):
+        self.previous = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind, *exc):
+        if self.work is not None and kind is None:
+            self.work.wait()
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        if self.received == number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = number
+
+    def agreed(self):
+        """True on every rank, in the same call, once any rank received a signal. Call it once a step on each."""
+        if self.ranks.world == 1:
+            self.answer = self.received != 0
+        else:
+            if self.work is not None:
+                self.work.wait()
+                self.answer = bool(self.flag.item())
+            self.flag = torch.tensor([int(self.received)])
+            self.work = None if self.answer else dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+        return self.answer
+
+    @property
+    def exit_code(self):
+        """The shell's code for a process that stopped on the signal: 130 for SIGINT, 143 for SIGTERM."""
+        return 128 + (self.received or signal.SIGTERM)

@@ -1,0 +1,846 @@
+"""Graphs on disk, one copy for every process: build a store, open it, verify it.
+
+A store is a directory of plain .npy files beside a meta.json; features are either one more .npy (backend "mmap") or
+an LMDB file whose values are blocks of consecutive rows (backend "lmdb"). It is built in a hidden directory beside
+the target and renamed at the end: a store is complete or not there. Every process opens it by its path; the pages
+are shared by all of them.
+
+    build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
+    graph = GraphStore.open("graph")
+    rows = graph.features.gather(ids)
+
+    python store.py info PATH       # sizes, degrees, options, source
+    python store.py verify PATH     # every checksum and every index
+
+Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
+the edges into v are indices[indptr[v]:indptr[v+1]]. This file needs torch, numpy and tqdm (lmdb for its backend).
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import shutil
+import struct
+import sys
+import threading
+import uuid
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+FORMAT, VERSION = "ringblock-graph", 1
+SPLITS = ("train", "valid", "test")
+BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
+DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
+
+EDGE_CHUNK = 1 << 22  # edges handled at a time
+SORT_EDGES = 1 << 27  # edges sorted at a time: 1 GiB of keys, whatever the size of the graph
+ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+BLOCK_HEADER = struct.Struct("<4sIII")  # magic, rows, row width, bytes per element: in front of each LMDB value
+
+
+class StoreError(ValueError):
+    """What is wrong with a graph, a store or a data set, in one sentence for its user."""
+
+
+class Rows(NamedTuple):
+    """Rows that are produced once and in order, for arrays that are never in memory as a whole.
+
+    Args:
+        shape: of the whole array, rows first.
+        dtype: numpy or torch dtype of every chunk.
+        chunks: iterable of arrays [r, ...] whose row counts add up to shape[0].
+    """
+
+    shape: tuple
+    dtype: Any
+    chunks: Iterable
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# building
+
+
+def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels, split, backend="mmap",
+                num_classes=None, symmetrize=False, drop_self_loops=False, drop_duplicates=False, block_rows=None,
+                source="", progress=False) -> Path:
+    """Write a graph to disk as a store; complete, or not there at all.
+
+    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
+    is then read a piece at a time. With edge_index the neighbour lists come out sorted by source, in bounded memory
+    and independent of the order of the input; indptr and indices are stored as they are unless an option changes them.
+
+    Args:
+        path: directory to create; its parents are created as well.
+        edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
+        indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
+        features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`).
+        labels: integers [V] in [0, C); -1 for a node without a label, which no split may hold.
+        split: dict with node ids for "train" (not empty), "valid" and "test" (each may be missing); disjoint.
+        backend: "mmap" or "lmdb", for the features.
+        num_classes: C; the largest label + 1 when None.
+        symmetrize: add the reverse of every edge.
+        drop_self_loops: leave out edges from a node to itself.
+        drop_duplicates: keep one of several equal edges (after symmetrizing).
+        block_rows: rows per LMDB value; about 16 KiB worth when None.
+        source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
+        progress: show a bar.
+
+    Returns:
+        The path of the store.
+
+    Raises:
+        StoreError: for input that makes no sense, a target that exists, a full disk. Nothing is left behind.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise StoreError(f"{path} exists already: remove it or choose another path")
+    if backend not in BACKENDS:
+        raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+    num_nodes, width, dtype = _check_features(features)
+    labels, num_classes = _check_labels(labels, num_nodes, num_classes)
+    split = _check_split(split, labels)
+    edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
+    options = dict(symmetrize=bool(symmetrize), drop_self_loops=bool(drop_self_loops),
+                   drop_duplicates=bool(drop_duplicates))
+    row_bytes = width * _storage(dtype).itemsize
+    block_rows = max(1, (1 << 14) // row_bytes) if block_rows is None else int(block_rows)
+    if not 1 <= block_rows * row_bytes < 1 << 31:
+        raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
+    meta = dict(format=FORMAT, format_version=VERSION, num_nodes=num_nodes, num_edges=num_edges,
+                num_classes=num_classes, feature_dim=width, feature_dtype=dtype, backend=backend,
+                block_rows=block_rows, options=options, source=json.loads(json.dumps(source)))
+    arrays = dict(indptr=indptr, labels=labels, **split)
+    building = path.with_name(f".{path.name}.building.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_dead_builds(path)
+        building.mkdir()
+        _write_store(building, meta, edge_index, indices, arrays, features, progress)
+        os.rename(building, path)
+        _sync(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise StoreError(f"{path} exists already: another process completed it first") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            need = num_nodes * (row_bytes + 16) + num_edges * (4 << symmetrize)
+            shutil.rmtree(building, ignore_errors=True)
+            free = shutil.disk_usage(path.parent).free
+            raise StoreError(f"no room for {path} on its disk: it takes about {_size(need)} and {_size(free)} are "
+                             "free; free some or build it elsewhere") from error
+        raise StoreError(f"cannot build {path}: {error}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return path
+
+
+def _write_store(path, meta, edge_index, indices, arrays, features, progress):
+    """Write every file of a store, meta.json last, and see to it that they are on the disk."""
+    num_nodes, options, files = meta["num_nodes"], meta["options"], {}
+    if edge_index is None and not any(options.values()):
+        chunks = _checked_indices(indices, num_nodes, progress)
+    else:
+        if isinstance(indices, Rows):
+            raise StoreError("indices given as Rows is stored as it is: no graph option can be applied to it")
+        edges = functools.partial(_edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options)
+        arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
+        chunks = _sorted_sources(edges, arrays["indptr"], options["drop_duplicates"], progress)
+    most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
+    files["indices.npy"] = _write_npy(path / "indices.npy", _index_dtype(num_nodes), [most], chunks)
+    meta["num_edges"] = files["indices.npy"]["shape"][0]
+    for name, array in arrays.items():
+        files[f"{name}.npy"] = _write_npy(path / f"{name}.npy", "int64", [len(array)], [array])
+    file = path / BACKENDS[meta["backend"]]
+    shape, dtype = [num_nodes, meta["feature_dim"]], _storage(meta["feature_dtype"])
+    rows = _feature_rows(features, meta["feature_dtype"], progress)
+    if meta["backend"] == "mmap":
+        files[file.name] = _write_npy(file, dtype, shape, rows)
+    else:
+        files[file.name] = _write_lmdb(file, dtype, shape, rows, meta["block_rows"])
+    (path / "meta.json").write_bytes(_dump_meta(dict(meta, files=files)))
+    for file in [*path.iterdir(), path]:
+        _sync(file)
+
+
+def _check_features(features) -> tuple[int, int, str]:
+    """(V, F, dtype name) of the features."""
+    shape = tuple(getattr(features, "shape", ()))
+    if len(shape) != 2 or 0 in shape:
+        raise StoreError(f"features has shape {list(shape)}: [V, F] with at least one node and one column is needed")
+    dtype = features.dtype
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+    if dtype not in DTYPES:
+        raise StoreError(f"features has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
+    return int(shape[0]), int(shape[1]), dtype
+
+
+def _check_labels(labels, num_nodes, num_classes) -> tuple[np.ndarray, int]:
+    """Labels as int64 [V] and C."""
+    labels = _integers("labels", labels)
+    if labels.shape != (num_nodes,):
+        raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features")
+    num_classes = max(int(labels.max()) + 1, 1) if num_classes is None else int(num_classes)
+    if num_classes < 1:
+        raise StoreError(f"num_classes is {num_classes}: at least one is needed")
+    bad = np.flatnonzero((labels < -1) | (labels >= num_classes))
+    if len(bad):
+        raise StoreError(f"labels[{bad[0]}] is {labels[bad[0]]}: labels lie in [0, {num_classes}), or are -1 where "
+                         "there is none")
+    return labels, num_classes
+
+
+def _check_split(split, labels) -> dict[str, np.ndarray]:
+    """Node ids as int64 for each of SPLITS, disjoint, in range and labelled."""
+    unknown = set(split) - set(SPLITS)
+    if unknown:
+        raise StoreError(f"split has a part {sorted(unknown)[0]!r}: its parts are {', '.join(SPLITS)}")
+    split = {name: _integers(f"split {name!r}", split.get(name, ())) for name in SPLITS}
+    owner = np.full(len(labels), -1, np.int8)
+    for part, (name, ids) in enumerate(split.items()):
+        if ids.ndim != 1:
+            raise StoreError(f"split {name!r} has shape {list(ids.shape)}: one dimension is needed")
+        bad = np.flatnonzero((ids < 0) | (ids >= len(labels)))
+        if len(bad):
+            raise StoreError(f"split {name!r} holds node {ids[bad[0]]}: node ids lie in [0, {len(labels)})")
+        bad = np.flatnonzero(owner[ids] >= 0)
+        if len(bad):
+            raise StoreError(f"node {ids[bad[0]]} is in split {SPLITS[owner[ids[bad[0]]]]!r} and in {name!r}: "
+                             "the parts must not overlap")
+        owner[ids] = part
+        if np.count_nonzero(owner == part) != len(ids):
+            values, counts = np.unique(ids, return_counts=True)
+            raise StoreError(f"split {name!r} holds node {values[counts > 1][0]} more than once")
+        bad = np.flatnonzero(labels[ids] < 0)
+        if len(bad):
+            raise StoreError(f"split {name!r} holds node {ids[bad[0]]}, which has no label (-1)")
+    if not len(split["train"]):
+        raise StoreError("split 'train' is empty: at least one node is needed")
+    return split
+
+
+def _check_graph(edge_index, indptr, indices, num_nodes):
+    """(edge_index, indptr, indices, M): one of the two forms, with its shapes and its indptr checked."""
+    if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
+        raise StoreError("the graph is given either as edge_index or as indptr and indices, and as one of them only")
+    if num_nodes > 1 << 32:
+        raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
+    if edge_index is not None:
+        if isinstance(edge_index, (list, tuple)):
+            edge_index = np.asarray(edge_index)
+        if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
+            raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed, sources over "
+                             "destinations")
+        return edge_index, None, None, int(edge_index.shape[1])
+    indptr = _integers("indptr", indptr)
+    indices = np.asarray(indices) if isinstance(indices, (list, tuple)) and not isinstance(indices, Rows) else indices
+    if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
+        raise StoreError(f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: "
+                         f"[{num_nodes + 1}] and [M] are needed, with {num_nodes} rows of features")
+    falls = np.flatnonzero(indptr[1:] < indptr[:-1])
+    if len(falls):
+        v = falls[0]
+        raise StoreError(f"indptr falls from {indptr[v]} to {indptr[v + 1]} at node {v}: it must not decrease")
+    if indptr[0] != 0 or indptr[-1] != indices.shape[0]:
+        raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: it must run from 0 to the "
+                         f"{indices.shape[0]} edges of indices")
+    return None, indptr, indices, int(indices.shape[0])
+
+
+def _integers(name, values) -> np.ndarray:
+    """`values` as int64, refusing what is not a whole number."""
+    values = np.asarray(values)
+    if values.size and values.dtype.kind not in "iu":
+        raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
+    return values.astype(np.int64, copy=False)
+
+
+def _edge_chunks(edge_index, indptr, indices, num_nodes, options) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(sources, destinations), EDGE_CHUNK edges at a time, checked, with self-loops and reverses as asked for."""
+    num_edges = edge_index.shape[1] if indptr is None else indices.shape[0]
+    for a in range(0, num_edges, EDGE_CHUNK):
+        b = min(a + EDGE_CHUNK, num_edges)
+        if indptr is None:
+            src, dst = _integers("edge_index", edge_index[:, a:b])
+        else:
+            src = _integers("indices", indices[a:b])
+            first, last = np.searchsorted(indptr, a, "right") - 1, np.searchsorted(indptr, b, "left")
+            dst = np.repeat(np.arange(first, last), np.diff(np.clip(indptr[first:last + 1], a, b)))
+        if min(src.min(), dst.min()) < 0 or max(src.max(), dst.max()) >= num_nodes:
+            bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
+            raise StoreError(f"edge {a + bad} goes from node {src[bad]} to node {dst[bad]}: node ids lie in "
+                             f"[0, {num_nodes})")
+        if options["drop_self_loops"]:
+            keep = src != dst
+            src, dst = src[keep], dst[keep]
+        yield src, dst
+        if options["symmetrize"]:
+            yield dst, src
+
+
+def _sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndarray]:
+    """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
+
+    The first pass counts edges per bucket of destinations. Neighbouring buckets then form ranges of up to SORT_EDGES
+    edges; each range is one more pass over the edges, which packs (destination, source) into one 64-bit key: numpy
+    sorts those in vector registers.
+
+    Args:
+        edges: function that starts another pass: an iterator over (sources, destinations).
+        indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+
+    Returns:
+        Iterator over chunks of the sorted sources.
+    """
+    num_nodes = len(indptr) - 1
+    bits = max(num_nodes - 1, 1).bit_length()
+    shift = max(0, bits - 16)
+    ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
+    for _, dst in edges():
+        ends[1:] += np.bincount(dst >> shift, minlength=len(ends) - 1)
+    np.cumsum(ends, out=ends)
+    first, bar = 0, tqdm(total=int(ends[-1]), desc="edges", unit="edge", unit_scale=True, disable=not progress)
+    while first < len(ends) - 1:
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + SORT_EDGES, "right")) - 1)
+        low, high = first << shift, min(last << shift, num_nodes)
+        keys, filled = np.empty(ends[last] - ends[first], np.uint64), 0
+        for src, dst in edges():
+            if high - low < num_nodes:
+                inside = (dst >= low) & (dst < high)
+                src, dst = src[inside], dst[inside]
+            part = keys[filled:filled + len(src)].view(np.int64)
+            np.left_shift(dst - low if low else dst, bits, out=part)
+            part |= src
+            filled += len(src)
+        keys.sort()
+        for a in range(0, len(keys), EDGE_CHUNK):
+            chunk = keys[a:a + EDGE_CHUNK]
+            bar.update(len(chunk))
+            if drop_duplicates:
+                chunk = chunk[np.concatenate([keys[a - 1:a] != chunk[:1] if a else [True], chunk[1:] != chunk[:-1]])]
+            dst = (chunk >> np.uint64(bits)).view(np.int64) + low
+            if len(dst):
+                indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
+            yield chunk & np.uint64((1 << bits) - 1)
+        first = last
+    np.cumsum(indptr, out=indptr)
+    bar.close()
+
+
+def _checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
+    """Chunks of `indices` in the order given, each checked."""
+    for first, chunk in _chunks(indices, EDGE_CHUNK, "indices", progress):
+        chunk = _integers("indices", chunk)
+        if len(chunk) and (chunk.min() < 0 or chunk.max() >= num_nodes):
+            bad = np.flatnonzero((chunk < 0) | (chunk >= num_nodes))[0]
+            raise StoreError(f"indices[{first + bad}] is {chunk[bad]}: node ids lie in [0, {num_nodes})")
+        yield chunk
+
+
+def _feature_rows(features, dtype, progress) -> Iterator[np.ndarray]:
+    """Chunks of rows as they are stored, each checked for NaN and infinity."""
+    width = features.shape[1]
+    rows = max(1, ROW_BYTES // (width * _storage(dtype).itemsize))
+    for first, chunk in _chunks(features, rows, "features", progress):
+        if not isinstance(chunk, Tensor):
+            chunk = torch.from_numpy(np.require(chunk, np.asarray(chunk).dtype.newbyteorder("="), "CW"))
+        if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
+            raise StoreError(f"features came with rows of {list(chunk.shape[1:])} {chunk.dtype}, [{width}] {dtype} "
+                             "was announced")
+        if chunk.is_floating_point() and not torch.isfinite(chunk).all():
+            row, column = (~torch.isfinite(chunk)).nonzero()[0].tolist()
+            raise StoreError(f"features[{first + row}, {column}] is {chunk[row, column].item()}: every value must be "
+                             "finite")
+        yield (chunk.view(torch.int16) if dtype == "bfloat16" else chunk).detach().cpu().numpy()
+
+
+def _chunks(array, rows, name, progress) -> Iterator:
+    """(number of the first row, rows): pieces of an array or the chunks of `Rows`, which must add up."""
+    pieces = array.chunks if isinstance(array, Rows) else (
+        array[a:a + rows] for a in range(0, array.shape[0], rows))
+    first = 0
+    with tqdm(total=array.shape[0], desc=name, unit="row", unit_scale=True, disable=not progress) as bar:
+        for chunk in pieces:
+            yield first, chunk
+            first += len(chunk)
+            bar.update(len(chunk))
+    if first != array.shape[0]:
+        raise StoreError(f"{name} came with {first} rows, {array.shape[0]} were announced")
+
+
+def _write_npy(path, dtype, shape, chunks) -> dict:
+    """Write chunks of rows as one .npy file; returns its record for meta.json. shape[0] may come out smaller."""
+    header = _npy_header(dtype, shape)
+    digest, rows = hashlib.sha256(header), 0
+    with open(path, "wb") as file:
+        file.write(header)
+        for chunk in chunks:
+            data = np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8).data
+            file.write(data)
+            digest.update(data)
+            rows += len(chunk)
+        shape = [rows, *shape[1:]]
+        file.seek(0)
+        file.write(_npy_header(dtype, shape))
+    if _npy_header(dtype, shape) != header:
+        digest = _digest(path)
+    return _record(path, dtype, shape, digest)
+
+
+def _record(path, dtype, shape, digest) -> dict:
+    return dict(dtype=np.dtype(dtype).name, shape=shape, bytes=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def _npy_header(dtype, shape) -> bytes:
+    """The 128 bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
+    shape = tuple(int(n) for n in shape)
+    text = repr(dict(descr=np.dtype(dtype).newbyteorder("<").str, fortran_order=False, shape=shape))
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
+
+
+def _write_lmdb(path, dtype, shape, chunks, block_rows) -> dict:
+    """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
+    lmdb = _import_lmdb()
+    total = shape[0] * shape[1] * dtype.itemsize
+    blocks = enumerate(_regroup(chunks, block_rows))
+    try:  # the map is address space, not disk: room for values that fill half a page
+        with lmdb.open(str(path), subdir=False, lock=False, map_size=4 * total + (1 << 26), sync=False) as env:
+            while batch := list(itertools.islice(blocks, 1024)):
+                with env.begin(write=True) as txn:
+                    for number, rows in batch:
+                        header = BLOCK_HEADER.pack(b"RBK1", len(rows), shape[1], dtype.itemsize)
+                        txn.put(number.to_bytes(8, "big"), header + rows.tobytes(), append=True)
+    except lmdb.Error as error:
+        # a write that the disk takes in part is reported by LMDB as an input/output error
+        full = os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(path.parent).free < 4 * ROW_BYTES
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+    return _record(path, dtype, shape, _digest(path))
+
+
+def _regroup(chunks, rows) -> Iterator[np.ndarray]:
+    """The same rows, `rows` at a time; fewer at the end."""
+    held = None
+    for chunk in chunks:
+        held = chunk if held is None else np.concatenate([held, chunk])
+        whole = len(held) - len(held) % rows
+        yield from (held[a:a + rows] for a in range(0, whole, rows))
+        held = held[whole:]
+    if len(held):
+        yield held
+
+
+def _remove_dead_builds(path):
+    """Remove what builds of the same target left on this host when their process was killed."""
+    prefix = f".{path.name}.building.{_host()}."
+    for entry in path.parent.iterdir():
+        pid = entry.name.removeprefix(prefix).split(".")[0]
+        if entry.name.startswith(prefix) and pid.isdigit():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(entry, ignore_errors=True)
+            except (PermissionError, OverflowError):
+                pass  # alive, and somebody else's
+
+
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _sync(path):
+    """Have a file or a directory on the disk before anything that comes after."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(1 << 22):
+            digest.update(data)
+    return digest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# meta.json
+
+
+def _storage(dtype) -> np.dtype:
+    """The numpy dtype in which features are stored; numpy has no bfloat16."""
+    return np.dtype("int16" if dtype == "bfloat16" else dtype).newbyteorder("<")
+
+
+def _index_dtype(num_nodes) -> str:
+    return "int32" if num_nodes < 1 << 31 else "int64"
+
+
+def _dump_meta(meta) -> bytes:
+    """meta.json with a checksum over itself, in the one spelling that `_read_meta` accepts."""
+    meta = {k: v for k, v in meta.items() if k != "checksum"}
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(dict(meta, checksum=digest), indent=1, sort_keys=True) + "\n").encode()
+
+
+def _read_meta(path) -> dict:
+    """Read and check meta.json: afterwards every number in it is sane and agrees with the others."""
+    try:
+        data = (Path(path) / "meta.json").read_bytes()
+        meta = json.loads(data)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StoreError(f"{path} is no store: there is no {Path(path) / 'meta.json'}") from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read meta.json: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: meta.json is damaged: {error}; rebuild the store") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise StoreError(f"{path}: meta.json does not describe a store ({FORMAT!r} is missing)")
+    if meta.get("format_version") != VERSION:
+        raise StoreError(f"{path}: store format {meta.get('format_version')!r}; this store.py reads {VERSION}; "
+                         "rebuild it")
+
+    def need(name, fine):
+        if name not in meta or not fine(meta[name]):
+            raise StoreError(f"{path}: meta.json has {name} = {meta.get(name)!r}, which is no sane value; "
+                             "rebuild the store")
+        return meta[name]
+
+    def within(low, high):
+        return lambda n: type(n) is int and low <= n <= high
+
+    num_nodes = need("num_nodes", within(1, 1 << 32))
+    num_edges = need("num_edges", within(0, 1 << 48))
+    need("num_classes", within(1, 1 << 40))
+    width = need("feature_dim", within(1, 1 << 31))
+    dtype = need("feature_dtype", lambda n: n in DTYPES)
+    backend = need("backend", lambda n: isinstance(n, str) and n in BACKENDS)
+    need("block_rows", within(1, 1 << 31))
+    need("options", lambda n: isinstance(n, dict))
+    files = need("files", lambda n: isinstance(n, dict) and all(isinstance(r, dict) for r in n.values()))
+    expected = {"indptr.npy": ("int64", [num_nodes + 1]), "indices.npy": (_index_dtype(num_nodes), [num_edges]),
+                "labels.npy": ("int64", [num_nodes]), BACKENDS[backend]: (_storage(dtype).name, [num_nodes, width])}
+    for name in SPLITS:
+        shape = files.get(f"{name}.npy", {}).get("shape")
+        known = isinstance(shape, list) and len(shape) == 1 and within(0, num_nodes)(shape[0])
+        expected[f"{name}.npy"] = ("int64", shape if known else None)
+    for name in expected.keys() | files.keys():
+        record = files.get(name, {})
+        kind, shape = expected.get(name, (None, None))
+        fine = shape is not None and (record.get("dtype"), record.get("shape")) == (kind, shape)
+        size = record.get("bytes")
+        if fine and name.endswith(".npy"):
+            size = 128 + math.prod(shape) * np.dtype(kind).itemsize
+        if not fine or not within(1, 1 << 60)(size) or record.get("bytes") != size or "sha256" not in record:
+            raise StoreError(f"{path}: meta.json describes {name} as {record}, which does not fit the graph; "
+                             "rebuild the store")
+    if data != _dump_meta(meta):
+        raise StoreError(f"{path}: meta.json was altered: its checksum does not fit; rebuild the store")
+    return meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# opening
+
+
+class GraphStore:
+    """A graph on disk, read through memory maps that all processes share.
+
+    Attributes:
+        indptr: int64 [V + 1] and
+        indices: int32 or int64 [M], the graph in CSC form; both read-only: writing to them kills the process.
+        labels: int64 [V], -1 where there is none.
+        split: dict of int64 node ids for "train", "valid" and "test".
+        features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F.
+        path: the directory.
+        meta: the contents of meta.json.
+    """
+
+    def __init__(self, path, meta):
+        self.path, self.meta = Path(path), meta
+        self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
+        self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
+        self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
+        self.split = {name: self._map(f"{name}.npy") for name in SPLITS}
+        if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
+            raise StoreError(f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
+                             f"to {self.num_edges}")
+        shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
+        if meta["backend"] == "mmap":
+            self.features = MmapFeatures(self._map("features.npy").view(dtype))
+        else:
+            file = _check_file(self.path, "features.lmdb", meta["files"]["features.lmdb"], b"\xde\xc0\xef\xbe", 16)
+            self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"])
+
+    @classmethod
+    def open(cls, path) -> GraphStore:
+        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr.
+
+        Args:
+            path: directory that `build_store` made.
+
+        Returns:
+            The open store; nothing has been read into memory.
+
+        Raises:
+            StoreError: if it is no store, of another format version, incomplete or damaged.
+        """
+        return cls(path, _read_meta(path))
+
+    def _map(self, name) -> Tensor:
+        return _to_tensor(_map_npy(self.path, name, self.meta["files"][name]))
+
+
+class MmapFeatures:
+    """Feature rows in a memory-mapped array.
+
+    Attributes:
+        tensor: [V, F], read-only, without a copy.
+        shape: (V, F).
+        dtype: torch dtype.
+    """
+
+    def __init__(self, tensor):
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Copy rows.
+
+        Args:
+            ids: int32 or int64 [n] node ids, in any order, repeats allowed.
+            out: [n, F] of this dtype to write into; a tensor is made when None.
+
+        Returns:
+            [n, F], `out` if that was given.
+
+        Raises:
+            IndexError: for an id that is no row.
+        """
+        out = _gather_target(self, ids, out)
+        return torch.index_select(self.tensor, 0, ids, out=out)
+
+
+class LmdbFeatures:
+    """Feature rows in an LMDB file, `block_rows` consecutive rows per value.
+
+    The file is opened at the first gather of each process, read-only and without a lock, and may be read from several
+    threads.
+
+    Attributes:
+        shape: (V, F).
+        dtype: torch dtype.
+    """
+
+    _open, _open_lock = weakref.WeakValueDictionary(), threading.Lock()  # LMDB: one environment per file and process
+
+    def __init__(self, path, shape, dtype, block_rows):
+        self.path, self.shape, self.dtype, self.block_rows = Path(path), shape, dtype, block_rows
+        self._env = self._pid = None
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Copy rows, each block looked up once; see `MmapFeatures.gather`."""
+        out = _gather_target(self, ids, out)
+        target = (out.view(torch.int16) if out.dtype == torch.bfloat16 else out).numpy()
+        ids = ids.numpy()
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        blocks = ids // self.block_rows
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        rows = ids - blocks * self.block_rows
+        with self._environment().begin(buffers=True) as txn:
+            for a, b in zip(starts, [*starts[1:], len(ids)]):
+                block = self._block(txn, int(blocks[a]), target.dtype)
+                target[order[a:b]] = block[rows[a:b]]
+        return out
+
+    def _block(self, txn, number, dtype) -> np.ndarray:
+        """Block `number` as [rows, F], without a copy, valid inside the transaction."""
+        value = txn.get(number.to_bytes(8, "big"))
+        rows = min(self.block_rows, self.shape[0] - number * self.block_rows)
+        header = BLOCK_HEADER.pack(b"RBK1", rows, self.shape[1], dtype.itemsize)
+        size = len(header) + rows * self.shape[1] * dtype.itemsize
+        if value is None or len(value) != size or value[:len(header)] != header:
+            raise StoreError(f"{self.path}: block {number} is missing or damaged; rebuild the store")
+        return np.frombuffer(value, dtype, offset=len(header)).reshape(rows, self.shape[1])
+
+    def _environment(self):
+        with self._open_lock:
+            if self._pid != os.getpid():
+                lmdb, stat = _import_lmdb(), os.stat(self.path)
+                for (pid, *_), env in list(self._open.items()):
+                    if pid != os.getpid():
+                        env.close()  # inherited over a fork
+                key = (os.getpid(), stat.st_dev, stat.st_ino)
+                try:
+                    self._env = self._open.get(key) or lmdb.open(str(self.path), subdir=False, readonly=True,
+                                                                 lock=False, readahead=False)
+                except lmdb.Error as error:
+                    raise StoreError(f"{self.path} cannot be opened: {error}") from error
+                self._open[key], self._pid = self._env, os.getpid()
+            return self._env
+
+
+def _gather_target(features, ids, out) -> Tensor:
+    """`out`, or a tensor for it, after checking both it and the ids."""
+    if len(ids):
+        low, high = (int(n) for n in torch.aminmax(ids))
+        if low < 0 or high >= features.shape[0]:
+            raise IndexError(f"node {low if low < 0 else high} is out of range: ids lie in [0, {features.shape[0]})")
+    shape = (len(ids), features.shape[1])
+    if out is None:
+        return torch.empty(shape, dtype=features.dtype)
+    if tuple(out.shape) != shape or out.dtype != features.dtype:
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}: {list(shape)} {features.dtype} is needed")
+    return out
+
+
+def _check_file(path, name, record, magic, offset=0) -> Path:
+    """Check that a file is there, as long as recorded, and has the right bytes at `offset`."""
+    file = Path(path) / name
+    try:
+        size = file.stat().st_size
+        if size != record["bytes"]:
+            raise StoreError(f"{file} is {'truncated' if size < record['bytes'] else 'too long'}: it has {size} bytes "
+                             f"and should have {record['bytes']}; rebuild the store")
+        with open(file, "rb") as data:
+            data.seek(offset)
+            if data.read(len(magic)) != magic:
+                raise StoreError(f"{file} does not start as it should: its header is damaged; rebuild the store")
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error.strerror}; rebuild the store") from error
+    return file
+
+
+def _map_npy(path, name, record) -> np.ndarray:
+    """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
+    file = _check_file(path, name, record, _npy_header(record["dtype"], record["shape"]))
+    return np.memmap(file, record["dtype"], "r", offset=128, shape=tuple(record["shape"]))
+
+
+def _to_tensor(array) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _import_lmdb():
+    try:
+        import lmdb
+    except ImportError as error:
+        raise StoreError("features in LMDB need the lmdb package: pip install lmdb") from error
+    return lmdb
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verifying, and the command line
+
+
+def verify(path) -> list[str]:
+    """Read a whole store and compare it with its checksums and with what a graph has to be.
+
+    Args:
+        path: directory of the store.
+
+    Returns:
+        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
+
+    Raises:
+        StoreError: if there is no store.
+    """
+    path, problems = Path(path), []
+    try:
+        meta = _read_meta(path)
+    except StoreError as error:
+        if not (path / "meta.json").exists():
+            raise
+        return [f"meta.json: {error}"]
+    for name, record in meta["files"].items():
+        try:
+            _check_file(path, name, record, b"")
+            digest = _digest(path / name).hexdigest()
+            if digest != record["sha256"]:
+                problems.append(f"{name}: its sha256 is {digest[:16]}..., meta.json has {record['sha256'][:16]}...")
+        except (StoreError, OSError) as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        return problems  # what differs from its checksum is not worth interpreting
+    try:
+        graph = GraphStore.open(path)
+    except StoreError as error:
+        return [f"meta.json: {error}"]
+    indptr, labels = graph.indptr.numpy(), graph.labels.numpy()
+    if (indptr[1:] < indptr[:-1]).any():
+        problems.append("indptr.npy: it decreases")
+    try:
+        for _ in _checked_indices(graph.indices.numpy(), graph.num_nodes, False):
+            pass
+    except StoreError as error:
+        problems.append(f"indices.npy: {error}")
+    try:
+        _check_labels(labels, graph.num_nodes, graph.num_classes)
+        _check_split({name: ids.numpy() for name, ids in graph.split.items()}, labels)
+    except StoreError as error:
+        name = next((name for name in SPLITS if repr(name) in str(error)), "labels")
+        problems.append(f"{name}.npy: {error}")
+    return problems
+
+
+def _size(count) -> str:
+    power = min(4, max(0, len(str(int(count))) - 1) // 3)
+    return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _info(path) -> str:
+    graph = GraphStore.open(path)
+    degrees = np.diff(graph.indptr.numpy())
+    meta = graph.meta
+    lines = [("nodes", f"{graph.num_nodes:,}"), ("edges", f"{graph.num_edges:,}"),
+             ("in-degree", f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}"),
+             ("features", f"{graph.feature_dim} x {meta['feature_dtype']}, backend {meta['backend']}"),
+             ("classes", f"{graph.num_classes}"),
+             ("split", ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items())),
+             ("options", ", ".join(name for name, on in meta["options"].items() if on) or "none"),
+             ("source", meta.get("source") or "unknown"), ("format", meta["format_version"])]
+    lines += [(name, _size(record["bytes"])) for name, record in sorted(meta["files"].items())]
+    return "\n".join(f"{name:<14} {value}" for name, value in lines)
+
+
+def main(argv=None) -> int:
+    """The command line: `info PATH` and `verify PATH`; returns the exit code (0 fine, 1 damaged, 2 no store)."""
+    parser = argparse.ArgumentParser(prog="store.py", description="Look at a graph store.")
+    parser.add_argument("command", choices=["info", "verify"])
+    parser.add_argument("path", help="directory of the store")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "info":
+            print(_info(args.path))
+            return 0
+        problems = verify(args.path)
+    except StoreError as error:
+        print(f"store.py: {error}", file=sys.stderr)
+        return 2
+    names = {problem.partition(":")[0] for problem in problems} | {file.name for file in Path(args.path).iterdir()}
+    for name in sorted(names):
+        bad = [problem for problem in problems if problem.startswith(f"{name}:")]
+        print(f"BAD {bad[0]}" if bad else f"OK  {name}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1535 @@
+"""Every test of ringblock: pytest test_all.py. Tests on real graphs skip where ../shared/data is not there."""
+
+import collections
+import ctypes
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import datasets
+import features
+import model
+import sampler
+import store
+import train
+from datasets import prepare
+from features import FeatureRing, prefetch
+from model import SAGE, inference
+from sampler import Block, NeighborSampler
+from store import GraphStore, Rows, StoreError, build_store, verify
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE.parent / "shared" / "data"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sampler.py: the law, read slowly
+
+
+def _random_graph(rng, num_nodes, mean_degree, dtype=torch.int32):
+    """A CSC graph with empty rows, self-loops and multi-edges."""
+    degree = rng.poisson(mean_degree, num_nodes) * (rng.random(num_nodes) > 0.2)
+    degree[rng.integers(num_nodes)] += 3 * mean_degree
+    indptr = np.concatenate([[0], np.cumsum(degree)])
+    indices = rng.integers(0, num_nodes, indptr[-1])
+    return torch.from_numpy(indptr), torch.from_numpy(indices).to(dtype)
+
+
+def _mix(z):
+    z = (z + 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def _law_picks(neighbours, v, k, key, replace, method, weights):
+    """Section 4 of the design for one node: positions in its neighbour list."""
+
+    def draw(node, j):
+        return _mix(_mix(key ^ node) ^ j) >> 32
+
+    d = len(neighbours)
+    if replace:
+        return [draw(v, j) * d >> 32 for j in range(k)] if d else []
+    if method == "labor":
+        return [p for p in range(d) if k == -1 or draw(neighbours[p], 0) * d <= k * 2**32]
+    if weights is not None:
+        alive = [p for p in range(d) if weights[p] > 0]
+        heaviest = sorted(alive, key=lambda p: -math.log((draw(v, p) + 0.5) / 2**32) / weights[p])
+        return sorted(heaviest if k == -1 else heaviest[:k])
+    if k == -1 or d <= k:
+        return list(range(d))
+    picks = []
+    for j in range(k):
+        t = draw(v, j) * (d - k + j + 1) >> 32
+        picks.append(d - k + j if t in picks else t)
+    return picks
+
+
+def _law(indptr, indices, fanouts, seeds, step, *, seed=0, replace=False, method="uniform", weights=None):
+    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids)] as lists, outermost hop first."""
+    indptr, indices, src, blocks = indptr.tolist(), indices.tolist(), seeds.tolist(), []
+    weights = None if weights is None else weights.double().tolist()
+    for hop, k in enumerate(fanouts):
+        key = _mix(_mix(_mix(seed % 2**64) ^ (step % 2**64)) ^ hop)
+        offsets, edge_ids = [0], []
+        for v in src:
+            a, b = indptr[v], indptr[v + 1]
+            w = None if weights is None else weights[a:b]
+            edge_ids += [a + p for p in _law_picks(indices[a:b], v, k, key, replace, method, w)]
+            offsets.append(len(edge_ids))
+        number = {v: i for i, v in enumerate(src)}
+        local = [number.setdefault(indices[e], len(number)) for e in edge_ids]
+        src = list(number)
+        blocks.append((offsets, local, src, edge_ids))
+    return blocks[::-1]
+
+
+def _as_lists(blocks):
+    return [tuple(None if t is None else t.tolist() for t in block) for block in blocks]
+
+
+METHODS = {
+    "uniform": {},
+    "replace": {"replace": True},
+    "labor": {"method": "labor"},
+    "weighted": {"weights": True},
+}
+
+
+def _law_case(i, method):
+    """The i-th random case of a method -> (indptr, indices, fanouts, seeds, step, options)."""
+    rng = np.random.default_rng([i, len(method)])
+    num_nodes = int(rng.integers(1, 60))
+    indptr, indices = _random_graph(rng, num_nodes, int(rng.integers(1, 12)), [torch.int32, torch.int64][i % 2])
+    choices = [1, 2, 3, 5, 10, 100] + ([] if method == "replace" else [-1])
+    fanouts = [int(k) for k in rng.choice(choices, int(rng.integers(1, 4)))]
+    seeds = torch.from_numpy(rng.permutation(num_nodes)[: rng.integers(0, num_nodes + 1)])
+    options = dict(METHODS[method], seed=int(rng.integers(-(2**62), 2**62)))
+    if method == "weighted":
+        weights = torch.from_numpy(rng.exponential(1.0, indices.numel()) * (rng.random(indices.numel()) > 0.2))
+        options["weights"] = weights.to([torch.float32, torch.float64][i % 3 > 0])
+    return indptr, indices, fanouts, seeds, int(rng.integers(-5, 2**40)), options
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_sampler_follows_the_law(method, backend):
+    for i in range(60):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, threads=1 + i % 8, **options)
+        assert s.backend == backend
+        blocks = s.sample(seeds, step)
+        assert _as_lists(blocks) == _law(indptr, indices, fanouts, seeds, step, **options), (i, fanouts)
+        for block in blocks:
+            assert block.indptr.dtype == block.indices.dtype == block.src_nodes.dtype == indices.dtype
+            assert block.edge_ids.dtype == torch.int64
+            assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
+        again = s.sample(seeds.to(torch.int32), step)  # scratch memory is back at rest; int32 seeds are the same seeds
+        assert _as_lists(again) == _as_lists(blocks)
+
+
+_EMULATOR = r"""
+#include <math.h>
+#include <stdlib.h>
+typedef struct { long x; } dim;
+static dim blockIdx, blockDim = {1}, threadIdx;
+#define __device__
+#define __global__
+#define atomicMin(p, value) do { if (*(p) > (value)) *(p) = (value); } while (0)
+"""
+
+
+class _EmulatedKernels:
+    """The CUDA source compiled by cc; every thread runs, one at a time, in shuffled order."""
+
+    def __init__(self, dtype, folder, seed=0):
+        self.source = sampler._Kernels(dtype).source
+        code = _EMULATOR + self.source.replace('extern "C"', "")
+        library = folder / f"kernels-{str(dtype)[6:]}.so"
+        if not library.exists():
+            code += "\n" + "\n".join(self._driver(name, words) for name, words in self._signatures())
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-lm"], input=code, text=True,
+                           check=True)  # fmt: skip
+        self.library, self.rng = ctypes.CDLL(str(library)), np.random.default_rng(seed)
+
+    def _signatures(self):
+        graph = re.search(r"#define GRAPH (.*)", self.source)[1]
+        for name, words in re.findall(r"KERNEL (\w+)\(([^)]*)\)", self.source):
+            yield name, " ".join(words.replace("GRAPH", graph).split())
+
+    def _driver(self, name, words):
+        names = ", ".join(re.findall(r"(\w+)(?:,|$)", words))
+        return f"""void run_{name}(const long *order, long n, {words}) {{
+            for (long q = 0; q < n; q++) {{ blockIdx.x = order[q]; {name}({names}); }} }}"""
+
+    def __call__(self, name, bound, *arguments):
+        order = torch.from_numpy(self.rng.permutation(bound + 3))  # a few threads too many, as in a last block
+        convert = lambda a: ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a)  # noqa: E731
+        getattr(self.library, f"run_{name}")(convert(order), ctypes.c_long(bound + 3), *map(convert, arguments))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_path):
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    for i in range(60):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
+        if method == "weighted":
+            s._weights = (None, s.weights.double())
+        s._kernels = _EmulatedKernels(indices.dtype, tmp_path, seed=i)
+        seeds = seeds.to(indices.dtype)
+        expected = _law(indptr, indices, fanouts, seeds, step, **options)
+        for _ in range(2):  # twice: the table is back at rest
+            assert _as_lists(s._sample_cuda(seeds, step, True)) == expected, (i, fanouts)
+        outer = s._sample_cuda(seeds, step, False)[0]
+        assert outer.indices.tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
+        assert outer.src_nodes.tolist() == expected[0][2][: outer.num_dst]
+        if seeds.numel():
+            with pytest.raises(ValueError, match="more than once"):
+                s._sample_cuda(torch.cat([seeds, seeds[:1]]), step, True)
+
+
+def test_sampler_step_seed_and_hop_key_the_draws():
+    indptr, indices = _random_graph(np.random.default_rng(0), 200, 30)
+    seeds = torch.arange(50)
+    one = _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
+    assert one == _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
+    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=2).sample(seeds, 7))
+    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 8))
+    # a node draws the same neighbours whatever batch it is in: ranks and batch sizes do not change the draws
+    alone = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds[20:21], 7)[0]
+    among = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds, 7)[0]
+    a, b = among.indptr[20], among.indptr[21]
+    assert alone.src_nodes[alone.indices.long()].tolist() == among.src_nodes[among.indices[a:b].long()].tolist()
+
+
+def test_sampler_from_many_threads_at_once():
+    indptr, indices = _random_graph(np.random.default_rng(1), 3000, 20)
+    s = NeighborSampler(indptr, indices, [10, 5, 3], seed=3)
+    seeds = [torch.randperm(3000)[:200] for _ in range(40)]
+    expected = [_as_lists(s.sample(x, i)) for i, x in enumerate(seeds)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [_as_lists(b) for b in pool.map(s.sample, seeds, range(40))] == expected
+
+
+def _small(**changes):
+    arguments = dict(indptr=torch.tensor([0, 2, 3, 3]), indices=torch.tensor([1, 2, 0]), fanouts=[2])
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize(
+    "error, words, changes",
+    [
+        (ValueError, "fanouts", dict(fanouts=[])),
+        (ValueError, "fanouts", dict(fanouts=[3, 0])),
+        (ValueError, "fanouts", dict(fanouts=[-2])),
+        (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
+        (ValueError, "method 'walk'.*labor", dict(method="walk")),
+        (ValueError, "backend 'cuda'.*torch", dict(backend="cuda")),
+        (ValueError, "exclude", dict(replace=True, method="labor")),
+        (ValueError, "exclude", dict(weights=torch.ones(3), method="labor")),
+        (TypeError, "indptr.*int32", dict(indptr=torch.tensor([0, 2, 3, 3], dtype=torch.int32))),
+        (TypeError, "indices.*float", dict(indices=torch.rand(3))),
+        (ValueError, "indptr falls from 3 to 2 at node 1", dict(indptr=torch.tensor([0, 3, 2, 3]))),
+        (ValueError, "indptr runs from 1", dict(indptr=torch.tensor([1, 2, 3, 3]))),
+        (ValueError, "indptr runs from 0 to 4", dict(indptr=torch.tensor([0, 2, 3, 4]))),
+        (ValueError, "indices contains 3", dict(indices=torch.tensor([1, 3, 0]))),
+        (ValueError, "indices contains -1", dict(indices=torch.tensor([1, -1, 0]))),
+        (TypeError, "weights", dict(weights=torch.ones(2))),
+        (ValueError, "weights.*negative", dict(weights=torch.tensor([1.0, -1.0, 0.0]))),
+        (ValueError, "weights.*NaN", dict(weights=torch.tensor([1.0, float("nan"), 0.0]))),
+    ],
+)
+def test_sampler_names_the_bad_argument(error, words, changes):
+    with pytest.raises(error, match=words):
+        NeighborSampler(**_small(**changes))
+
+
+@pytest.mark.parametrize(
+    "error, words, seeds",
+    [
+        (IndexError, "seeds contains 3; .* 0 to 2", torch.tensor([0, 3])),
+        (IndexError, "seeds contains -1", torch.tensor([-1])),
+        (ValueError, "seeds contains node 1 more than once", torch.tensor([0, 1, 2, 1])),
+        (TypeError, "seeds must be.*float", torch.tensor([0.5])),
+        (TypeError, "seeds must be.*list", [0, 1]),
+        (TypeError, "seeds must be.*1-D", torch.tensor([[0]])),
+    ],
+)
+def test_sampler_names_bad_seeds_and_goes_on(error, words, seeds):
+    s = NeighborSampler(**_small())
+    with pytest.raises(error, match=words):
+        s.sample(seeds, 0)
+    assert s.sample(torch.tensor([2, 0]), 0)[0].src_nodes.tolist() == [2, 0, 1]
+
+
+def test_dgl_backend_and_block_conversions():
+    pytest.importorskip("scipy")  # DGL's own dependency: there where DGL is
+    try:
+        dgl = sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    for dtype in (torch.int32, torch.int64):
+        indptr, indices = _random_graph(np.random.default_rng(2), 300, 12, dtype)
+        seeds = torch.tensor([5, 2, 9])
+        for method in METHODS:
+            options = dict(METHODS[method])
+            if method == "weighted":
+                options["weights"] = (torch.arange(indices.numel()) % 3 > 0).float()
+            s = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend="dgl", **options)
+            outer, inner = s.sample(seeds, 0)
+            assert inner.src_nodes[:3].tolist() == seeds.tolist()
+            assert torch.equal(outer.src_nodes[: outer.num_dst], inner.src_nodes)
+            for block in (outer, inner):
+                assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
+                destination = torch.repeat_interleave(block.src_nodes[: block.num_dst], block.indptr.diff().long())
+                v = destination.long()
+                assert ((indptr[v] <= block.edge_ids) & (block.edge_ids < indptr[v + 1])).all()
+                if method == "weighted":
+                    assert (options["weights"][block.edge_ids] > 0).all()
+            assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
+    block = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(seeds, 0)[0]
+    there, x = block.to_dgl(), torch.randn(block.num_src, 7)
+    assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
+    assert torch.equal(there.edata[dgl.EID], block.edge_ids)
+    there.srcdata["x"] = x
+    there.update_all(dgl.function.copy_u("x", "m"), dgl.function.mean("m", "mean"))
+    mine = model.mean_neighbours(block.indptr, block.indices, x)
+    torch.testing.assert_close(there.dstdata["mean"], mine)
+    (src, dst), edge_ids, size = block.to_pyg()
+    assert size == (block.num_src, block.num_dst) and edge_ids is block.edge_ids
+    total = torch.zeros(block.num_dst, 7).index_add_(0, dst, x[src])
+    torch.testing.assert_close(total / block.indptr.diff().clamp(min=1)[:, None], mine)
+
+
+def test_a_missing_dgl_gives_the_pip_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dgl", None)
+    with pytest.raises(ImportError, match="pip install dgl"):
+        NeighborSampler(**_small(backend="dgl"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# features.py
+
+
+def test_prefetch_gives_the_same_results_in_order_for_any_depth_and_threads():
+    indptr, indices = _random_graph(np.random.default_rng(4), 500, 10)
+    table, labels = torch.randn(500, 9), torch.arange(500)
+    s = NeighborSampler(indptr, indices, [5, 3])
+    batches = list(torch.randperm(500).split(33))
+    expected = None
+    for depth, threads in [(0, 1), (1, 1), (2, 1), (3, 2), (8, 4)]:
+        ring = FeatureRing(table, labels, slots=depth + 1)
+        got = []
+        for batch in prefetch(lambda x, slot: ring.fetch(slot, s.sample(x, 1)), batches, depth=depth, threads=threads):
+            batch.wait()
+            time.sleep(0.001)  # workers run ahead meanwhile: a slot used too early would show
+            got.append((batch.x.clone(), batch.y, _as_lists(batch.blocks)))
+        for (x, y, blocks), seeds in zip(got, batches):
+            assert torch.equal(x, table[blocks[0][2]]) and torch.equal(y, labels[seeds])
+        expected = expected or got
+        assert all(torch.equal(a[0], b[0]) and a[2] == b[2] for a, b in zip(got, expected)) and len(got) == len(batches)
+        kept = {buffer.data_ptr() for buffer in ring.buffers if buffer is not None}
+        assert len(kept) <= depth + 1
+
+
+def test_prefetch_never_gives_one_slot_to_two_live_results():
+    rng, live, lock = np.random.default_rng(5), {}, threading.Lock()
+    delays = rng.random(200) * 0.002
+
+    def make(i, slot):
+        with lock:
+            assert slot not in live, f"slot {slot} still holds {live.get(slot)}"
+            live[slot] = i
+        time.sleep(delays[i])
+        return i, slot
+
+    for i, (item, slot) in enumerate(prefetch(make, range(200), depth=3, threads=3)):
+        assert item == i and live[slot] == i
+        time.sleep(delays[-i - 1])
+        del live[slot]
+
+
+def test_prefetch_hands_on_the_exception_with_the_workers_traceback():
+    def make(item, slot):
+        if item == 3:
+            raise KeyError("feature row 7")  # raised in the worker
+        return item
+
+    got = []
+    with pytest.raises(KeyError, match="feature row 7") as caught:
+        got.extend(prefetch(make, range(9), depth=2, threads=2))
+    assert "raised in the worker" in str(caught.traceback[-1].statement)
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_prefetch_closes_cleanly_and_runs_ahead_no_further_than_depth():
+    started = []
+
+    def make(item, slot):
+        started.append(item)
+        return item
+
+    stream = prefetch(make, iter(range(10**9)), depth=4, threads=2)
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    stream.close()
+    assert len(started) <= 3 + 4
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_ring_grows_and_keeps_its_buffers():
+    table = torch.randn(1000, 4)
+    ring = FeatureRing(table, torch.zeros(1000, dtype=torch.int64), slots=1)
+    block = lambda n: [Block(torch.zeros(1), torch.zeros(0), torch.arange(n))]  # noqa: E731
+    sizes, addresses = [10, 900, 700, 900, 5, 0], []
+    for n in sizes:
+        x = ring.fetch(0, block(n)).x
+        assert torch.equal(x, table[:n])
+        addresses.append(ring.buffers[0].data_ptr())
+    assert len(set(addresses[1:])) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py
+
+
+def _dense_mean(indptr, indices, num_nodes):
+    """The mean aggregator as a dense [V, V] matrix."""
+    matrix = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+    for v in range(num_nodes):
+        for u in indices[indptr[v] : indptr[v + 1]].tolist():
+            matrix[v, u] += 1
+    return matrix / matrix.sum(1, keepdim=True).clamp(min=1)
+
+
+def test_full_blocks_layerwise_inference_and_dense_algebra_agree():
+    indptr, indices = _random_graph(np.random.default_rng(6), 80, 6)
+    x, mean = torch.randn(80, 40), _dense_mean(indptr, indices, 80)
+    for widths in ((40, 16, 5), (40, 64, 5)):  # projecting before the mean, and after it
+        net = SAGE(widths[0], widths[1], widths[2], num_layers=3, dropout=0.5).eval()
+        h = x.double()
+        for layer in net.layers:
+            h = layer.self_linear.double()(h) + layer.neigh_linear.double()(mean @ h)
+            h = h if layer is net.layers[-1] else h.relu()
+        net.float()
+        for chunk in (7, 1000):
+            torch.testing.assert_close(inference(net, indptr, indices, x, chunk=chunk), h.float(), atol=1e-5, rtol=1e-4)
+        blocks = NeighborSampler(indptr, indices, [-1, -1, -1]).sample(torch.arange(80).flip(0), 0)
+        torch.testing.assert_close(net(blocks, x[blocks[0].src_nodes]), h.float().flip(0), atol=1e-5, rtol=1e-4)
+    assert net.train() and inference(net, indptr, indices, x).requires_grad is False and net.training
+
+
+def test_a_batch_without_seeds_gives_zero_gradients():
+    indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
+    net = SAGE(6, 8, 3, num_layers=2)
+    blocks = NeighborSampler(indptr, indices, [3, 3]).sample(torch.arange(0), 0)
+    logits = net(blocks, torch.zeros(0, 6))
+    assert logits.shape == (0, 3)
+    torch.nn.functional.cross_entropy(logits, torch.zeros(0, dtype=torch.int64), reduction="sum").backward()
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# store.py and datasets.py
+
+
+def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
+    """Keyword arguments of build_store for a random graph with self-loops, repeats and nodes without edges."""
+    random = np.random.default_rng(seed)
+    ids = random.permutation(num_nodes)
+    return {
+        "edge_index": random.integers(0, num_nodes - 3, (2, num_edges)),
+        "features": random.standard_normal((num_nodes, width), np.float32),
+        "labels": random.integers(0, classes, num_nodes),
+        "num_classes": classes,
+        "split": {"train": ids[:50], "valid": ids[50:80], "test": ids[80:150]},
+    }
+
+
+def _edges(graph):
+    """(source, destination) pairs of an open store, as a sorted list."""
+    dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
+    return sorted(zip(graph.indices.tolist(), dst.tolist()))
+
+
+def _sums(path):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(Path(path).iterdir())}
+
+
+def _rewrite_meta(path, **changes):
+    """Change fields of meta.json and keep its own checksum right."""
+    meta = json.loads((path / "meta.json").read_text())
+    meta.update(changes)
+    (path / "meta.json").write_bytes(store._dump_meta({k: v for k, v in meta.items() if v is not Ellipsis}))
+
+
+def _run(script, *args):
+    return subprocess.run([sys.executable, str(HERE / script), *map(str, args)], capture_output=True, text=True,
+                          timeout=120)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
+def test_store_round_trip(tmp_path, backend, dtype):
+    args = _graph()
+    args["features"] = (torch.from_numpy(args["features"]).abs() * 10).to(dtype)
+    path = build_store(tmp_path / "g", backend=backend, block_rows=7, **args)
+    graph = GraphStore.open(path)
+    assert (graph.num_nodes, graph.num_edges, graph.feature_dim, graph.num_classes) == (200, 3000, 5, 4)
+    assert graph.indptr.dtype == torch.int64 and graph.indices.dtype == torch.int32
+    assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
+    assert np.array_equal(graph.labels.numpy(), args["labels"])
+    for name, ids in args["split"].items():
+        assert np.array_equal(graph.split[name].numpy(), ids)
+    assert graph.features.shape == (200, 5) and graph.features.dtype == dtype
+    some, few = torch.randint(0, 200, (333,)), torch.tensor([199, 0, 0], dtype=torch.int32)
+    for ids in (some, few, few[:0]):
+        out = torch.empty(len(ids), 5, dtype=dtype)
+        assert graph.features.gather(ids, out=out) is out
+        assert torch.equal(out, args["features"][ids.long()])
+        assert torch.equal(graph.features.gather(ids), out)
+    for bad in (200, -1):
+        with pytest.raises(IndexError, match=f"{bad}"):
+            graph.features.gather(torch.tensor([3, bad]))
+    with pytest.raises(ValueError, match="out is"):
+        graph.features.gather(torch.tensor([3]), out=torch.empty(2, 5, dtype=dtype))
+    assert verify(path) == []
+    assert all(np.load(f, allow_pickle=False).size >= 0 for f in path.glob("*.npy"))
+
+
+def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
+    args = _graph()
+    a = build_store(tmp_path / "a", **args)
+    shuffled = args["edge_index"][:, np.random.default_rng(1).permutation(3000)]
+    monkeypatch.setattr(store, "SORT_EDGES", 700)  # several ranges of destinations
+    monkeypatch.setattr(store, "EDGE_CHUNK", 101)
+    b = build_store(tmp_path / "b", **dict(args, edge_index=torch.from_numpy(shuffled)))
+    assert _sums(a) == _sums(b)
+    graph = GraphStore.open(a)
+    for v in range(graph.num_nodes):
+        row = graph.indices[graph.indptr[v]:graph.indptr[v + 1]]
+        assert torch.equal(row, row.sort().values)
+
+
+@pytest.mark.parametrize("sort_edges", [500, 1 << 27])
+@pytest.mark.parametrize("form", ["edge_index", "csc"])
+@pytest.mark.parametrize("options", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+def test_store_graph_options(tmp_path, monkeypatch, options, form, sort_edges):
+    monkeypatch.setattr(store, "SORT_EDGES", sort_edges)
+    monkeypatch.setattr(store, "EDGE_CHUNK", 333)
+    args = _graph(num_nodes=60)
+    args["split"] = {"train": [1]}
+    pairs = list(zip(*args["edge_index"].tolist()))
+    if form == "csc":
+        order = np.argsort(args["edge_index"][1], kind="stable")
+        args["indices"] = args["edge_index"][0][order]
+        args["indptr"] = np.concatenate([[0], np.cumsum(np.bincount(args.pop("edge_index")[1], minlength=60))])
+    symmetrize, drop_self_loops, drop_duplicates = map(bool, options)
+    if drop_self_loops:
+        pairs = [(u, v) for u, v in pairs if u != v]
+    if symmetrize:
+        pairs += [(v, u) for u, v in pairs]
+    if drop_duplicates:
+        pairs = set(pairs)
+    path = build_store(tmp_path / "g", symmetrize=symmetrize, drop_self_loops=drop_self_loops,
+                       drop_duplicates=drop_duplicates, **args)
+    graph = GraphStore.open(path)
+    assert _edges(graph) == sorted(pairs)
+    assert graph.meta["options"] == {"symmetrize": symmetrize, "drop_self_loops": drop_self_loops,
+                                     "drop_duplicates": drop_duplicates}
+    assert verify(path) == []
+
+
+def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
+    args = _graph(num_nodes=4)
+    x = args["features"]
+    args.update(edge_index=None, split={"train": [0]}, indptr=[0, 3, 3, 5, 5],
+                indices=Rows([5], np.int32, iter([np.array([3, 1, 2], np.int32), np.array([0, 0], np.int32)])),
+                features=Rows([4, 5], np.float32, (x[a:a + 1] for a in range(4))))
+    graph = GraphStore.open(build_store(tmp_path / "g", **args))
+    assert graph.indices.tolist() == [3, 1, 2, 0, 0]
+    assert torch.equal(graph.features.tensor, torch.from_numpy(x))
+    args.update(indices=[3, 1, 2, 0, 0], features=Rows([4, 5], np.float32, [x[:3]]))
+    with pytest.raises(StoreError, match="3 rows, 4 were announced"):
+        build_store(tmp_path / "h", **args)
+
+
+def test_store_without_edges_and_with_empty_splits(tmp_path):
+    args = dict(_graph(), edge_index=np.empty((2, 0), np.int64), split={"train": [5]})
+    for option in (False, True):
+        graph = GraphStore.open(build_store(tmp_path / f"g{option}", symmetrize=option, **args))
+        assert graph.num_edges == 0 and len(graph.split["test"]) == 0 and verify(graph.path) == []
+
+
+def _bad_inputs():
+    x, nan = np.zeros((200, 5), np.float32), np.zeros((200, 5), np.float32)
+    nan[170, 3] = np.nan
+    edge = np.zeros((2, 9), np.int64)
+    edge[1, 7] = 200
+    ok = list(range(50))
+    return {
+        "edge out of range": ({"edge_index": edge}, "edge 7 goes from node 0 to node 200"),
+        "negative edge": ({"edge_index": [[0, -4], [0, 0]]}, "edge 1 goes from node -4"),
+        "edge shape": ({"edge_index": edge.T}, "edge_index has shape"),
+        "edge dtype": ({"edge_index": edge.astype(float)}, "edge_index has dtype float64"),
+        "no graph": ({"edge_index": None}, "either as edge_index or as indptr"),
+        "both forms": ({"indptr": [0], "indices": [0]}, "either as edge_index or as indptr"),
+        "label too large": ({"labels": np.full(200, 4)}, r"labels\[0\] is 4"),
+        "label below -1": ({"labels": np.full(200, -2)}, r"labels\[0\] is -2"),
+        "labels dtype": ({"labels": np.zeros(200)}, "labels has dtype float64"),
+        "labels length": ({"labels": [0, 1]}, r"labels has shape \[2\]: \[200\]"),
+        "unlabelled in split": ({"labels": np.full(200, -1)}, "has no label"),
+        "NaN": ({"features": nan}, r"features\[170, 3\] is nan"),
+        "infinity": ({"features": torch.tensor(nan).nan_to_num(torch.inf).bfloat16()}, r"features\[170, 3\] is inf"),
+        "features shape": ({"features": x[0]}, "features has shape"),
+        "features dtype": ({"features": x.astype(complex)}, "features has dtype complex128"),
+        "split overlap": ({"split": {"train": ok, "valid": [70, 49]}}, "node 49 is in split 'train' and in 'valid'"),
+        "split repeat": ({"split": {"train": [4, 9, 4]}}, "node 4 more than once"),
+        "split range": ({"split": {"train": ok, "test": [200]}}, "'test' holds node 200"),
+        "split empty": ({"split": {"train": [], "test": [1]}}, "'train' is empty"),
+        "split name": ({"split": {"train": ok, "val": [60]}}, "part 'val'"),
+        "backend": ({"backend": "sqlite"}, "backend 'sqlite'"),
+        "classes": ({"num_classes": 0}, "num_classes is 0"),
+        "block_rows": ({"block_rows": 0}, "block_rows is 0"),
+        "indptr falls": ({"edge_index": None, "indptr": [0, 5, 3, *[9] * 198], "indices": [0] * 9},
+                         "falls from 5 to 3"),
+        "indptr end": ({"edge_index": None, "indptr": [0] * 201, "indices": [0] * 9}, "from 0 to 0"),
+        "indptr length": ({"edge_index": None, "indptr": [0, 9], "indices": [0] * 9}, r"indptr has shape \[2\]"),
+        "indices range": ({"edge_index": None, "indptr": [0] * 200 + [2], "indices": [0, 200]}, r"indices\[1\] is 200"),
+    }
+
+
+@pytest.mark.parametrize("case", _bad_inputs())
+def test_store_refuses_bad_input_and_leaves_nothing(tmp_path, case):
+    changes, message = _bad_inputs()[case]
+    with pytest.raises(StoreError, match=message) as error:
+        build_store(tmp_path / "g", **{**_graph(), **changes})
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_store_existing_target_stays(tmp_path):
+    path = build_store(tmp_path / "g", **_graph())
+    before = _sums(path)
+    with pytest.raises(StoreError, match="exists already"):
+        build_store(path, **_graph(seed=1))
+
+    def race():  # somebody else completes the target while this build is at work
+        shutil.copytree(path, tmp_path / "h")
+        yield _graph()["features"]
+
+    with pytest.raises(StoreError, match="exists already"):
+        build_store(tmp_path / "h", **dict(_graph(seed=1), features=Rows((200, 5), np.float32, race())))
+    assert _sums(path) == _sums(tmp_path / "h") == before
+    assert {p.name for p in tmp_path.iterdir()} == {"g", "h"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_store_build_that_fails_leaves_nothing(tmp_path, error):
+    def rows():
+        yield np.zeros((100, 5), np.float32)
+        raise error
+
+    for backend in ("mmap", "lmdb"):
+        with pytest.raises(error):
+            build_store(tmp_path / "g", backend=backend, **dict(_graph(), features=Rows((200, 5), np.float32, rows())))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_store_removes_what_dead_builds_left(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    stale, alive, other = (tmp_path / f".{name}.building.{store._host()}.{pid}.abc"
+                           for name, pid in (("g", dead.pid), ("g", os.getpid()), ("other", dead.pid)))
+    for directory in (stale, alive, other):
+        directory.mkdir()
+        (directory / "indices.npy").write_bytes(b"half")
+    build_store(tmp_path / "g", **_graph())
+    assert not stale.exists() and alive.exists() and other.exists()
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_store_full_disk(tmp_path, backend):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
+    try:
+        before = _sums(build_store(small / "old", backend=backend, **_graph()))
+        with pytest.raises(StoreError, match=r"no room for .*new.* takes about .* free") as error:
+            build_store(small / "new", backend=backend, **_graph(num_nodes=20_000, width=50))
+        assert "\n" not in str(error.value)
+        assert [p.name for p in small.iterdir()] == ["old"] and _sums(small / "old") == before
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_store_open_refuses_damage(tmp_path, backend):
+    path = build_store(tmp_path / "g", backend=backend, **_graph())
+    good = {f.name: f.read_bytes() for f in path.iterdir()}
+    for name in good:
+        (path / name).write_bytes(good[name][:-5])
+        sizes = "meta.json" if name == "meta.json" else f"{len(good[name]) - 5} bytes and should have {len(good[name])}"
+        with pytest.raises(StoreError, match=f"{name}.*{'' if name == 'meta.json' else sizes}"):
+            GraphStore.open(path)
+        (path / name).unlink()
+        with pytest.raises(StoreError, match=name):
+            GraphStore.open(path)
+        if name != "meta.json":  # another kind of file of the right size
+            (path / name).write_bytes(b"x" * len(good[name]))
+            with pytest.raises(StoreError, match=name):
+                GraphStore.open(path)
+        (path / name).write_bytes(good[name])
+    GraphStore.open(path)
+
+
+def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
+    path = build_store(tmp_path / "g", **_graph())
+    good = json.loads((path / "meta.json").read_text())
+    _rewrite_meta(path, format_version=7)
+    with pytest.raises(StoreError, match=r"store format 7; this store.py reads 1; rebuild it"):
+        GraphStore.open(path)
+    for name in ("format", "num_nodes", "num_edges", "num_classes", "feature_dim", "feature_dtype", "backend", "files",
+                 "block_rows", "options"):
+        for value in (..., None, -1, 1 << 62, 1.5, True, "x", [], {}):
+            if name in ("options", "block_rows") and value == {}:
+                continue
+            _rewrite_meta(path, **dict(good, **{name: value}))
+            with pytest.raises(StoreError, match="meta.json"):
+                GraphStore.open(path)
+    for record in (None, {}, dict(good["files"]["labels.npy"], shape=[199]),
+                   dict(good["files"]["labels.npy"], dtype="object"), dict(good["files"]["labels.npy"], bytes="9")):
+        _rewrite_meta(path, **dict(good, files=dict(good["files"], **{"labels.npy": record})))
+        with pytest.raises(StoreError, match="meta.json"):
+            GraphStore.open(path)
+    for text in ("", "[]", "{", "[" * 100_000, "\xff\x00", json.dumps(good), json.dumps(dict(good, source="else"))):
+        (path / "meta.json").write_text(text, encoding="latin1")
+        with pytest.raises(StoreError, match="meta.json"):
+            GraphStore.open(path)
+    with pytest.raises(StoreError, match="is no store"):
+        GraphStore.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_store_verify_names_the_file_with_a_flipped_bit(tmp_path, backend):
+    path = build_store(tmp_path / "g", backend=backend, **_graph(num_nodes=160, num_edges=200))
+    random = np.random.default_rng(0)
+    for file in sorted(path.iterdir()):
+        good = file.read_bytes()
+        for position in [0, 20, len(good) - 1, *random.integers(0, len(good), 8)]:
+            bad = bytearray(good)
+            bad[position] ^= 1 << int(random.integers(8))
+            file.write_bytes(bad)
+            problems = verify(path)
+            assert problems and all(p.startswith(f"{file.name}: ") for p in problems), (file, position, problems)
+            try:
+                GraphStore.open(path)
+            except StoreError:
+                pass
+        file.write_bytes(good)
+    assert verify(path) == []
+
+
+def test_store_verify_looks_behind_the_checksums(tmp_path, monkeypatch):
+    """A store that was written wrong, with right checksums, is found out by its structure."""
+    path = build_store(tmp_path / "g", **_graph())
+    for name, position, value in (("indptr", 5, 1 << 40), ("indices", 3, 200), ("labels", 9, 4), ("labels", 9, -2),
+                                  ("train", 0, 10**6), ("indptr", 0, 1)):
+        good, meta = (path / f"{name}.npy").read_bytes(), (path / "meta.json").read_bytes()
+        array = np.load(path / f"{name}.npy", mmap_mode="r+")
+        array[position] = value
+        array.flush()
+        files = json.loads(meta)["files"]
+        files[f"{name}.npy"]["sha256"] = store._digest(path / f"{name}.npy").hexdigest()
+        _rewrite_meta(path, files=files)
+        assert any(name in problem for problem in verify(path)), name
+        (path / f"{name}.npy").write_bytes(good)
+        (path / "meta.json").write_bytes(meta)
+
+
+def test_store_command_line(tmp_path, capsys):
+    path = build_store(tmp_path / "g", backend="lmdb", source="a test", **_graph())
+    assert store.main(["info", str(path)]) == 0
+    info = capsys.readouterr().out
+    assert "3,000" in info and "a test" in info and "valid 30" in info
+    good = _run("store.py", "verify", path)
+    assert good.returncode == 0 and good.stdout.count("OK") == 8 and "BAD" not in good.stdout
+    with open(path / "indices.npy", "r+b") as file:
+        file.seek(500)
+        file.write(b"\xff")
+    assert store.main(["verify", str(path)]) == 1
+    bad = capsys.readouterr().out
+    assert "BAD indices.npy" in bad and bad.count("OK") == 7
+    for command in ("info", "verify"):
+        assert store.main([command, str(tmp_path / "nothing")]) == 2
+    none = _run("store.py", "info", tmp_path / "nothing")
+    assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no store" in none.stderr
+
+
+def _gather_in_child(features, path, queue):
+    ids = torch.arange(150)
+    queue.put([float(f.gather(ids).double().sum()) for f in (features, GraphStore.open(path).features) if f])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_store_lmdb_in_threads_and_processes(tmp_path, method):
+    args = _graph()
+    path = build_store(tmp_path / "g", backend="lmdb", block_rows=3, **args)
+    features, second = GraphStore.open(path).features, GraphStore.open(path).features
+    x, errors = torch.from_numpy(args["features"]), []
+
+    def work(seed):
+        ids = torch.randint(0, 200, (500,), generator=torch.Generator().manual_seed(seed))
+        for f in (features, second) * 5:
+            if not torch.equal(f.gather(ids), x[ids]):
+                errors.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=_gather_in_child, args=(features if method == "fork" else None, path, queue))
+    child.start()
+    assert queue.get(timeout=60) == [float(x[:150].double().sum())] * (2 if method == "fork" else 1)
+    child.join()
+    assert torch.equal(features.gather(torch.arange(5)), x[:5])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# datasets
+
+
+SMALL = "synthetic:nodes=3000,degree=12,features=8,classes=5"
+
+
+def test_datasets_synthetic_is_the_same_for_the_same_seed(tmp_path, monkeypatch):
+    a = prepare(SMALL, tmp_path / "a", progress=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    b = prepare(f"{SMALL},seed=0", tmp_path / "b", progress=False)
+    c = prepare(f"{SMALL},seed=1", tmp_path / "b", progress=False)
+    assert a.name == b.name != c.name
+    assert _sums(a) == _sums(b)
+    assert _sums(a)["indices.npy"] != _sums(c)["indices.npy"]
+    graph = GraphStore.open(a)
+    assert verify(a) == []
+    degrees = graph.indptr.diff().double()
+    assert 11 < degrees.mean() < 13 and 0.5 < degrees.log().std() < 0.7
+    assert graph.num_classes == 5 and graph.labels.unique().tolist() == [0, 1, 2, 3, 4]
+    assert [len(ids) for ids in graph.split.values()] == [240, 60, 2700]
+    destination = torch.repeat_interleave(torch.arange(3000), graph.indptr.diff())
+    near = (graph.indices // 150 == destination // 150).double().mean()
+    assert 0.5 < near < 0.6
+
+
+def test_datasets_synthetic_takes_the_graph_to_classify(tmp_path):
+    """Features alone name the class of few nodes; the mean over neighbours names that of most."""
+    graph = GraphStore.open(prepare("synthetic:nodes=20000,classes=10", tmp_path, progress=False))
+    x, y = graph.features.tensor.clone(), graph.labels
+    train, test = graph.split["train"], graph.split["test"]
+
+    def accuracy(h):
+        centroids = torch.stack([h[train[y[train] == c]].mean(0) for c in range(graph.num_classes)])
+        return (torch.cdist(h[test], centroids).argmin(1) == y[test]).double().mean()
+
+    alone = accuracy(x)
+    for _ in range(2):
+        x = torch.nn.functional.embedding_bag(graph.indices.long(), x, graph.indptr[:-1], mode="mean")
+    assert alone < 0.6 and accuracy(x) > 0.8, (alone, accuracy(x))
+
+
+def test_datasets_existing_stores_and_bad_names(tmp_path):
+    path = prepare(SMALL, tmp_path, progress=False)
+    before = path.stat().st_mtime_ns
+    assert prepare(SMALL, tmp_path) == prepare(path) == prepare(str(path)) == path
+    assert path.stat().st_mtime_ns == before
+    assert prepare(SMALL, tmp_path, backend="lmdb", progress=False) != path
+    for name, message in (("reddit", "synthetic, cora.*ogbn-products"), ("synthetic:nodes", "nodes.*degree"),
+                          ("synthetic:size=4", "'size=4'.*nodes, degree"), ("synthetic:nodes=x", "nodes='x' is no int"),
+                          ("synthetic:nodes=0", "nodes=0"), ("synthetic:train=0", "train=0"),
+                          ("synthetic:train=200000", "train=200000"), ("synthetic:noise=nan", "noise"),
+                          ("synthetic:train=nan", "train=nan"),
+                          ("cora:x=1", "cora"), ("nothing.npz", "cannot read nothing.npz")):
+        with pytest.raises(StoreError, match=message) as error:
+            prepare(name, tmp_path)
+        assert "\n" not in str(error.value)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(StoreError, match="nodes=0"):
+        prepare("synthetic:nodes=0", tmp_path / "deep" / "root")
+    assert not (tmp_path / "deep" / "root").exists()
+
+
+def _prepare_in_child(root, queue):
+    queue.put(str(prepare(SMALL, root, progress=False)))
+
+
+def test_datasets_two_processes_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    children = [context.Process(target=_prepare_in_child, args=(tmp_path, queue)) for _ in range(3)]
+    [c.start() for c in children]
+    paths = {queue.get(timeout=60) for _ in children}
+    [c.join() for c in children]
+    assert len(paths) == 1 and verify(paths.pop()) == [] and len(list(tmp_path.iterdir())) == 1
+
+
+def _save_npz(file, seed=0, **entries):
+    args = _graph(seed=seed)
+    content = {"edge_index": args["edge_index"], "x": args["features"], "y": args["labels"]} | entries
+    np.savez(file, **{k: v for k, v in content.items() if v is not None})
+    return content
+
+
+def test_datasets_npz(tmp_path):
+    file = tmp_path / "own.npz"
+    args = _save_npz(file, train_idx=np.arange(9), valid_idx=np.arange(9, 20), test_idx=np.arange(20, 50))
+    path = prepare(file, tmp_path, progress=False)
+    graph = GraphStore.open(path)
+    assert torch.equal(graph.features.tensor, torch.from_numpy(args["x"]))
+    assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
+    assert [len(ids) for ids in graph.split.values()] == [9, 11, 30]
+    assert prepare(str(file), tmp_path) == path
+    _save_npz(file, seed=1, train_idx=np.arange(9))
+    assert prepare(file, tmp_path, progress=False) != path  # other contents, another store
+    drawn = tmp_path / "drawn.npz"
+    _save_npz(drawn, y=np.arange(200) % 3)
+    first, second = (GraphStore.open(prepare(drawn, tmp_path, seed=s, progress=False)) for s in (0, 1))
+    assert [len(ids) for ids in first.split.values()] == [60, 90, 50]
+    assert first.labels[first.split["train"].long()].bincount().tolist() == [20] * 3
+    assert not torch.equal(first.split["train"], second.split["train"])
+
+
+def test_datasets_npz_word_counts(tmp_path):
+    csr = {"feat_indptr": np.arange(0, 401, 2), "feat_indices": np.tile([1, 3], 200), "feat_shape": [4, 200],
+           "feat_data": np.full(400, 9, np.uint8), "x": None}
+    csr["feat_indptr"][-1] = csr["feat_indptr"][-2]  # a node without a word
+    _save_npz(tmp_path / "words.npz", **csr)
+    for option, value in (("", 0.5), (":row_normalize=0", 1)):
+        features = GraphStore.open(prepare(f"{tmp_path}/words.npz{option}", tmp_path, progress=False)).features.tensor
+        assert features[5].tolist() == [0, value, 0, value] and not features[-1].any()
+
+
+def test_datasets_npz_bad_files(tmp_path):
+    file = tmp_path / "bad.npz"
+    for content, message in ((b"no zip", "cannot be read"), (b"", "cannot be read")):
+        file.write_bytes(content)
+        with pytest.raises(StoreError, match=message):
+            prepare(file, tmp_path, progress=False)
+    _save_npz(file, x=np.array([{}] * 200, object))
+    with pytest.raises(StoreError, match="cannot be read"):
+        prepare(file, tmp_path, progress=False)
+    for entries in ({"y": np.zeros(200)}, {"x": None, "train_idx": [1000, 1001]},
+                    {"x": None, "feat_indptr": np.arange(201), "feat_indices": np.arange(5)}):
+        _save_npz(file, **entries)
+        with pytest.raises(StoreError, match="does not hold a graph"):
+            prepare(file, tmp_path, progress=False)
+    _save_npz(file, edge_index=None)
+    with pytest.raises(StoreError, match="no entry edge_index; its entries are x, y"):
+        prepare(file, tmp_path, progress=False)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
+def test_datasets_real_graphs(tmp_path, capsys):
+    expected = {"cora": (2708, 10556, 1433, 7), "citeseer": (3327, 9104, 3703, 6),
+                "amazon_computers": (13752, 491722, 767, 10)}
+    for name, counts in expected.items():
+        graph = GraphStore.open(prepare(DATA / f"{name}.npz", tmp_path, progress=False))
+        assert (graph.num_nodes, graph.num_edges, graph.feature_dim, graph.num_classes) == counts
+        sums = graph.features.tensor.sum(1)
+        assert torch.all(((sums - 1).abs() < 1e-4) | (sums == 0))
+    capsys.readouterr()
+    graph = GraphStore.open(prepare(DATA / "ogbn_arxiv_nofeat.npz", tmp_path, progress=False))
+    assert capsys.readouterr().out.count("\n") == 1
+    assert [len(ids) for ids in graph.split.values()] == [45471, 29799, 48603]
+    assert graph.num_edges == 2315598  # what to_symmetric() makes of ogbn-arxiv
+    shown = graph.features.tensor.any(1)
+    assert shown.sum() == 45470 and not any(shown[ids].any() for ids in graph.split.values())
+
+
+class _Python2Pickler(pickle._Pickler):
+    """Writes strings as Python 2 did, which made the original files."""
+
+    dispatch = dict(pickle._Pickler.dispatch)
+
+    def save_bytes(self, value):
+        value = value.encode() if isinstance(value, str) else value
+        self.write(pickle.BINSTRING + len(value).to_bytes(4, "little") + value)
+
+    dispatch[bytes] = dispatch[str] = save_bytes
+
+
+def _planetoid_files(folder, name, missing=False):
+    """Write a small graph in the original layout, as pickles with scipy's class; returns it for comparison."""
+    sparse = types.ModuleType("scipy.sparse.csr")
+    csr = type("csr_matrix", (), {"__module__": "scipy.sparse.csr"})
+    sparse.csr_matrix = csr
+    random = np.random.default_rng(0)
+    num_nodes, labelled = 30, 22
+    x = (random.random((num_nodes, 6)) < 0.4).astype(np.float32)
+    y = np.eye(3, dtype=np.int32)[random.integers(0, 3, num_nodes)]
+    test = random.permutation(np.arange(labelled, num_nodes))
+    if missing:  # as in citeseer: node 25 is in no file
+        test = test[test != 25]
+        x[25], y[25] = 0, 0
+
+    def matrix(dense):
+        m, rows = csr(), [np.flatnonzero(row).astype(np.int32) for row in dense]
+        m.__dict__.update(_shape=dense.shape, data=np.ones(int(dense.sum()), np.float32), maxprint=50,
+                          indices=np.concatenate(rows), indptr=np.cumsum([0, *map(len, rows)]).astype(np.int32))
+        return m
+
+    graph = collections.defaultdict(list, {v: [] for v in range(num_nodes)})
+    for u, v in random.integers(0, num_nodes, (40, 2)).tolist():
+        graph[u].append(v)
+    parts = {"x": matrix(x[:5]), "y": y[:5], "allx": matrix(x[:labelled]), "ally": y[:labelled],
+             "tx": matrix(x[test]), "ty": y[test], "graph": graph}
+    folder.mkdir(exist_ok=True)
+    sys.modules["scipy.sparse.csr"], kept = sparse, sys.modules.get("scipy.sparse.csr")
+    try:
+        for part, value in parts.items():
+            with open(folder / f"ind.{name}.{part}", "wb") as file:
+                pickle.dump(value, file, 0) if part == "x" else _Python2Pickler(file, 2).dump(value)
+    finally:
+        sys.modules.pop("scipy.sparse.csr")
+        if kept is not None:
+            sys.modules["scipy.sparse.csr"] = kept
+    (folder / f"ind.{name}.test.index").write_text("".join(f"{v}\n" for v in test))
+    return x, y, test, graph
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_datasets_planetoid(tmp_path, missing):
+    x, y, test, graph = _planetoid_files(tmp_path, "citeseer", missing)
+    path = prepare("citeseer", tmp_path, progress=False)
+    result = GraphStore.open(path)
+    pairs = {(u, v) for u, row in graph.items() for v in row if u != v}
+    assert _edges(result) == sorted(pairs | {(v, u) for u, v in pairs})
+    rows = result.features.tensor
+    assert torch.allclose(rows, torch.from_numpy(x / np.maximum(x.sum(1, keepdims=True), 1)))
+    assert result.labels.tolist() == [int(r.argmax()) if r.any() else -1 for r in y]
+    assert result.split["train"].tolist() == list(range(5)) and result.split["valid"].tolist() == list(range(5, 22))
+    assert result.split["test"].tolist() == sorted(test.tolist()) and verify(path) == []
+
+
+def test_datasets_planetoid_refuses_other_pickles(tmp_path):
+    _planetoid_files(tmp_path, "cora")
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/pwned",)
+
+    for content, message in ((pickle.dumps(Evil(), 2), "posix.system|os.system"), (b"\x80\x02", "cannot be read"),
+                             (pickle.dumps(io.BytesIO, 2), "BytesIO")):
+        (tmp_path / "ind.cora.graph").write_bytes(content)
+        with pytest.raises(StoreError, match=message):
+            prepare("cora", tmp_path, progress=False)
+    assert not (tmp_path / "pwned").exists() and not list(tmp_path.glob("cora-*"))
+
+
+class _Server:
+    """Serves bytes from loopback as `files[name]`; `cut` truncates the next answer, `ranges` honours Range headers."""
+
+    def __init__(self, files, ranges=True):
+        server, self.files, self.ranges, self.cut, self.requests = self, files, ranges, None, []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                data, wanted = server.files.get(self.path.rpartition("/")[2]), self.headers.get("Range")
+                server.requests.append((self.path, wanted))
+                if data is None:
+                    return self.send_error(404)
+                start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and server.ranges else 0
+                if start >= len(data):
+                    return self.send_error(416)
+                self.send_response(206 if start else 200)
+                self.send_header("Content-Length", str(len(data) - start))
+                self.end_headers()
+                self.wfile.write(data[start:server.cut])
+                server.cut = None
+
+            def log_message(self, *_):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/ogb"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def _gz(array, form="%d"):
+    out = io.StringIO()
+    np.savetxt(out, array, form, delimiter=",")
+    return gzip.compress(out.getvalue().encode())
+
+
+def _ogb_zip(folder, kind, binary=False, extra=()):
+    """A small archive in OGB's layout; returns its bytes and the graph."""
+    args = _graph(num_nodes=120, num_edges=500)
+    del args["num_classes"]
+    args["split"] = {name: np.sort(ids % 120)[i::3] for i, (name, ids) in enumerate(
+        (name, np.arange(120)) for name in ("train", "valid", "test"))}
+    edge_index, x, y = args["edge_index"], args["features"][:120], args["labels"]
+    members = {f"split/{kind}/{name}.csv.gz": _gz(ids) for name, ids in args["split"].items()}
+    if binary:
+        y = args["labels"] = y.astype(np.float32)[:, None]
+        data, label = io.BytesIO(), io.BytesIO()
+        np.savez(data, edge_index=edge_index, node_feat=x, node_year=np.zeros((120, 1), np.int64),
+                 num_nodes_list=np.array([120]), num_edges_list=np.array([500]))
+        np.savez(label, node_label=y)
+        members |= {"raw/data.npz": data.getvalue(), "raw/node-label.npz": label.getvalue()}
+    else:
+        members |= {"raw/edge.csv.gz": _gz(edge_index.T), "raw/node-feat.csv.gz": _gz(x, "%.6g"),
+                    "raw/node-label.csv.gz": _gz(y), "raw/num-node-list.csv.gz": _gz([120]),
+                    "raw/num-edge-list.csv.gz": _gz([500]), "mapping/README.md": b"ids"}
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{folder}/{name}", content)
+        for name in extra:
+            archive.writestr(name, b"boo")
+    return out.getvalue(), args
+
+
+OGB_CASES = {"ogbn-arxiv": ("arxiv", "time", False), "ogbn-products": ("products", "sales_ranking", False),
+             "ogbn-papers100M": ("papers100M-bin", "time", True)}
+
+
+@pytest.mark.parametrize("name", OGB_CASES)
+def test_datasets_ogb(tmp_path, monkeypatch, capsys, name):
+    folder, kind, binary = OGB_CASES[name]
+    content, args = _ogb_zip(folder, kind, binary)
+    with _Server({f"{folder}.zip": content}) as server:
+        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+        path = prepare(name, tmp_path, progress=False)
+        assert prepare(name, tmp_path, progress=False) == path and len(server.requests) == 1
+    assert "reverse of every edge" in capsys.readouterr().out
+    graph = GraphStore.open(path)
+    pairs = list(zip(*args["edge_index"].tolist()))
+    pairs += [(v, u) for u, v in pairs]
+    assert _edges(graph) == sorted(pairs if name == "ogbn-products" else set(pairs))
+    assert torch.allclose(graph.features.tensor, torch.from_numpy(args["features"]), atol=1e-5)
+    assert graph.labels.tolist() == args["labels"].reshape(-1).astype(int).tolist()
+    for part, ids in args["split"].items():
+        assert graph.split[part].tolist() == ids.tolist()
+    assert graph.num_classes == datasets.OGB[name][2] and graph.meta["options"]["symmetrize"]
+    assert {p.name for p in tmp_path.iterdir()} == {f"{folder}.zip", path.name}
+
+
+def test_datasets_ogb_unlabelled_nodes(tmp_path):
+    content, args = _ogb_zip("papers100M-bin", "time", True)
+    out = io.BytesIO()
+    label = io.BytesIO()
+    y = args["labels"].copy()
+    y[100:] = np.nan
+    np.savez(label, node_label=y)
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as archive:
+        for name in old.namelist():
+            data = label.getvalue() if name.endswith("node-label.npz") else old.read(name)
+            if "/split/" in name:
+                ids = np.array(gzip.decompress(data).split(), np.int64)
+                data = _gz(ids[ids < 100])
+            archive.writestr(name, data)
+    (tmp_path / "papers100M-bin.zip").write_bytes(out.getvalue())
+    graph = GraphStore.open(prepare("ogbn-papers100M", tmp_path, progress=False))
+    assert (graph.labels[100:] == -1).all() and (graph.labels[:100] >= 0).all()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch, ranges):
+    content, _ = _ogb_zip("arxiv", "time")
+    with _Server({"arxiv.zip": content}, ranges) as server:
+        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+        server.cut = 1000
+        with pytest.raises(StoreError, match=f"stopped at 1000 of {len(content)} bytes") as error:
+            prepare("ogbn-arxiv", tmp_path, progress=False)
+        assert "\n" not in str(error.value)
+        assert [p.name for p in tmp_path.iterdir()] == ["arxiv.zip.part"]
+        path = prepare("ogbn-arxiv", tmp_path, progress=False)
+        assert server.requests[-1][1] == "bytes=1000-"
+    assert verify(path) == [] and (tmp_path / "arxiv.zip").read_bytes() == content
+
+
+def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
+    with _Server({"arxiv.zip": b"x" * 10}) as server:
+        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+        with pytest.raises(StoreError, match="answers 404"):
+            prepare("ogbn-products", tmp_path, progress=False)
+        (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
+        with pytest.raises(StoreError, match="run it again"):
+            prepare("ogbn-arxiv", tmp_path, progress=False)
+    with pytest.raises(StoreError, match="failed"):
+        prepare("ogbn-arxiv", tmp_path, progress=False)
+    assert not list(tmp_path.glob("ogbn*"))
+
+
+@pytest.mark.parametrize("evil", ["../evil.txt", "/tmp/evil.txt", "arxiv/../../evil.txt", "arxiv\\..\\evil.txt"])
+def test_datasets_ogb_zip_that_writes_outside(tmp_path, evil):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "arxiv.zip").write_bytes(_ogb_zip("arxiv", "time", extra=[evil])[0])
+    with pytest.raises(StoreError, match="points outside"):
+        prepare("ogbn-arxiv", root, progress=False)
+    assert [p.name for p in root.iterdir()] == ["arxiv.zip"] and [p.name for p in tmp_path.iterdir()] == ["root"]
+
+
+def test_datasets_ogb_damaged_archive(tmp_path):
+    content, _ = _ogb_zip("arxiv", "time")
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        places = [archive.getinfo(f"arxiv/raw/{name}.csv.gz") for name in ("edge", "node-feat", "node-label")]
+    for place in places:
+        bad = bytearray(content)
+        middle = place.header_offset + 60 + place.compress_size // 2
+        bad[middle:middle + 8] = bytes(8)
+        (tmp_path / "arxiv.zip").write_bytes(bad)
+        with pytest.raises(StoreError, match="damaged|no table|bytes") as error:
+            prepare("ogbn-arxiv", tmp_path, progress=False)
+        assert "\n" not in str(error.value)
+    (tmp_path / "arxiv.zip").write_bytes(content[:-100])
+    with pytest.raises(StoreError, match="not a zip file; if it is damaged, remove it"):
+        prepare("ogbn-arxiv", tmp_path, progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["arxiv.zip"]
+
+
+def test_datasets_command_line(tmp_path):
+    good = _run("datasets.py", SMALL, "--root", tmp_path)
+    assert good.returncode == 0 and verify(good.stdout.strip()) == []
+    bad = _run("datasets.py", "reddit", "--root", tmp_path)
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "ogbn-arxiv" in bad.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py and ddp.py: the real script in a subprocess
+
+
+TINY = "synthetic:nodes=3000,degree=10,features=16,classes=4,train=600"
+
+
+def _start(*words, launcher=(), **options):
+    """Start train.py -> Popen; every output line goes to one pipe."""
+    command = [sys.executable, *launcher, str(HERE / "train.py"), *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **options
+    )
+
+
+def _train(*words, launcher=(), code=0, cwd=None):
+    """Run train.py to its end, demand the exit code -> its output."""
+    process = _start(*words, launcher=launcher, cwd=cwd)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A small store -> its path."""
+    return str(datasets.prepare(TINY, tmp_path_factory.mktemp("tiny"), progress=False))
+
+
+def _log(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def _running_below(pid):
+    """Process ids of a process and all below it."""
+    found = [pid]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += _running_below(int(entry.name))
+    return found
+
+
+def _alive(pids):
+    def state(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return "gone"
+
+    return [pid for pid in pids if state(pid) not in ("gone", "Z")]
+
+
+def test_train_learns_logs_and_resumes(tiny, tmp_path):
+    common = ["--dataset", tiny, "--batch-size", 100, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01]
+    output = _train(*common, "--epochs", 4, "--log", tmp_path / "log", "--checkpoint", tmp_path / "full.pt")
+    log = _log(tmp_path / "log")
+    assert [entry["epoch"] for entry in log[:-1]] == [1, 2, 3, 4]
+    assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    for name in ("seconds", "seeds_per_s", "sample", "fetch", "wait", "forward", "backward", "optimizer", "peak_bytes"):
+        assert log[0][name] > 0, name
+    assert "100 x 1 = 100 seeds, 6 steps an epoch" in output and "exact layer-wise accuracy" in output
+    _train(*common, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
+    _train(*common, "--epochs", 4, "--resume", tmp_path / "half.pt", "--checkpoint", tmp_path / "half.pt",
+           "--prefetch", 0, "--batch_size", 100)  # fmt: skip
+    full, half = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("full", "half"))
+    assert all(torch.equal(full[name], half[name]) for name in full)
+    refused = _train(*common, "--epochs", 4, "--hidden", 8, "--resume", tmp_path / "full.pt", code=2)
+    assert "full.pt was made with hidden 16, this run has 8" in refused
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_two_processes_give_the_result_of_one(tiny, tmp_path, launcher):
+    common = ["--dataset", tiny, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01, "--epochs", 3, "--dropout", 0, "--gpus", 0]
+    _train(*common, "--batch-size", 220, "--log", tmp_path / "one", "--checkpoint", tmp_path / "one.pt")
+    procs = [] if launcher else ["--procs", 2]
+    _train(*common, *procs, "--batch-size", 110, "--log-file", tmp_path / "two", "--checkpoint", tmp_path / "two.pt",
+           launcher=launcher)  # fmt: skip
+    one, two = _log(tmp_path / "one"), _log(tmp_path / "two")
+    assert len(one) == len(two) == 4  # rank 0 alone writes
+    for a, b in zip(one[:-1], two[:-1]):  # the same seeds a step and the same draws: equal within rounding
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["valid_sampled"] == pytest.approx(b["valid_sampled"], abs=0.02)
+    assert one[-1]["exact"]["test"] == pytest.approx(two[-1]["exact"]["test"], abs=0.01)
+    first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("one", "two"))
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-4)
+
+
+def test_uneven_last_batches_do_not_hang(tiny):
+    # 600 seeds, 3 ranks x 299: the last step has one seed for three ranks... two of them have none
+    output = _train("--dataset", tiny, "--gpus", 0, "--procs", 3, "--batch-size", 199, "--epochs", 1, "--fanout", "3,3")
+    assert "2 steps an epoch" in output and "exact" in output
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, number):
+    common = ["--dataset", tiny, "--gpus", 0, "--procs", procs, "--batch-size", 50, "--fanout", "3,3", "--dropout", 0.5]
+    process = _start(*common, "--epochs", 10000, "--checkpoint", tmp_path / "c.pt", start_new_session=True)
+    lines = iter(process.stdout.readline, "")
+    for line in lines:
+        if line.startswith("epoch   2"):
+            break
+    family = _running_below(process.pid)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: the whole group gets it
+    else:
+        process.terminate()
+    output = "".join(lines)
+    assert process.wait(timeout=30) == 128 + number, output
+    assert "stopped in epoch" in output and "Traceback" not in output, output
+    time.sleep(0.2)
+    assert not _alive(family)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    stopped = (state["epoch"], state["step"])
+    if (procs, number) != (2, signal.SIGINT):
+        return
+    # the interrupted run, resumed, ends where the run that was not interrupted ends
+    total = stopped[0] + 2
+    _train(*common, "--epochs", total, "--resume", tmp_path / "c.pt", "--checkpoint", tmp_path / "resumed.pt")
+    _train(*common, "--epochs", total, "--checkpoint", tmp_path / "straight.pt")
+    a, b = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("resumed", "straight"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _exact_test_accuracy(tmp_path, *words):
+    """Train in this process -> test accuracy in percent from exact inference."""
+    log = tmp_path / "log"
+    log.unlink(missing_ok=True)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--log", str(log), "--root", str(tmp_path), *map(str, words)])
+    assert not stop.value.code
+    return 100 * _log(log)[-1]["exact"]["test"]
+
+
+@pytest.mark.parametrize(
+    "name, published, epochs, batch",  # figures of ../shared/data/README.md: SAGE-mean, GCN, GCN
+    [("coauthor_cs", 91.3, 25, 100), ("cora", 81.5, 20, 35), ("citeseer", 70.3, 20, 40)],
+)
+def test_published_accuracy_on_real_graphs(name, published, epochs, batch, tmp_path):
+    if not DATA.is_dir():
+        pytest.skip(f"{DATA} is not there")
+    common = ["--dataset", DATA / f"{name}.npz", "--fanout", "10,10", "--hidden", 64, "--lr", 0.01, "--weight-decay", 5e-4]
+    accuracy = [
+        _exact_test_accuracy(tmp_path, *common, "--epochs", epochs, "--batch-size", batch, "--seed", seed)
+        for seed in range(3)
+    ]
+    print(f"{name}: {np.mean(accuracy):.2f} +- {np.std(accuracy):.2f} %, published {published}")
+    assert np.mean(accuracy) > published - 2, accuracy
+
+
+def test_the_synthetic_graph_needs_its_edges(tmp_path):
+    """An MLP stays under 60 % where GraphSAGE passes 80 %; the MLP is SAGE that sees no neighbours' edges."""
+    graph = GraphStore.open(prepare("synthetic", tmp_path, progress=False))
+    x, y = graph.features.tensor, graph.labels
+    torch.manual_seed(0)
+    mlp = torch.nn.Sequential(torch.nn.Linear(x.shape[1], 128), torch.nn.ReLU(), torch.nn.Linear(128, graph.num_classes))
+    optimizer = torch.optim.Adam(mlp.parameters(), 0.003, weight_decay=1e-3)
+    nodes = graph.split["train"]
+    for _ in range(100):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(mlp(x[nodes]), y[nodes]).backward()
+        optimizer.step()
+    nodes = graph.split["test"]
+    alone = 100 * (mlp(x[nodes]).argmax(1) == y[nodes]).double().mean().item()
+    together = _exact_test_accuracy(tmp_path, "--epochs", 8, "--fanout", "10,10", "--hidden", 64, "--lr", 0.01)
+    print(f"MLP {alone:.1f} %, GraphSAGE {together:.1f} %")
+    assert 20 < alone < 60 and together > 80
+
+
+_FAILING = """
+import sys, time
+sys.path.insert(0, {here!r})
+import torch, ddp
+def worker(ranks, how):
+    ranks.sum(1)
+    if ranks.rank == 1:
+        if how == "raise":
+            raise ValueError("rank one gives up")
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.sum(1)
+    time.sleep(60)
+if __name__ == "__main__":
+    ddp.launch(worker, 3, {how!r})
+"""
+
+
+@pytest.mark.parametrize("how, words", [("raise", "ValueError: rank one gives up"), ("kill", "rank 1 was ended by SIGKILL")])
+def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, words):
+    script = tmp_path / "failing.py"
+    script.write_text(_FAILING.format(here=str(HERE), how=how))
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    start = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, None) and words in output, output
+    assert time.monotonic() - start < 30
+
+
+def test_a_killed_parent_leaves_no_orphans(tiny):
+    process = _start("--dataset", tiny, "--gpus", 0, "--procs", 2, "--epochs", 10000, "--fanout", "3,3")
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith("epoch   1"):
+            break
+    family = _running_below(process.pid)
+    assert len(family) >= 3
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while _alive(family) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.stdout.close()
+    assert not _alive(family)
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--dataset", "nosuch"], "nosuch.*synthetic.*ogbn-products"),
+        (["--dataset", "synthetic:nodez=5"], "nodez"),
+        (["--gpus", "64"], "--gpus 64: this machine has"),
+        (["--mode", "cuda-cuda", "--gpus", "0"], "--mode cuda-cuda needs a CUDA GPU"),
+        (["--fanout", "15,x"], "--fanout.*15,x.*15,10,5"),
+        (["--fanout", "15,0"], "--fanout.*15,0"),
+        (["--fanout", "5,5", "--num-layers", "3"], "--fanout 5,5 has 2 hops, --num-layers is 3"),
+        (["--batch-size", "0"], "--batch-size.*'0'"),
+        (["--lr", "nan"], "--lr.*'nan'"),
+        (["--dropout", "1"], "--dropout 1"),
+        (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file"),
+        (["--resume", str(HERE / "LICENSE")], "LICENSE is not a checkpoint"),
+        (["--checkpoint", "nowhere/c.pt"], "--checkpoint nowhere/c.pt: the folder .* does not exist"),
+        (["--gpu", "x"], "--gpu"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_bad_flags_get_one_sentence_and_code_2(words, complaint, tiny, tmp_path, monkeypatch, capsys):
+    if "--dataset" not in words:
+        words = ["--dataset", tiny, *words]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(train.main([*words, "--root", "root"]))
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and re.search(complaint, captured.err), captured.err
+    assert len(captured.err.strip().splitlines()[-1]) < 500
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# each leaf alone
+
+
+ALONE = {
+    "sampler": """
+import torch
+from sampler import NeighborSampler
+blocks = NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2, 2]).sample(torch.tensor([0]), 0)
+assert blocks[-1].src_nodes.tolist() == [0, 1, 2]
+""",
+    "features": """
+import torch
+from collections import namedtuple
+from features import FeatureRing, prefetch
+Block = namedtuple("Block", "src_nodes num_dst")
+ring = FeatureRing(torch.eye(4), torch.arange(4), slots=3)
+blocks = [[Block(torch.tensor([i, 3 - i]), 1)] for i in range(4)]
+assert [b.y.item() for b in prefetch(lambda item, slot: ring.fetch(slot, item), blocks, depth=2)] == [0, 1, 2, 3]
+""",
+    "model": """
+import torch
+from model import SAGE, inference
+indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
+""",
+    "store": """
+import numpy as np, torch
+from store import GraphStore, build_store, verify
+split = {"train": [0], "valid": [1], "test": [2]}
+build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
+assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
+""",
+    "ddp": """
+import ddp
+def worker(ranks, expected):
+    assert ranks.sum(ranks.rank + 1) == [expected]
+if __name__ == "__main__":
+    ddp.launch(worker, 2, 3)
+    ddp.launch(worker, 1, 1)
+""",
+}
+
+
+@pytest.mark.parametrize("leaf", ALONE)
+def test_each_leaf_works_alone_in_an_empty_folder(leaf, tmp_path):
+    shutil.copy(HERE / f"{leaf}.py", tmp_path)
+    (tmp_path / "use.py").write_text(ALONE[leaf])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
