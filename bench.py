@@ -1,7 +1,7 @@
 """Side-by-side measurement: every contender on the same graph, in one process, in turn.
 
     python bench.py sampler                          # this sampler against DGL, pyg-lib, torch-sparse, GraphBolt
-    python bench.py sampler --json results/sampler.json
+    python bench.py sampler --larger synthetic:nodes=24490290,degree=50,features=1,classes=47 --json results/sampler.json
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -57,6 +57,7 @@ def interleave(contenders, rounds, warmup=2):
         for name, run in contenders.items():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+            time.sleep(0.02)  # OpenMP threads of the one before spin for a while; they must not slow this one down
             start = time.perf_counter()
             run(i)
             if torch.cuda.is_available():
@@ -73,13 +74,11 @@ def table(rows, header):
         print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths)) + " |")
 
 
-def random_access_bandwidth(tensor, rounds=5):
-    """Bytes a second of gathering 64-byte lines at random places of a tensor's memory, all threads."""
+def random_lines(tensor, count=1 << 20):
+    """A contender that gathers `count` 64-byte lines from random places of a tensor's memory."""
     lines = tensor.view(torch.uint8)[: tensor.numel() * tensor.element_size() // 64 * 64].view(torch.int64).view(-1, 8)
-    picks = [torch.randint(0, lines.shape[0], (1 << 20,)) for _ in range(rounds)]
-    out = torch.empty(1 << 20, 8, dtype=torch.int64)
-    times = interleave({"gather": lambda i: torch.index_select(lines, 0, picks[i % rounds], out=out)}, rounds)["gather"]
-    return out.numel() * 8 / statistics.median(times)
+    picks, out = [torch.randint(0, lines.shape[0], (count,)) for _ in range(5)], torch.empty(count, 8, dtype=torch.int64)
+    return lambda i: torch.index_select(lines, 0, picks[i % 5], out=out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,18 +93,14 @@ def _dgl(indptr, indices, fanouts, dtype, fused):
     return lambda seeds, step: sum(block.num_edges() for block in theirs.sample(graph, seeds.to(dtype))[2])
 
 
-def _graphbolt(indptr, indices, fanouts):
+def _graphbolt(indptr, indices, fanouts, seeds):
     import dgl.graphbolt as gb
 
     graph = gb.fused_csc_sampling_graph(indptr, indices)
-    counts = [torch.tensor([k]) for k in fanouts[::-1]]
-
-    def run(seeds, step):
-        items = gb.ItemSet(seeds, names="seed_nodes")
-        pipe = gb.ItemSampler(items, batch_size=seeds.numel()).sample_neighbor(graph, counts)
-        return sum(block.sampled_csc.indices.numel() for block in next(iter(pipe)).sampled_subgraphs)
-
-    return run
+    items = gb.ItemSet(torch.cat(seeds).to(indices.dtype), names="seed_nodes")
+    pipe = gb.ItemSampler(items, batch_size=seeds[0].numel()).sample_neighbor(graph, fanouts[::-1])
+    batches = iter(pipe)  # one pipeline over all rounds, as in its use: it is not set up for every batch
+    return lambda _, step: sum(hop.sampled_csc.indices.numel() for hop in next(batches).sampled_subgraphs)
 
 
 def _pyg_lib(indptr, indices, fanouts):
@@ -129,16 +124,15 @@ def _ours(indptr, indices, fanouts, **options):
     return lambda seeds, step: sum(block.num_edges for block in ours.sample(seeds, step))
 
 
-def sampler_contenders(indptr, indices, fanouts, threads):
+def sampler_contenders(indptr, indices, fanouts, threads, seeds):
     """{name: function (seeds, step) -> edges}, ours first; prints why one is missing."""
     makers = {
         "native": lambda: _ours(indptr, indices, fanouts, backend="native", threads=threads),
         "native, 1 thread": lambda: _ours(indptr, indices, fanouts, backend="native", threads=1),
         "torch ops": lambda: _ours(indptr, indices, fanouts, backend="torch"),
         "DGL fused, int64": lambda: _dgl(indptr, indices, fanouts, torch.int64, True),
-        "DGL fused, int32": lambda: _dgl(indptr, indices, fanouts, torch.int32, True),
         "DGL unfused, int64": lambda: _dgl(indptr, indices, fanouts, torch.int64, False),
-        "GraphBolt": lambda: _graphbolt(indptr, indices, fanouts),
+        "GraphBolt": lambda: _graphbolt(indptr, indices, fanouts, seeds),
         "pyg-lib": lambda: _pyg_lib(indptr, indices, fanouts),
         "torch-sparse": lambda: _torch_sparse(indptr, indices, fanouts),
     }
@@ -157,7 +151,7 @@ def bench_sampler(args):
     indptr, indices = store.indptr.clone(), store.indices.clone()  # in memory, as the others have it
     generator = torch.Generator().manual_seed(0)
     seeds = [torch.randperm(store.num_nodes, generator=generator)[: args.batch_size] for _ in range(args.rounds + 2)]
-    contenders = sampler_contenders(indptr, indices, args.fanout, args.threads)
+    contenders = sampler_contenders(indptr, indices, args.fanout, args.threads, seeds)
     edges = {}
 
     def contender(name, run):
@@ -179,35 +173,87 @@ def bench_sampler(args):
         ["sampler", "median ms", "min ms", "edges", "edges/s", "time / native"],
     )  # fmt: skip
     figures = {"contenders": figures}
-    figures["floor"] = sampler_floor(args, indptr, indices, seeds, ours)
+    figures["floor"] = sampler_floor(args, indptr, indices, seeds)
     figures["two_python_threads"] = sampler_threads(args, indptr, indices, seeds)
+    figures["dgl_dataloader"] = sampler_dgl_loader(args, indptr, indices, seeds)
+    if args.larger:
+        figures["larger"] = sampler_larger(args, indptr, indices, seeds)
     return figures
 
 
-def sampler_floor(args, indptr, indices, seeds, ours):
-    """What a batch must touch, divided by the random-access bandwidth of this machine."""
-    blocks = sampler.NeighborSampler(indptr, indices, args.fanout, check=False).sample(seeds[0], 0)
-    lines = sum(block.num_dst + block.num_edges for block in blocks)  # a cache line a row of indptr, one an edge
-    bandwidth = random_access_bandwidth(indices)
+def sampler_floor(args, indptr, indices, seeds):
+    """What a batch must touch, divided by the random-access bandwidth that index_select reaches on this machine.
+
+    A batch that comes in under this floor is possible: some of the lines are in the cache, and prefetching keeps
+    more misses in flight than index_select does.
+    """
+    ours = sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=args.threads)
+    lines = sum(block.num_dst + block.num_edges for block in ours.sample(seeds[0], 0))  # one a row of indptr, one an edge
+    times = interleave({"lines": random_lines(indices), "ours": lambda i: ours.sample(seeds[i], i)}, args.rounds)
+    bandwidth, took = (64 << 20) / statistics.median(times["lines"]), statistics.median(times["ours"])
     floor = 64 * lines / bandwidth
     print(f"floor: {lines:,} cache lines of 64 bytes at {bandwidth / 1e9:.1f} GB/s of random access = {floor * 1e3:.1f} ms; "
-          f"native takes {ours / floor:.2f} times that")  # fmt: skip
-    return {"lines": lines, "random_access_bytes_per_s": bandwidth, "floor_ms": floor * 1e3, "native_over_floor": ours / floor}
+          f"native takes {took / floor:.2f} times that")  # fmt: skip
+    return {"lines": lines, "random_access_bytes_per_s": bandwidth, "floor_ms": floor * 1e3, "native_over_floor": took / floor}
 
 
 def sampler_threads(args, indptr, indices, seeds):
     """Batches a second from one Python thread and from two at once, each call on one thread of its own."""
     ours = sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=1)
     with ThreadPoolExecutor(2) as pool:
-        work = list(enumerate(seeds[: args.rounds // 2 * 2]))
+        four = lambda i: (seeds[i : i + 4], range(4))  # noqa: E731
         run = {
-            "one": lambda i: [ours.sample(x, step) for step, x in work],
-            "two": lambda i: list(pool.map(lambda job: ours.sample(job[1], job[0]), work)),
+            "one": lambda i: [ours.sample(*job) for job in zip(*four(i))],
+            "two": lambda i: list(pool.map(ours.sample, *four(i))),
         }
-        times = interleave(run, 5, warmup=1)
+        times = interleave(run, max(args.rounds - 4, 1))
     gain = statistics.median(times["one"]) / statistics.median(times["two"])
     print(f"two Python threads, a batch each: {gain:.2f} times the batches/s of one")
     return {"gain": gain}
+
+
+def sampler_dgl_loader(args, indptr, indices, seeds):
+    """Batches a second of DGL's DataLoader with its own NeighborSampler and with ours in its place."""
+    try:
+        dgl = sampler.import_dgl()
+    except ImportError as error:
+        print(f"left out: DGL's DataLoader ({error})")
+        return None
+    empty, nodes = torch.empty(0, dtype=torch.int64), torch.cat(seeds)
+    graph = dgl.graph(("csc", (indptr, indices.long(), empty)), num_nodes=indptr.numel() - 1)
+    ours = sampler.DGLAdapter(sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=args.threads))
+    loaders = {
+        name: dgl.dataloading.DataLoader(graph, nodes, theirs, batch_size=args.batch_size, num_workers=0)
+        for name, theirs in (("adapter", ours), ("DGL", dgl.dataloading.NeighborSampler(args.fanout[::-1])))
+    }
+    times = interleave({name: lambda i, loader=loader: list(map(len, loader)) for name, loader in loaders.items()}, 5, 1)
+    rate = {name: len(seeds) / statistics.median(seconds) for name, seconds in times.items()}
+    gain = rate["adapter"] / rate["DGL"]
+    print(f"DGL's DataLoader: {rate['DGL']:.1f} batches/s with its NeighborSampler, {rate['adapter']:.1f} with the adapter, "
+          f"{gain:.2f} times")  # fmt: skip
+    return {**rate, "gain": gain}
+
+
+def sampler_larger(args, indptr, indices, seeds):
+    """Time for a sampled edge on a larger graph over that on the graph at hand."""
+    store = GraphStore.open(datasets.prepare(args.larger, args.root))
+    big = sampler.NeighborSampler(store.indptr.clone(), store.indices.clone(), args.fanout, check=False, threads=args.threads)
+    small = sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=args.threads)
+    generator = torch.Generator().manual_seed(1)
+    others = [torch.randint(store.num_nodes, (args.batch_size,), generator=generator).unique() for _ in seeds]
+    edges = {"small": 0, "big": 0}
+
+    def run(name, ours, batches):
+        def one(i):
+            edges[name] += sum(block.num_edges for block in ours.sample(batches[i], i))
+
+        return one
+
+    times = interleave({"small": run("small", small, seeds), "big": run("big", big, others)}, args.rounds)
+    cost = {name: statistics.median(seconds) / edges[name] for name, seconds in times.items()}
+    ratio = cost["big"] / cost["small"]
+    print(f"{args.larger} ({store.num_nodes / (indptr.numel() - 1):.1f} times the nodes): {ratio:.2f} times the time for an edge")
+    return {"dataset": args.larger, "time_per_edge_ratio": ratio}
 
 
 def main(argv=None):
@@ -220,6 +266,7 @@ def main(argv=None):
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

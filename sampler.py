@@ -18,6 +18,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -115,6 +116,25 @@ def import_dgl():
     return dgl
 
 
+class DGLAdapter:
+    """A NeighborSampler in the place of DGL's own: DataLoader(graph, nodes, DGLAdapter(sampler), batch_size=1024).
+
+    Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (graph.adj_tensors("csc")
+    gives indptr and indices); the DataLoader's graph is not looked at. Works in the DataLoader's worker processes too.
+    """
+
+    def __init__(self, sampler):
+        self.sampler, self._calls = sampler, itertools.count()
+
+    def sample(self, graph, seeds, exclude_eids=None):
+        """What DGL's DataLoader calls for a batch of seeds int [S]."""
+        if exclude_eids is not None:
+            raise ValueError("exclude_eids is not supported: DGLAdapter is for node batches")
+        worker = torch.utils.data.get_worker_info()  # its seed differs from worker to worker and epoch to epoch
+        blocks = self.sampler.sample(seeds, next(self._calls) + (worker.seed if worker else 0))
+        return blocks[0].src_nodes, seeds, [block.to_dgl() for block in blocks]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The law. All arithmetic modulo 2^64 with logical shifts; in torch int64 the products wrap exactly.
 
@@ -199,7 +219,7 @@ class NeighborSampler:
             else:
                 self._native = _library(indices.dtype)
                 self.backend = "native" if self._native else "torch"
-        self._tables, self._slots = [], 0  # native: tables at rest, slots that the last batch needed
+        self._scratch, self._slots = [], 0  # native: working memory at rest, table slots that the last batch needed
         self._mode = 3 if weights is not None else 2 if method == "labor" else int(replace)  # the enum of _LAW
         narrow = weights is not None and weights.dtype != torch.float64 and not indices.is_cuda
         self._weights = (weights.float(), None) if narrow else (None, None if weights is None else weights.double())
@@ -263,44 +283,43 @@ class NeighborSampler:
     # -- native
 
     def _sample_native(self, seeds, step, relabel_outer):
-        """The C code, a hop at a time, in a hash table as large as the batch."""
+        """The C code, a hop at a time; working memory is as large as the batch, not the graph."""
         try:
-            table = self._tables.pop()  # atomic, as append is: calls on several threads never share a table
+            scratch = self._scratch.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
-            table = _Table(self._native, self.indices.dtype)
+            scratch = _Scratch(self._native, self.indices.dtype)
         try:
             src, blocks = seeds, []
-            if table.number(src, max(self._slots, 2 * src.numel())) >= 0:
+            if scratch.number(src, max(self._slots, 2 * src.numel())) >= 0:
                 raise ValueError(_repeated(seeds))
             for hop, k in enumerate(self.fanouts):
                 relabel = relabel_outer or hop + 1 < len(self.fanouts)
-                blocks.append(self._hop_native(table if relabel else None, src, k, hop_key(self.seed, step, hop)))
+                blocks.append(self._hop_native(scratch, src, k, hop_key(self.seed, step, hop), relabel))
                 src = blocks[-1].src_nodes
-            self._slots = table.slots  # the next batch will need about as many
+            self._slots = scratch.slots  # the next batch will need about as many
         finally:
-            self._tables.append(table)
+            self._scratch.append(scratch)
         return blocks[::-1]
 
-    def _hop_native(self, table, src, k, key):
+    def _hop_native(self, scratch, src, k, key, relabel):
         S, dtype, threads = src.numel(), self.indices.dtype, self.threads or torch.get_num_threads()
         weights = [None if w is None else w.data_ptr() for w in self._weights]
         call = ctypes.byref(_Hop(self.indptr.data_ptr(), self.indices.data_ptr(), *weights, self._mode, k, key))
-        start, degree = torch.empty(2, S, dtype=torch.int64)
         offsets = torch.empty(S + 1, dtype=dtype)
-        rows = (src.data_ptr(), S, start.data_ptr(), degree.data_ptr(), offsets.data_ptr())
+        scratch.rows(S)
+        rows = (src.data_ptr(), S, scratch.start.data_ptr(), scratch.degree.data_ptr(), offsets.data_ptr())
         E = self._native.rb_count(call, *rows, threads)
         if E > torch.iinfo(dtype).max:
             raise ValueError(f"this hop has {E} edges, too many for {dtype} blocks; use smaller batches or fanouts")
         local, edges = torch.empty(E, dtype=dtype), torch.empty(E if self.edge_ids else 0, dtype=torch.int64)
-        nodes, at = src, (None, 0)
-        if table is not None:
-            if 2 * min(S + E, self.num_nodes) > table.slots:
-                table.number(src, 2 * min(S + E, self.num_nodes))
+        nodes, table = src, (None, 0)
+        if relabel:
+            if 2 * min(S + E, self.num_nodes) > scratch.slots:
+                scratch.number(src, 2 * min(S + E, self.num_nodes))
             nodes = torch.empty(S + E + 1, dtype=dtype)
-            nodes[:S] = src
-            at = (table.data.data_ptr(), table.bits)
+            table = (scratch.data.data_ptr(), scratch.bits)
         edge_pointer = edges.data_ptr() if self.edge_ids else None
-        N = self._native.rb_hop(call, *rows, local.data_ptr(), edge_pointer, nodes.data_ptr(), S, *at, threads)
+        N = self._native.rb_hop(call, *rows, local.data_ptr(), edge_pointer, nodes.data_ptr(), *table, threads)
         if min(E, N) < 0:
             raise MemoryError(f"no memory to sample a hop of {S} nodes")
         return Block(offsets, local, nodes[:N], edges if self.edge_ids else None)
@@ -743,8 +762,9 @@ static void relabel_chunk(job_t *j, i64 c) {
   j->N = n;
 }
 
-// Number n distinct nodes 0..n-1 in an empty table; returns the position of a repeated one, or -1.
+// Empty a table and number n distinct nodes in it 0..n-1; returns the position of a repeated one, or -1.
 i64 rb_number(slot_t *table, i64 bits, const ID *nodes, i64 n) {
+  memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
     __builtin_prefetch(&table[home(nodes[MIN(i + AHEAD, n - 1)], bits)], 1);
     if (number(table, bits, nodes[i], (ID)i) != (ID)i) return i;
@@ -762,12 +782,14 @@ i64 rb_count(const hop_t *hop, const ID *v, i64 S, i64 *start, i64 *degree, ID *
   return E;
 }
 
-// Second half: draw, gather, and relabel (src holds N nodes numbered in the table; table null: leave global ids in
-// local); returns the new N, -1 without memory. src needs room for N + E + 1.
+// Second half: draw, gather, and relabel by the table, which holds v; src, with room for S + E + 1, becomes v and the
+// new nodes. Table null: local keeps global ids. Returns N, or -1 without memory. (Nothing here uses OpenMP: torch's
+// own threads spin for a while after each parallel region, on the cores that these threads need.)
 i64 rb_hop(const hop_t *hop, const ID *v, i64 S, i64 *start, i64 *degree, ID *offsets, ID *local, i64 *edges, ID *src,
-           i64 N, slot_t *table, i64 bits, i64 threads) {
+           slot_t *table, i64 bits, i64 threads) {
+  if (table && S) memcpy(src, v, sizeof(ID) * S);
   job_t j = {.hop = *hop, .v = v, .S = S, .start = start, .degree = degree, .offsets = offsets, .local = local,
-             .edges = edges, .src = src, .N = N, .table = table, .bits = (int)bits, .work = pick_chunk};
+             .edges = edges, .src = src, .N = S, .table = table, .bits = (int)bits, .work = pick_chunk};
   return run_all(&j, threads, table ? relabel_chunk : 0) ? -1 : j.N;
 }
 
@@ -849,11 +871,21 @@ class _Hop(ctypes.Structure):
     _fields_ += [("mode", ctypes.c_int64), ("k", ctypes.c_int64), ("key", ctypes.c_uint64)]
 
 
-class _Table:
-    """A hash table from node id to its number in the batch; kept from batch to batch, grown when one needs more."""
+_FLAGS = ["-O3", "-fPIC", "-shared", "-pthread"]
+
+
+class _Scratch:
+    """What one `sample` call works in, kept for the next: a hash table from node id to its number in the batch, and
+    the start and degree of every row. Grown when a batch needs more."""
 
     def __init__(self, library, dtype):
         self.library, self.data, self.bits = library, torch.empty(0, dtype=dtype), 0
+        self.start = self.degree = torch.empty(0, dtype=torch.int64)
+
+    def rows(self, S):
+        """Room for S rows."""
+        if self.start.numel() < S:
+            self.start, self.degree = torch.empty(2, S + S // 8, dtype=torch.int64)
 
     @property
     def slots(self):
@@ -865,16 +897,15 @@ class _Table:
         if self.data.numel() < 2 * self.slots:
             self.data = self.data.new_empty(2 * self.slots)
             self.library.rb_huge_pages(self.data.data_ptr(), self.data.numel() * self.data.element_size())
-        self.data[: 2 * self.slots].fill_(-1)
         return self.library.rb_number(self.data.data_ptr(), self.bits, nodes.data_ptr(), nodes.numel())
 
 
 @functools.lru_cache(maxsize=None)
 def _library(dtype):
     """The compiled C code for node ids of a dtype, or None (after one warning) where it cannot be compiled."""
-    flags = ["-O3", "-fPIC", "-shared", "-pthread", f"-DID={'int32_t' if dtype == torch.int32 else 'int64_t'}"]
+    width = f"-DID={'int32_t' if dtype == torch.int32 else 'int64_t'}"
     try:
-        library = ctypes.CDLL(str(_compile(_C, os.environ.get("CC", "cc"), flags)))
+        library = ctypes.CDLL(str(_compile(_C, os.environ.get("CC", "cc"), [*_FLAGS, width])))
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         warnings.warn(
@@ -886,7 +917,7 @@ def _library(dtype):
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.rb_number.argtypes = [pointer, number, pointer, number]
     library.rb_count.argtypes = [pointer, pointer, number, pointer, pointer, pointer, number]
-    library.rb_hop.argtypes = [pointer, pointer, number] + [pointer] * 6 + [number, pointer, number, number]
+    library.rb_hop.argtypes = [pointer, pointer, number] + [pointer] * 7 + [number, number]
     library.rb_huge_pages.argtypes = [pointer, number]
     for function in (library.rb_number, library.rb_count, library.rb_hop):
         function.restype = number

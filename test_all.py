@@ -88,13 +88,14 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
 
 def _law(indptr, indices, fanouts, seeds, step, *, seed=0, replace=False, method="uniform", weights=None):
     """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids)] as lists, outermost hop first."""
-    indptr, indices, src, blocks = indptr.tolist(), indices.tolist(), seeds.tolist(), []
+    indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
+    src, blocks = seeds.tolist(), []
     weights = None if weights is None else weights.double().tolist()
     for hop, k in enumerate(fanouts):
         key = _mix(_mix(_mix(seed % 2**64) ^ (step % 2**64)) ^ hop)
         offsets, edge_ids = [0], []
         for v in src:
-            a, b = indptr[v], indptr[v + 1]
+            a, b = int(indptr[v]), int(indptr[v + 1])
             w = None if weights is None else weights[a:b]
             edge_ids += [a + p for p in _law_picks(indices[a:b], v, k, key, replace, method, w)]
             offsets.append(len(edge_ids))
@@ -209,6 +210,260 @@ def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_p
         if seeds.numel():
             with pytest.raises(ValueError, match="more than once"):
                 s._sample_cuda(torch.cat([seeds, seeds[:1]]), step, True)
+
+
+def test_cuda_source_is_accepted_by_nvcc(tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("nvcc is not installed")
+    for dtype in (torch.int32, torch.int64):
+        (tmp_path / "kernels.cu").write_text(sampler._Kernels(dtype).source)
+        command = ["nvcc", "-cubin", "-arch=sm_90", "-Werror", "all-warnings", "-o", "kernels.cubin", "kernels.cu"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_kernels_on_a_gpu_follow_the_law(method):
+    for i in range(60):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        s = NeighborSampler(indptr.cuda(), indices.cuda(), fanouts, edge_ids=True, backend="native", **options)
+        assert s.backend == "native"
+        options = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        assert _as_lists(s.sample(seeds, step)) == _law(indptr, indices, fanouts, seeds, step, **options), (i, fanouts)
+
+
+def test_ids_above_two_to_the_31(tmp_path):
+    """A graph of 2^31 + 1000 nodes: all edges belong to the last thousand, so that indptr is a file with a hole."""
+    num_nodes, last = 2**31 + 1000, 2**31
+    rng = np.random.default_rng(8)
+    degree = rng.integers(0, 40, 1000)
+    indptr = np.memmap(tmp_path / "indptr", np.int64, "w+", shape=(num_nodes + 1,))
+    indptr[last:] = np.concatenate([[0], np.cumsum(degree)])
+    indices = rng.integers(last - 50, num_nodes, int(indptr[-1]))
+    seeds = torch.from_numpy(last + rng.permutation(1000)[:64])
+    for method in METHODS:
+        options = dict(METHODS[method])
+        if method == "weighted":
+            options["weights"] = torch.from_numpy(rng.exponential(1.0, len(indices)))
+        arguments = (torch.from_numpy(indptr), torch.from_numpy(indices), [5, 3])
+        s = NeighborSampler(*arguments, edge_ids=True, backend="native", check=False, **options)
+        blocks = _as_lists(s.sample(seeds, 1))
+        assert blocks == _law(indptr, arguments[1], [5, 3], seeds, 1, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hub_of_degree_a_million(method):
+    rng = np.random.default_rng(9)
+    degree = rng.poisson(5, 2000)
+    degree[77] = 10**6
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degree)]))
+    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
+    options = dict(METHODS[method])
+    if method == "weighted":
+        options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+    seeds = torch.tensor([5, 77, 1500])
+    for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
+        native, plain = (
+            NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, **options).sample(seeds, 2)
+            for backend in ("native", "torch")
+        )
+        assert all(torch.equal(a, b) for x, y in zip(native, plain) for a, b in zip(x, y))
+
+
+def test_the_outermost_hop_can_keep_global_ids():
+    indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
+    for backend in ("native", "torch"):
+        s = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend=backend)
+        full, bare = s.sample(torch.arange(30), 5), s.sample(torch.arange(30), 5, relabel_outer=False)
+        assert _as_lists(full[1:]) == _as_lists(bare[1:])
+        assert torch.equal(bare[0].indices, full[0].src_nodes[full[0].indices.long()])
+        assert torch.equal(bare[0].src_nodes, full[1].src_nodes)
+        assert torch.equal(bare[0].indptr, full[0].indptr) and torch.equal(bare[0].edge_ids, full[0].edge_ids)
+
+
+# -- statistics that could fail: thresholds at a level of about one in a million
+
+
+def _chi_square_limit(df, z=4.75):
+    """The quantile of chi-square by Wilson and Hilferty; z = 4.75 leaves one in a million above it."""
+    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
+
+
+def _positions(degree, k, rows=100_000, step=0, **options):
+    """Which of its `degree` neighbours each of many nodes took -> bool [rows, degree]."""
+    indptr = torch.arange(rows + 1) * degree
+    indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
+    s = NeighborSampler(indptr, indices, [k], edge_ids=True, seed=11, **options)
+    taken = torch.zeros(rows, degree, dtype=torch.bool)
+    taken.view(-1)[s.sample(torch.arange(rows), step)[0].edge_ids] = True
+    return taken
+
+
+def _uniformity(taken, k):
+    """Chi-square of how often each position was taken, corrected for drawing without replacement."""
+    rows, n = taken.shape
+    p = k / n
+    return float(((taken.sum(0) - rows * p) ** 2).sum() / (rows * p * (1 - p)) * (n - 1) / n)
+
+
+def test_neighbours_and_pairs_of_neighbours_are_equally_likely():
+    taken = _positions(50, 10)
+    assert (taken.sum(1) == 10).all()
+    assert _uniformity(taken, 10) < _chi_square_limit(49)
+    assert _uniformity(taken.T.reshape(50, -1).T, 10) < _chi_square_limit(49)
+    x = taken.float()
+    q = 10 * 9 / (50 * 49)
+    pairs = (x.T @ x)[torch.triu_indices(50, 50, 1).unbind()]
+    z = (pairs - len(x) * q) / math.sqrt(len(x) * q * (1 - q))
+    assert z.abs().max() < 6 and 0.8 < (z**2).mean() < 1.25
+    # the same statistic rejects torch-sparse 0.6's mistake, which takes the last positions at 0.84 of their share
+    rng = np.random.default_rng(0)
+    p = np.where(np.arange(50) < 45, 1.0, 0.84)
+    skewed = np.zeros((20_000, 50), bool)
+    keys = np.log(rng.random(skewed.shape)) / p
+    np.put_along_axis(skewed, np.argsort(-keys, 1)[:, :10], True, 1)
+    assert _uniformity(torch.from_numpy(skewed), 10) > _chi_square_limit(49)
+
+
+def test_draws_of_one_node_over_steps_are_uniform():
+    indptr, indices = torch.tensor([0, 20] + [20] * 20), torch.arange(1, 21)
+    s = NeighborSampler(indptr, indices, [5], edge_ids=True)
+    taken = torch.zeros(20_000, 20, dtype=torch.bool)
+    for step in range(len(taken)):
+        taken[step, s.sample(torch.tensor([0]), step)[0].edge_ids] = True
+    assert _uniformity(taken, 5) < _chi_square_limit(19)
+
+
+def test_draws_with_replacement_are_uniform():
+    rows, degree, k = 50_000, 30, 8
+    s = NeighborSampler(torch.arange(rows + 1) * degree, (torch.arange(rows * degree) % rows).int(), [k], replace=True,
+                        edge_ids=True)  # fmt: skip
+    counts = torch.bincount(s.sample(torch.arange(rows), 0)[0].edge_ids % degree, minlength=degree).double()
+    expected = rows * k / degree
+    assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
+
+
+def test_labor_keeps_k_on_average_and_visits_fewer_sources():
+    rng = np.random.default_rng(12)
+    rows, degree, k = 20_000, 50, 10
+    indices = torch.from_numpy((rows * rng.random(rows * degree) ** 2).astype(np.int32))
+    indptr, seeds = torch.arange(rows + 1) * degree, torch.arange(2000)
+    blocks = {
+        method: NeighborSampler(indptr, indices, [k], method=method).sample(seeds, 0)[0] for method in ("uniform", "labor")
+    }
+    kept = blocks["labor"].num_edges / len(seeds)
+    # sources that all draw alike make rows depend on each other: bound the mean by what distinct sources allow
+    spread = 6 * math.sqrt(k * (1 - k / degree) / len(seeds)) * math.sqrt(len(seeds) * degree / len(indices.unique()) + 1)
+    assert abs(kept - k) < spread < 2
+    distinct = {method: block.num_src - block.num_dst for method, block in blocks.items()}
+    print(f"LABOR visits {distinct['labor']} new sources, uniform {distinct['uniform']}")
+    assert distinct["labor"] < 0.8 * distinct["uniform"]
+    # an edge is kept with probability k / degree whatever its place in the list
+    taken = _positions(50, 10, rows=20_000, method="labor").double()
+    assert abs(taken.mean() - 0.2) < 0.005 and (taken.mean(0) - 0.2).abs().max() < 0.03
+
+
+def test_weighted_frequencies_follow_the_weights():
+    rows, weights = 100_000, np.array([1.0, 2.0, 0.0, 4.0, 0.5, 8.0])
+    options = {"weights": torch.from_numpy(np.tile(weights, rows))}
+    # k = 1: probability weight / total
+    counts = _positions(6, 1, rows, **options).sum(0).double().numpy()
+    alive = weights > 0
+    expected = rows * weights[alive] / weights.sum()
+    assert counts[2] == 0 and ((counts[alive] - expected) ** 2 / expected).sum() < _chi_square_limit(4)
+    # k = 3: one after the other without replacement; inclusion probabilities by enumeration
+    inclusion = np.zeros(6)
+
+    def draw(p, left, taken):
+        if len(taken) == 3:
+            inclusion[taken] += p
+            return
+        for i in np.flatnonzero(left):
+            draw(p * left[i] / left.sum(), np.where(np.arange(6) == i, 0, left), taken + [i])
+
+    draw(1.0, weights, [])
+    counts = _positions(6, 3, rows, **options).sum(0).double().numpy()
+    z = (counts - rows * inclusion)[alive] / np.sqrt(rows * inclusion * (1 - inclusion))[alive]
+    assert counts[2] == 0 and np.abs(z).max() < 5.5
+    assert np.abs(rows * 3 * weights / weights.sum() - counts).max() > 1000  # which is not proportional to the weights
+
+
+# -- compiling
+
+
+_USE = f"""
+import sys, warnings
+sys.path.insert(0, {str(HERE)!r})
+import torch, sampler
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    s = sampler.NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2], backend="native")
+    s = sampler.NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2], backend="auto")
+assert s.sample(torch.tensor([0]), 0)[0].src_nodes.tolist() == [0, 1, 2]
+print(s.backend, len(caught), caught[0].message if caught else "")
+"""
+
+
+def _use(**environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen([sys.executable, "-c", _USE], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path):
+    started = [_use(XDG_CACHE_HOME=str(tmp_path)) for _ in range(8)]
+    assert [process.communicate()[0].split()[:2] for process in started] == [["native", "0"]] * 8
+    assert len(list((tmp_path / "ringblock").iterdir())) == 1
+    assert _use(XDG_CACHE_HOME="/dev/null").communicate()[0].split()[:2] == ["native", "0"]  # no cache to write to
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path):
+    output = _use(CC=compiler, XDG_CACHE_HOME=str(tmp_path)).communicate()[0]
+    assert output.startswith("torch 1 ") and "apt install gcc" in output
+
+
+def test_native_code_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+    asan = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(asan).is_file():
+        pytest.skip("the compiler has no AddressSanitizer")
+    script = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import sampler
+sampler._FLAGS[:] = ["-O1", "-g", "-fPIC", "-shared", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+import test_all
+for method in test_all.METHODS:
+    test_all.test_sampler_follows_the_law(method, "native")
+    test_all.test_a_hub_of_degree_a_million(method)
+test_all.test_the_outermost_hop_can_keep_global_ids()
+print("clean")
+"""
+    # OpenMP and the interpreter keep memory for the whole run: leaks are not looked for
+    environment = {**os.environ, "LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "clean", done.stderr[-3000:]
+    assert len(list((tmp_path / "ringblock").iterdir())) == 2
+
+
+def test_the_adapter_feeds_dgls_dataloader():
+    try:
+        dgl = sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    indptr, indices = _random_graph(np.random.default_rng(13), 500, 12, torch.int64)
+    graph = dgl.graph(("csc", (indptr, indices, torch.empty(0, dtype=torch.int64))), num_nodes=500)
+    ours = NeighborSampler(indptr, indices, [4, 3], seed=5)
+    for workers in (0, 2):
+        loader = dgl.dataloading.DataLoader(graph, torch.arange(200), sampler.DGLAdapter(ours), batch_size=64,
+                                            num_workers=workers)  # fmt: skip
+        batches = list(loader)
+        assert [len(output) for _, output, _ in batches] == [64, 64, 64, 8]
+        for step, (inputs, outputs, blocks) in enumerate(batches):
+            assert torch.equal(inputs, blocks[0].srcdata[dgl.NID]) and torch.equal(outputs, blocks[-1].dstdata[dgl.NID])
+            if workers == 0:
+                assert torch.equal(inputs, ours.sample(outputs, step)[0].src_nodes)
 
 
 def test_sampler_step_seed_and_hop_key_the_draws():
