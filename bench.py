@@ -2,6 +2,7 @@
 
     python bench.py sampler                          # this sampler against DGL, pyg-lib, torch-sparse, GraphBolt
     python bench.py sampler --larger synthetic:nodes=24490290,degree=50,features=1,classes=47 --json results/sampler.json
+    python bench.py step                             # one training step against DGL's, and what each trick is worth
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -14,6 +15,7 @@ machine meets all of them.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -25,9 +27,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 import datasets
+import model
 import sampler
+import train
 from store import GraphStore, StoreError
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
@@ -57,6 +62,7 @@ def interleave(contenders, rounds, warmup=2):
         for name, run in contenders.items():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+            getattr(run, "prepare", lambda i: None)(i)
             time.sleep(0.02)  # OpenMP threads of the one before spin for a while; they must not slow this one down
             start = time.perf_counter()
             run(i)
@@ -256,14 +262,196 @@ def sampler_larger(args, indptr, indices, seeds):
     return {"dataset": args.larger, "time_per_edge_ratio": ratio}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# step
+
+
+def keep_malloc(on):
+    """Let glibc keep freed memory (train.py's setting), or behave as it comes: thresholds as they adapt to large
+    tensors, and nothing kept from before."""
+    if on:
+        train.keep_freed_memory()
+    elif train.keep_freed_memory(32 << 20, 64 << 20):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Ours:
+    """A training step of this project; each trick can be left out."""
+
+    def __init__(self, store, args, *, malloc=True, native_sampler=True, first_hop=True, native_layers=True, ring=True,
+                 bf16=False, dropout=0.5):  # fmt: skip
+        self.malloc, self.first_hop, self.native_layers, self.ring, self.bf16 = malloc, first_hop, native_layers, ring, bf16
+        self.store, self.buffer = store, None
+        self.sampler = sampler.NeighborSampler(store.indptr, store.indices, args.fanout, check=False, threads=args.threads,
+                                               backend="native" if native_sampler else "torch")  # fmt: skip
+        torch.manual_seed(0)
+        self.model = model.SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=len(args.fanout), dropout=dropout)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.003)
+        self.stages = dict.fromkeys(("sample + load", "forward", "backward", "optimizer"), 0.0)
+
+    def kept(self, rows, width, dtype):
+        """A kept buffer, or a fresh one without the ring."""
+        if not self.ring:
+            return torch.empty(rows, width, dtype=dtype)
+        if self.buffer is None or self.buffer.shape[0] < rows:
+            self.buffer = torch.empty(rows + rows // 8, width, dtype=dtype)
+        return self.buffer[:rows]
+
+    def load(self, seeds, step):
+        """Sample and fetch -> (blocks, x, y)."""
+        blocks = self.sampler.sample(seeds, step, relabel_outer=not self.first_hop)
+        table, dtype = self.store.features.tensor, torch.bfloat16 if self.bf16 else torch.float32
+        outer = blocks[0]
+        if self.first_hop:
+            x = self.kept(outer.num_dst, 2 * table.shape[1], dtype)
+            model.self_and_mean(outer.indptr, outer.indices, table, outer.src_nodes, x)
+        else:
+            x = torch.index_select(table, 0, outer.src_nodes, out=self.kept(outer.num_src, table.shape[1], table.dtype))
+        return blocks, x, self.store.labels.index_select(0, seeds)
+
+    def __call__(self, seeds, step):
+        """One step -> loss."""
+        model.use_native(self.native_layers)
+        start = time.perf_counter()
+        blocks, x, y = self.load(seeds, step)
+        loaded = time.perf_counter()
+        torch.manual_seed(step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            loss = F.cross_entropy(self.model(blocks, x, aggregated=self.first_hop).float(), y)
+        forward = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        ends = (start, loaded, forward, backward, time.perf_counter())
+        for name, a, b in zip(self.stages, ends, ends[1:]):
+            self.stages[name] += b - a
+        return loss.item()
+
+
+class Dgl:
+    """The same step with DGL's DataLoader and SAGEConv, as its own examples write it."""
+
+    def __init__(self, store, args, nodes, *, malloc=False, dropout=0.5):
+        dgl = sampler.import_dgl()
+        import dgl.nn
+
+        empty = torch.empty(0, dtype=torch.int64)
+        graph = dgl.graph(("csc", (store.indptr, store.indices.long(), empty)), num_nodes=store.num_nodes)
+        graph.ndata["feat"], graph.ndata["label"] = store.features.tensor.clone(), store.labels.clone()
+        ours = dgl.dataloading.NeighborSampler(args.fanout[::-1], prefetch_node_feats=["feat"], prefetch_labels=["label"])
+        self.loader = iter(dgl.dataloading.DataLoader(graph, nodes, ours, batch_size=args.batch_size, num_workers=0))
+        widths = [store.feature_dim] + [args.hidden] * (len(args.fanout) - 1) + [store.num_classes]
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in zip(widths, widths[1:]))
+        self.optimizer = torch.optim.Adam(self.layers.parameters(), lr=0.003)
+        self.malloc, self.dropout = malloc, torch.nn.Dropout(dropout)
+
+    def __call__(self, seeds, step):
+        """One step -> loss."""
+        _, _, blocks = next(self.loader)
+        h = blocks[0].srcdata["feat"]
+        for layer, block in zip(self.layers, blocks):
+            h = layer(block, h)
+            h = h if layer is self.layers[-1] else self.dropout(F.relu(h))
+        loss = F.cross_entropy(h, blocks[-1].dstdata["label"])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+TRICKS = {
+    "all tricks": {},
+    "without kept malloc memory": {"malloc": False},
+    "without the native sampler": {"native_sampler": False},
+    "without the first hop from the table": {"first_hop": False},
+    "without kept buffers": {"ring": False},
+    "without native layers and dropout": {"native_layers": False},
+    "none of them": {"malloc": False, "native_sampler": False, "first_hop": False, "native_layers": False, "ring": False},
+}
+
+
+def bench_step(args):
+    """Time one training step of every contender; returns the figures."""
+    store = GraphStore.open(datasets.prepare(args.dataset, args.root))
+    generator = torch.Generator().manual_seed(0)
+    nodes = torch.randperm(store.num_nodes, generator=generator)[: 2 * args.batch_size * (args.rounds + 2)]
+    seeds = nodes.split(args.batch_size)
+    makers = {name: lambda o=options: Ours(store, args, **o) for name, options in TRICKS.items()}
+    makers["bf16"] = lambda: Ours(store, args, bf16=True)
+    makers["no dropout"] = lambda: Ours(store, args, dropout=0.0)
+    makers["DGL as shipped"] = lambda: Dgl(store, args, nodes)
+    makers["DGL, malloc kept"] = lambda: Dgl(store, args, nodes, malloc=True)
+    makers["DGL as shipped, no dropout"] = lambda: Dgl(store, args, nodes, dropout=0.0)
+    makers["DGL, malloc kept, no dropout"] = lambda: Dgl(store, args, nodes, malloc=True, dropout=0.0)
+    runs = {}
+    for name, make in makers.items():
+        try:
+            runs[name] = make()
+        except ImportError as error:
+            print(f"left out: {name} ({error})")
+
+    def contender(run):
+        def one(i):
+            run(seeds[i], i)
+
+        def prepare(i):  # with a step that is not timed, so that memory is as this contender leaves it
+            keep_malloc(run.malloc)
+            run(seeds[i], i)
+
+        one.prepare = prepare
+        return one
+
+    times = interleave({name: contender(run) for name, run in runs.items()}, args.rounds)
+    median = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
+    ours = median["all tricks"]
+    table([[name, f"{ms:.0f}", f"{min(times[name]) * 1e3:.0f}", f"{ms / ours:.2f}"] for name, ms in median.items()],
+          ["one step", "median ms", "min ms", "time / all tricks"])  # fmt: skip
+    ratios = step_ratios(median)
+    stages = {name: 1e3 * s / (2 * args.rounds + 4) for name, s in runs["all tricks"].stages.items()}
+    print("all tricks: " + "  ".join(f"{name} {ms:.0f} ms" for name, ms in stages.items()))
+    return {"median_ms": median, "min_ms": {n: min(s) * 1e3 for n, s in times.items()}, "ratios": ratios, "stages_ms": stages,
+            "losses": step_losses(store, args, seeds)}  # fmt: skip
+
+
+def step_ratios(median):
+    """DGL's time over ours for each pairing that compares like with like; prints and returns them."""
+    pairs = {
+        "fp32, dropout 0.5, DGL as shipped": ("DGL as shipped", "all tricks"),
+        "fp32, dropout 0.5, DGL with malloc kept": ("DGL, malloc kept", "all tricks"),
+        "fp32, no dropout, DGL as shipped": ("DGL as shipped, no dropout", "no dropout"),
+        "fp32, no dropout, DGL with malloc kept": ("DGL, malloc kept, no dropout", "no dropout"),
+        "bf16, dropout 0.5, DGL as shipped (fp32)": ("DGL as shipped", "bf16"),
+    }
+    ratios = {name: median[a] / median[b] for name, (a, b) in pairs.items() if a in median}
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f} times as fast as DGL")
+    return ratios
+
+
+def step_losses(store, args, seeds):
+    """The loss curve with all tricks and with none of them, dropout 0: the same within rounding."""
+    curves = {name: [] for name in ("all tricks", "none of them")}
+    for name, curve in curves.items():
+        run = Ours(store, args, **TRICKS[name], dropout=0.0)
+        keep_malloc(run.malloc)
+        curve += [run(batch, step) for step, batch in enumerate(seeds[:10])]
+    apart = max(abs(a / b - 1) for a, b in zip(*curves.values()))
+    print(f"loss over 10 steps, all tricks against none: {curves['all tricks'][0]:.6f} .. {curves['all tricks'][-1]:.6f}, "
+          f"at most {apart:.1e} apart (relative)")  # fmt: skip
+    return {**curves, "largest_relative_difference": apart}
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sampler"])
+    parser.add_argument("what", choices=["sampler", "step"])
     parser.add_argument("--dataset", default=WORKLOAD)
     parser.add_argument("--root", default="data", help="folder for built stores")
     parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
     parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
@@ -275,7 +463,7 @@ def main(argv=None):
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
-        figures = bench_sampler(args)
+        figures = {"sampler": bench_sampler, "step": bench_step}[args.what](args)
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

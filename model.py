@@ -7,24 +7,118 @@ This file stands alone: copy it into your own code. A block is anything with the
     logits = inference(model, indptr, indices, x)   # all V nodes, all their neighbours
 
 Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; C classes.
+
+On CPU three steps are C code, compiled at first use and called through ctypes: a layer's input (own row and mean of
+the neighbours in one pass), its gradient, and ReLU with dropout. Without a compiler, on CUDA, or after
+`use_native(False)`, torch operations do the same.
 """
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 
-def mean_neighbours(indptr, indices, h):
-    """Mean of the rows of h over every destination's edges; zero for a destination without edges.
+def self_and_mean(indptr, indices, h, self_rows=None, out=None):
+    """What a SAGE layer multiplies: for every destination its own row beside the mean of its neighbours' rows.
 
     Args:
         indptr: [S+1], indices: [E] rows of h, of one integer dtype.
-        h: float [N, D].
+        h: float32 or bfloat16 [N, F].
+        self_rows: [S] which rows of h are the destinations'; the first S when None. With global ids in indices and
+            self_rows, h is the feature table itself: the outermost hop then needs no gather. No gradient flows then.
+        out: [S, 2F] to write into (float32 or bfloat16), where no gradient is needed.
 
     Returns:
-        [S, D]. One fused gather and segment mean: no [E, D] intermediate.
+        [S, 2F]; the mean is zero for a destination without edges.
+    """
+    if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
+        return _SelfAndMean.apply(indptr, indices, h)
+    return _self_and_mean(indptr, indices, h, self_rows, out)
+
+
+def _self_and_mean(indptr, indices, h, self_rows, out):
+    S = indptr.numel() - 1
+    out = h.new_empty(S, 2 * h.shape[1]) if out is None else out
+    if library := _library(indices, h, out):
+        own = None if self_rows is None else self_rows.data_ptr()
+        library.self_and_mean(indptr.data_ptr(), indices.data_ptr(), h.data_ptr(), own, S, h.shape[1], out.data_ptr())
+        return out
+    own, mean = out.chunk(2, 1)
+    own.copy_(h[:S] if self_rows is None else h.index_select(0, self_rows))
+    mean.copy_(mean_neighbours(indptr, indices, h))
+    return out
+
+
+class _SelfAndMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, indptr, indices, h):
+        ctx.save_for_backward(indptr, indices)
+        ctx.num_src = h.shape[0]
+        return _self_and_mean(indptr, indices, h, None, None)
+
+    @staticmethod
+    def backward(ctx, grad):  # [S, 2F] -> [N, F]
+        (indptr, indices), S, width = ctx.saved_tensors, grad.shape[0], grad.shape[1] // 2
+        grad, total = grad.contiguous(), torch.empty(ctx.num_src, width, device=grad.device)
+        if library := _library(indices, grad, total):
+            library.scatter_self_and_mean(
+                indptr.data_ptr(), indices.data_ptr(), grad.data_ptr(), S, ctx.num_src, width, total.data_ptr()
+            )
+        else:
+            degree = indptr.diff()
+            dst = torch.repeat_interleave(torch.arange(S, device=grad.device), degree)
+            total.zero_()[:S] = grad[:, :width]
+            total.index_add_(0, indices.long(), (grad[:, width:].float() / degree.clamp(min=1).unsqueeze(1))[dst])
+        return None, None, total.to(grad.dtype)
+
+
+def mean_neighbours(indptr, indices, h):
+    """Mean of the rows of h [N, D] over every destination's edges -> [S, D]; zero for one without edges.
+
+    One fused gather and segment mean of torch: no [E, D] intermediate.
     """
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
+
+
+def relu_dropout(h, p, training=True):
+    """dropout(relu(h)), in place on CPU; p is rounded to 1/256 there, because each element draws one random byte."""
+    library = _library(None, h, h)
+    if library is None:
+        return F.dropout(F.relu(h), p, training)
+    return _ReluDropout.apply(h, min(round(256 * p), 255) if training else 0, library)
+
+
+class _ReluDropout(torch.autograd.Function):
+    """The result says itself what was kept: what is not zero. So the backward pass needs no mask."""
+
+    @staticmethod
+    def forward(ctx, h, drop, library):
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if drop else 0
+        ctx.library, ctx.scale = library, 256 / (256 - drop)
+        library.relu_dropout(h.data_ptr(), h.numel(), seed, drop, ctx.scale)
+        ctx.mark_dirty(h)
+        ctx.save_for_backward(h)
+        return h
+
+    @staticmethod
+    def backward(ctx, grad):
+        (h,), grad = ctx.saved_tensors, grad.contiguous()
+        out = torch.empty_like(grad)
+        ctx.library.relu_dropout_backward(h.data_ptr(), grad.data_ptr(), h.numel(), ctx.scale, out.data_ptr())
+        return out, None, None
 
 
 class SAGEConv(nn.Module):
@@ -34,18 +128,23 @@ class SAGEConv(nn.Module):
         super().__init__()
         self.self_linear = nn.Linear(in_dim, out_dim)
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
-        self.project_first = in_dim > out_dim  # the mean commutes with W_neigh: aggregate the narrower side
+        self.project_first = in_dim > out_dim  # the mean commutes with W_neigh: inference aggregates the narrower side
 
     def forward(self, block, h):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
-        return self.combine(block.indptr, block.indices, self.message(h), h[: block.num_dst])
+        return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
+
+    def apply_linear(self, pair):
+        """pair [S, 2F] of own row and mean -> [S, D]: both products as one."""
+        weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
+        return F.linear(pair, weight, self.self_linear.bias)
 
     def message(self, h):
-        """What neighbours send: [N, F] -> [N, D] when projecting first, else h itself."""
+        """What neighbours send in inference: [V, F] -> [V, D] when projecting first, else h itself."""
         return self.neigh_linear(h) if self.project_first else h
 
     def combine(self, indptr, indices, message, h_dst):
-        """Aggregate messages [N, .] over the edges and join them with the destinations' own h_dst [S, F]."""
+        """Aggregate messages [V, .] over the edges and join them with the destinations' own h_dst [S, F]."""
         mean = mean_neighbours(indptr, indices, message)
         return self.self_linear(h_dst) + (mean if self.project_first else self.neigh_linear(mean))
 
@@ -64,15 +163,22 @@ class SAGE(nn.Module):
         self.layers = nn.ModuleList(SAGEConv(a, b) for a, b in zip(widths, widths[1:]))
         self.dropout = dropout
 
-    def forward(self, blocks, x):
-        """x [N, F] features of blocks[0].src_nodes -> logits [S, C] of the last block's destinations."""
+    def forward(self, blocks, x, *, aggregated=False):
+        """Logits [S, C] of the last block's destinations.
+
+        Args:
+            blocks: one for each layer, outermost hop first.
+            x: [N, F] features of blocks[0].src_nodes; or, with `aggregated`, [S, 2F]: what `self_and_mean` gives for
+                blocks[0], made where the features are.
+        """
         for layer, block in zip(self.layers, blocks, strict=True):
-            x = self.activate(layer, layer(block, x))
+            h = layer.apply_linear(x) if aggregated else layer(block, x)
+            x, aggregated = self.activate(layer, h), False
         return x
 
     def activate(self, layer, h):
         """What stands between two layers; nothing after the last."""
-        return h if layer is self.layers[-1] else F.dropout(F.relu(h), self.dropout, self.training)
+        return h if layer is self.layers[-1] else relu_dropout(h, self.dropout, self.training)
 
 
 @torch.no_grad()
@@ -101,3 +207,162 @@ def inference(model, indptr, indices, x, *, chunk=65536):
         h = out
     model.train(training)
     return h
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Native code for CPU. It runs on torch's own OpenMP threads: threads of another kind would fight with them for cores.
+
+_C = r"""
+#include <stdint.h>
+#include <string.h>
+#include <omp.h>
+typedef long long i64;
+typedef unsigned long long u64;
+#define COLUMNS 1024  // of a row handled at a time, in registers and first-level cache
+
+typedef struct { uint16_t bits; } bf16;
+static inline float up_float(float x) { return x; }
+static inline float up_bf16(bf16 x) { uint32_t i = (uint32_t)x.bits << 16; float f; memcpy(&f, &i, 4); return f; }
+static inline float down_float(float f) { return f; }
+static inline bf16 down_bf16(float f) {  // to nearest, ties to even
+  uint32_t i; memcpy(&i, &f, 4);
+  return (bf16){(uint16_t)((i + 0x7fff + (i >> 16 & 1)) >> 16)};
+}
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+#define UP JOIN(up, IN)
+#define DOWN JOIN(down, OUT)
+
+void self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows, i64 S, i64 F, OUT *out) {
+  #pragma omp parallel for schedule(dynamic, 256)
+  for (i64 s = 0; s < S; s++) {
+    const IN *own = h + (self_rows ? (i64)self_rows[s] : s) * F;
+    i64 first = indptr[s], last = indptr[s + 1], soon = s + 2 < S ? s + 2 : s;
+    float scale = last > first ? 1.0f / (float)(last - first) : 0.0f, sum[COLUMNS];
+    for (i64 e = indptr[soon] - 1; e < indptr[soon + 1]; e++) {  // on its way to the cache while this one is summed
+      const IN *row = h + (e >= indptr[soon] ? (i64)indices[e] : self_rows ? (i64)self_rows[soon] : soon) * F;
+      for (i64 c = 0; c < F && c < COLUMNS; c += 64 / sizeof(IN)) __builtin_prefetch(row + c);
+    }
+    for (i64 at = 0; at < F; at += COLUMNS) {
+      i64 n = F - at < COLUMNS ? F - at : COLUMNS;
+      memset(sum, 0, sizeof(float) * n);
+      for (i64 e = first; e < last; e++) {
+        const IN *row = h + (i64)indices[e] * F + at;
+        for (i64 c = 0; c < n; c++) sum[c] += UP(row[c]);
+      }
+      for (i64 c = 0; c < n; c++) out[2 * F * s + at + c] = DOWN(UP(own[at + c]));
+      for (i64 c = 0; c < n; c++) out[2 * F * s + F + at + c] = DOWN(sum[c] * scale);
+    }
+  }
+}
+
+// grad [S, 2F] -> total [N, F]. Every thread adds up columns of its own, so that no two write to one place.
+void scatter_self_and_mean(const ID *indptr, const ID *indices, const IN *grad, i64 S, i64 N, i64 F, float *total) {
+  #pragma omp parallel
+  {
+    i64 threads = omp_get_num_threads(), t = omp_get_thread_num(), a = F * t / threads, b = F * (t + 1) / threads;
+    for (i64 s = 0; s < S; s++) for (i64 c = a; c < b; c++) total[F * s + c] = UP(grad[2 * F * s + c]);
+    for (i64 s = S; s < N; s++) memset(total + F * s + a, 0, sizeof(float) * (b - a));
+    for (i64 s = 0; s < S; s++) {
+      float scale = 1.0f / (float)(indptr[s + 1] - indptr[s]);
+      for (i64 e = indptr[s]; e < indptr[s + 1]; e++) {
+        float *row = total + F * (i64)indices[e];
+        for (i64 c = a; c < b; c++) row[c] += UP(grad[2 * F * s + F + c]) * scale;
+      }
+    }
+  }
+}
+
+// Eight elements share one 64-bit draw (splitmix64 of their position), a byte each: dropped when below `drop`.
+void relu_dropout(IN *h, i64 n, u64 seed, int drop, float scale) {
+  if (!drop) {
+    #pragma omp parallel for schedule(static)
+    for (i64 i = 0; i < n; i++) h[i] = UP(h[i]) > 0 ? h[i] : JOIN(down, IN)(0.0f);
+    return;
+  }
+  #pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < n; i += 8) {
+    u64 z = seed + (u64)i / 8 * 0x9e3779b97f4a7c15ULL;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    z ^= z >> 31;
+    unsigned char bytes[8];
+    for (int b = 0; b < 8; b++) bytes[b] = (unsigned char)(z >> 8 * b);
+    for (i64 b = 0, m = n - i < 8 ? n - i : 8; b < m; b++) {
+      float x = UP(h[i + b]);
+      h[i + b] = JOIN(down, IN)(bytes[b] >= drop && x > 0 ? x * scale : 0.0f);
+    }
+  }
+}
+void relu_dropout_backward(const IN *h, const IN *grad, i64 n, float scale, OUT *out) {
+  #pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < n; i++) out[i] = DOWN(UP(h[i]) > 0 ? UP(grad[i]) * scale : 0.0f);
+}
+"""
+
+_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.int32: "int32_t", torch.int64: "int64_t"}
+_native = True
+
+
+def use_native(on):
+    """Switch the C code on or off for this process, say to measure what it is worth."""
+    global _native
+    _native = on
+
+
+def _library(ids, source, target):
+    """The C code for these tensors' types, or None where torch operations have to do."""
+    tensors = [t for t in (ids, source, target) if t is not None]
+    if not _native or not all(t.device.type == "cpu" and t.dtype in _TYPES and t.is_contiguous() for t in tensors):
+        return None
+    return _load(_TYPES[torch.int32 if ids is None else ids.dtype], _TYPES[source.dtype], _TYPES[target.dtype])
+
+
+@functools.lru_cache(maxsize=None)
+def _load(ids, source, target):
+    flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-shared"]
+    flags += [f"-DID={ids}", f"-DIN={source}", f"-DOUT={target}"]
+    try:
+        library = ctypes.CDLL(str(_compile(_C, os.environ.get("CC", "cc"), flags)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        warnings.warn(
+            "the native layers could not be compiled, so slower torch operations are used; install a C compiler "
+            f"(apt install gcc) or name one in the variable CC. Reason: {reason[0] if reason else error!r}",
+            stacklevel=4,
+        )
+        return None
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    library.self_and_mean.argtypes = [pointer] * 4 + [number] * 2 + [pointer]
+    library.scatter_self_and_mean.argtypes = [pointer] * 3 + [number] * 3 + [pointer]
+    library.relu_dropout.argtypes = [pointer, number, ctypes.c_uint64, ctypes.c_int, real]
+    library.relu_dropout_backward.argtypes = [pointer, pointer, number, real, pointer]
+    for name in ("self_and_mean", "scatter_self_and_mean", "relu_dropout", "relu_dropout_backward"):
+        getattr(library, name).restype = None
+    return library
+
+
+def _compile(source, compiler, flags):
+    """Compile C for this processor, once for each source, compiler and flags -> its path in a per-user cache."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    cpu = next((line for line in cpu.splitlines() if line.startswith(("flags", "Features"))), cpu)
+    name = hashlib.sha256("\0".join([source, version, cpu, *flags, sys.platform]).encode()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
+    target = folder / f"model-{name[:24]}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(folder)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="ringblock-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        target = folder / target.name
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # compiled aside, then renamed: complete or not there
+        code, library = Path(scratch, "model.c"), Path(scratch, "model.so")
+        code.write_text(source)
+        subprocess.run([compiler, *flags, code, "-o", library, "-lm"], capture_output=True, text=True, check=True)
+        os.replace(library, target)
+    return target

@@ -696,6 +696,56 @@ def test_full_blocks_layerwise_inference_and_dense_algebra_agree():
     assert net.train() and inference(net, indptr, indices, x).requires_grad is False and net.training
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_native_layers_equal_torch_operations(dtype, ids):
+    rng = np.random.default_rng(14)
+    for width in (1, 5, 64, 1500):
+        indptr, indices = _random_graph(rng, 50, 6, ids)
+        indptr = indptr.to(ids)
+        h = torch.randn(50, width).to(dtype)
+        grad = torch.randn(50, 2 * width).to(dtype)
+        results = []
+        for on in (True, False):
+            model.use_native(on)
+            try:
+                x = h.clone().requires_grad_()
+                pair = model.self_and_mean(indptr, indices, x)
+                pair.backward(grad)
+                own = torch.from_numpy(rng.permutation(50)).to(ids) if on else own  # noqa: F821
+                table = model.self_and_mean(indptr, indices, h, own, torch.empty(50, 2 * width))
+                results.append((pair.detach(), x.grad, table))
+            finally:
+                model.use_native(True)
+        tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, **tolerance)
+        assert torch.equal(results[0][2][:, :width], h[own.long()].float())
+
+
+def test_native_dropout_keeps_what_its_random_bytes_say():
+    seed, n = 12345678901234567, 1003
+    h = torch.randn(n)
+    expected = []
+    for i in range(n):
+        z = (seed + i // 8 * 0x9E3779B97F4A7C15) % 2**64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        byte = (z ^ (z >> 31)) >> 8 * (i % 8) & 255
+        expected.append(h[i].item() * 256 / (256 - 77) if byte >= 77 and h[i] > 0 else 0.0)
+    library = model._load("int32_t", "float", "float")
+    x = h.clone()
+    library.relu_dropout(x.data_ptr(), n, seed, 77, 256 / (256 - 77))
+    torch.testing.assert_close(x, torch.tensor(expected))
+    torch.manual_seed(0)
+    w = torch.ones(200_000, requires_grad=True)
+    y = model.relu_dropout(w * 2, 0.3)
+    assert abs((y > 0).double().mean().item() - 0.7) < 0.006 and abs(y.mean().item() - 2) < 0.02
+    y.sum().backward()
+    torch.testing.assert_close(w.grad, (y.detach() > 0) * 2 * 256 / (256 - 77))
+    assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())
+
+
 def test_a_batch_without_seeds_gives_zero_gradients():
     indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
     net = SAGE(6, 8, 3, num_layers=2)

@@ -12,6 +12,7 @@ threads. Every file beside this one does one of these things and can be copied a
 """
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -58,6 +59,16 @@ class Clock:
         totals = {stage: sum(s for name, s in self.laps if name == stage) for stage in STAGES}
         self.laps, self.events = [], []
         return totals
+
+
+def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=1 << 30):
+    """Make glibc keep freed memory up to these many bytes: a fresh large tensor costs more in page faults than in work.
+
+    Returns:
+        True where there is a glibc to be told.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(-3, mmap_threshold) and mallopt(-1, trim_threshold))
 
 
 def seeds_of_epoch(store, args, epoch):
