@@ -1,10 +1,12 @@
-"""Moving feature rows: a ring of kept buffers, filled ahead of the training step on threads.
+"""Moving feature rows: a ring of kept buffers filled ahead of the training step, placement, a cache of hot rows.
 
 This file stands alone: copy it into your own code.
 
+    indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda", "cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
     def load(seeds, slot):
-        return ring.fetch(slot, sampler.sample(seeds, step))
+        with ring.stream(slot):
+            return ring.fetch(slot, sampler.sample(seeds, step))
     for batch in prefetch(load, batches, depth=depth):
         batch.wait()
         model(batch.blocks, batch.x)
@@ -14,22 +16,38 @@ page-locked memory is copied to a GPU while the GPU computes. So a few buffers a
 `prefetch` names the slot of every batch; a slot comes round again only when the caller has asked for the batch after
 the one that used it, and on CUDA when the copy out of it is done.
 
-Letters: V nodes; S seeds, N input nodes of a batch; F feature width.
+Letters: V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width; k fanout; L layers.
+"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), an open store's say.
 """
 
+import logging
+import mmap
+import os
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate, islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+
+MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")  # where graph and features live - where training runs
+CHUNK_BYTES = 1 << 24  # rows copied at a time from a store
+CHUNK_EDGES = 1 << 22  # edges handled at a time
+PIECE_BYTES = 1 << 30  # host memory registered at a time
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the ring
 
 
 class Batch(NamedTuple):
     """One batch on the training device; on CPU `x` is valid until the next batch is taken from `prefetch`."""
 
     blocks: list  # L blocks, outermost hop first
-    x: torch.Tensor  # [N, F] features of blocks[0].src_nodes
+    x: torch.Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event after which the tensors are there; None on CPU
 
@@ -43,25 +61,83 @@ class Batch(NamedTuple):
         return self
 
 
+class CudaCopies:
+    """What the ring asks of a GPU: page-locked buffers, streams to copy on, events. Tests simulate it on CPU."""
+
+    def __init__(self, device, streams):
+        self.device = torch.device(device)
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(streams)]
+        for stream in self.streams:  # features and caches were put on the device by the stream that is current here
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def buffer(self, shape, dtype):
+        """A page-locked tensor."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    @contextmanager
+    def stream(self, slot, blocks=()):
+        """Run the body on the slot's stream, after what the caller's stream does to blocks that are on the GPU."""
+        caller, side = torch.cuda.current_stream(self.device), self.streams[slot % len(self.streams)]
+        if caller != side and any(block.src_nodes.is_cuda for block in blocks):
+            side.wait_stream(caller)
+            for block in blocks:
+                block.record_stream(side)
+        with torch.cuda.stream(side):
+            yield
+
+    def copy(self, tensor):
+        """Start a copy to the GPU on the current stream -> the tensor it will be in."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def event(self):
+        """An event after all that the current stream was given; .synchronize() waits for it on the host."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+
 class FeatureRing:
     """Gather the features and labels of a batch into kept buffers and bring them to the training device.
 
+    A buffer is as large as a power of two of bytes: page-locked memory is rounded up to one anyway, and on CPU the
+    pages that are never written take no memory. A batch that needs more gets the next power, and one log line says
+    so; all buffers together never exceed slots * V rows, rounded up. Gathers run on torch's own threads, several at
+    once when `prefetch` has several threads.
+
     Args:
-        features: tensor [V, F], or any object with .shape, .dtype and .gather(ids, out=) (a GraphStore's features).
+        features: features, in host memory or on the device.
         labels: int64 [V].
         slots: number of buffers; one more than the batches prepared ahead, for the one in use.
-        device: where training runs. On CUDA the buffers are page-locked and copied on a stream of their own; features
-            that are on that device already are gathered there, without a buffer.
+        device: where training runs. On CUDA the buffers are page-locked and copied on streams of their own; features
+            that are on that device already (or that it reads in place) are gathered there, without a buffer.
+        streams: CUDA streams; slot i uses stream i % streams.
+        log: function of one string, told when buffers grow.
+        aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py:
+            then the outermost hop is aggregated straight out of a feature tensor instead of being gathered, and x is
+            what it returns for a blocks[0] with global ids in `indices` and its destinations as `src_nodes`.
+        dtype: of that x; the features' when None.
+        copies: what stands for the GPU in a test.
+
+    Attributes:
+        first_hop: True when x is aggregated: there is `aggregate` and the features are a tensor.
     """
 
-    def __init__(self, features, labels, *, slots, device="cpu"):
+    def __init__(self, features, labels, *, slots, device="cpu", streams=1, log=None, aggregate=None, dtype=None,
+                 copies=None):  # fmt: skip
         self.features, self.labels, self.device = features, labels, torch.device(device)
-        self.on_device = isinstance(features, torch.Tensor) and features.device.type == self.device.type != "cpu"
-        self.cuda = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device) if self.cuda else None
+        self.copies = copies or (CudaCopies(self.device, streams) if self.device.type == "cuda" else None)
+        home = getattr(features, "device", torch.device("cpu")).type
+        self.on_device = home == self.device.type != "cpu"
+        self.cached = isinstance(features, CachedFeatures) and features.cache.device.type == self.device.type
+        self.aggregate, self.first_hop = aggregate, aggregate is not None and isinstance(features, torch.Tensor)
+        self.width = features.shape[1] * (2 if self.first_hop else 1)
+        self.dtype = (self.first_hop and dtype) or features.dtype
+        self.log = log or logging.getLogger(__name__).info
         self.buffers = [None] * slots
-        self.copied = [None] * slots  # CUDA event: the copy out of the slot is done
-        self.rows = 0  # capacity that the next buffer gets
+        self.copied = [None] * slots  # event: the copy out of the slot is done
+        self.rows, self.lock = 0, threading.Lock()  # rows that the next buffer gets
+
+    def stream(self, slot):
+        """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
+        return self.copies.stream(slot) if self.copies else nullcontext()
 
     def fetch(self, slot, blocks):
         """Fetch what the blocks need.
@@ -73,31 +149,56 @@ class FeatureRing:
         Returns:
             Batch on the ring's device.
         """
-        ids, seeds = blocks[0].src_nodes, blocks[-1].src_nodes[: blocks[-1].num_dst]
-        if not self.cuda:
-            return Batch(blocks, self._gather(slot, ids), self.labels.index_select(0, seeds))
-        with torch.cuda.stream(self.stream):
-            if self.on_device:
-                x = self.features.index_select(0, ids)
-            else:
-                x = self._gather(slot, ids).to(self.device, non_blocking=True)
-                self.copied[slot] = self.stream.record_event()
-            y = self.labels.index_select(0, seeds.to(self.labels.device)).to(self.device, non_blocking=True)
+        outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
+        if not self.copies:
+            x = self._gather(slot, self.features, outer.src_nodes, outer)
+            return Batch(blocks, x, self.labels.index_select(0, seeds))
+        with self.copies.stream(slot, blocks):
             blocks = [block.to(self.device, non_blocking=True) for block in blocks]
-            return Batch(blocks, x, y, self.stream.record_event())
+            if self.on_device:
+                x = self._read(self.features, blocks[0].src_nodes, blocks[0])
+            elif self.cached:
+                missing = lambda ids: self._upload(slot, self.features.features, ids)
+                x = self.features.gather(outer.src_nodes, missing=missing)
+            else:
+                x = self._upload(slot, self.features, outer.src_nodes, outer)
+            y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
+            return Batch(blocks, x, y, self.copies.event())
 
-    def _gather(self, slot, ids):
-        """Gather rows into the slot's buffer -> [N, F] view of it."""
+    def _upload(self, slot, features, ids, block=None):
+        """Rows on the device [N, F], by way of the slot's buffer, which the event then releases."""
+        x = self.copies.copy(self._gather(slot, features, ids.cpu(), block.to("cpu") if self.first_hop else None))
+        self.copied[slot] = self.copies.event()
+        return x
+
+    def _gather(self, slot, features, ids, block=None):
+        """Read rows into the slot's buffer -> [N, F] view of it."""
         if self.copied[slot] is not None:
             self.copied[slot].synchronize()  # back-pressure: the previous copy out of this slot
-        n, buffer = ids.numel(), self.buffers[slot]
-        if buffer is None or buffer.shape[0] < n:
-            self.rows = max(self.rows, n + n // 8)  # batches differ by a few percent: rarely grown twice
-            shape = (self.rows, self.features.shape[1])
-            buffer = self.buffers[slot] = torch.empty(shape, dtype=self.features.dtype, pin_memory=self.cuda)
-        if isinstance(self.features, torch.Tensor):
-            return torch.index_select(self.features, 0, ids, out=buffer[:n])
-        return self.features.gather(ids, out=buffer[:n])
+        n = ids.numel()
+        if self.buffers[slot] is None or self.buffers[slot].shape[0] < n:
+            self.buffers[slot] = None  # its memory goes before more is taken
+            with self.lock:
+                if n > self.rows:
+                    row = self.width * self.dtype.itemsize
+                    self.rows = max(n, (1 << (n * row - 1).bit_length()) // row)
+                    self.log(f"ring: a batch of {n:,} rows takes buffers of {self.rows:,} rows, "
+                             f"{self.rows * row:,} bytes each; there are {len(self.buffers)}")  # fmt: skip
+            empty = self.copies.buffer if self.copies else lambda shape, dtype: torch.empty(shape, dtype=dtype)
+            self.buffers[slot] = empty((self.rows, self.width), self.dtype)
+        return self._read(features, ids, block, self.buffers[slot][:n])
+
+    def _read(self, features, ids, block, out=None):
+        if self.first_hop:
+            return self.aggregate(block.indptr, block.indices, features, ids, out)
+        return take(features, ids, out)
+
+
+def take(features, ids, out=None):
+    """Rows ids [n] of features -> [n, F], `out` where that is given."""
+    if isinstance(features, torch.Tensor):
+        return torch.index_select(features, 0, ids, out=out)
+    return features.gather(ids, out=out)
 
 
 def prefetch(make, items, *, depth=2, threads=1):
@@ -129,3 +230,242 @@ def prefetch(make, items, *, depth=2, threads=1):
         finally:
             for future in pending:
                 future.cancel()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# placement
+
+
+def place(indptr, indices, labels, features, mode, device="cpu"):
+    """Put a graph and its features where a mode wants them.
+
+    Args:
+        indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors.
+        features: features in host memory.
+        mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
+            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows travel through the ring.
+        device: the GPU of the first two.
+
+    Returns:
+        (indptr, indices, labels, features), tensors of the device for the first two modes.
+
+    Raises:
+        ValueError: for an unknown mode or host memory that `share` did not make.
+        RuntimeError: when CUDA refuses, naming the call.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
+    arrays = [indptr, indices, labels, getattr(features, "tensor", features)]
+    if mode == "cuda-cuda":
+        return tuple(_copy_rows(a, torch.empty(a.shape, dtype=a.dtype, device=device)) for a in arrays)
+    if mode == "pinned-cuda":
+        return tuple(gpu_view(a, device) for a in arrays)
+    return tuple(arrays)
+
+
+def _copy_rows(source, target):
+    """Copy a tensor or features to a tensor of the same shape, a piece at a time -> target."""
+    step = _rows_of_a_chunk(source)
+    for a in range(0, source.shape[0], step):
+        b = min(a + step, source.shape[0])
+        target[a:b] = source[a:b] if isinstance(source, torch.Tensor) else source.gather(torch.arange(a, b))
+    return target
+
+
+def _rows_of_a_chunk(array):
+    return max(1, CHUNK_BYTES // max(1, torch.Size(array.shape[1:]).numel() * array.dtype.itemsize))
+
+
+def share(arrays, *, leads=True, total=None):
+    """Copy arrays into host memory that all processes of this machine share: one copy, made by one of them.
+
+    The memory is what /dev/shm is made of, without a name (memfd): the kernel frees it when the last process that has
+    it is gone, however it went, and a small /dev/shm, as containers have, is no limit. Linux only.
+
+    Args:
+        arrays: list of host tensors, or features; the same shapes and dtypes in every process.
+        leads: True in the one process that makes the copy.
+        total: with several processes, a function that sums numbers over the processes of this machine and returns
+            the sums to each (an all-reduce; `Ranks.sum` of ddp.py on one machine). Called twice by every process.
+
+    Returns:
+        List of tensors in shared memory; what one process writes into them, all see.
+
+    Raises:
+        OSError: when the memory cannot be mapped, or the process that leads is another user's.
+    """
+    arrays = [getattr(a, "tensor", a) for a in arrays]
+    sizes = [a.dtype.itemsize * torch.Size(a.shape).numel() for a in arrays]
+    *offsets, end = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+    handle = 0
+    if leads:
+        handle = os.memfd_create("ringblock")
+        os.ftruncate(handle, max(end, 1))
+        memory = mmap.mmap(handle, 0)
+        for array, offset in zip(arrays, offsets):
+            _copy_rows(array, _view(memory, array, offset))
+    if total:
+        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
+        if not leads:
+            handle = os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+            memory = mmap.mmap(handle, 0)
+        total(0)  # the leader's handle is good until everyone has opened it
+    os.close(handle)
+    return [_view(memory, a, offset) for a, offset in zip(arrays, offsets)]
+
+
+def _view(memory, like, offset):
+    """A tensor over memory of the shape and dtype of another."""
+    if 0 in like.shape:
+        return torch.empty(like.shape, dtype=like.dtype)
+    count = torch.Size(like.shape).numel()
+    return torch.frombuffer(memory, dtype=like.dtype, count=count, offset=offset).view(like.shape)
+
+
+def gpu_view(host, device, cudart=None):
+    """Let a GPU read host memory in place (UVA), without a copy.
+
+    Args:
+        host: tensor that `share` made: its memory starts on a page and has its last page to itself.
+        device: the GPU.
+        cudart: what stands for torch.cuda.cudart() in a test.
+
+    Returns:
+        CUDA tensor over the same memory, which it keeps alive.
+
+    Raises:
+        ValueError: for memory that does not start on a page.
+        RuntimeError: when CUDA refuses to register the memory or to address it; nothing stays registered.
+    """
+    if not host.numel():
+        return host.to(device)
+    cudart, registered = cudart or torch.cuda.cudart(), []
+    with torch.cuda.device(device):  # the device that is current owns the registration
+        for start, size in page_pieces(host.data_ptr(), host.numel() * host.element_size()):
+            code = int(cudart.cudaHostRegister(start, size, 2))  # 2: mapped into the GPU's address space
+            if code:
+                for start_before in registered:
+                    cudart.cudaHostUnregister(start_before)
+                raise RuntimeError(f"cudaHostRegister of {size:,} bytes at {start:#x} failed with CUDA error {code} "
+                                   f"({cudart.cudaGetErrorString(cudart.cudaError(code))}); --mode cpu-cuda works "
+                                   "without it")  # fmt: skip
+            registered.append(start)
+        view = torch.as_tensor(_host_array(host), device=device).view(host.dtype)
+    if view.data_ptr() != host.data_ptr():
+        raise RuntimeError("this GPU does not address host memory in place (its pointers differ); use --mode cpu-cuda")
+    return view
+
+
+def page_pieces(pointer, nbytes, piece=PIECE_BYTES):
+    """Cut memory into pieces of whole pages to register -> [(start, size in bytes)]; large ones fail in one call."""
+    if pointer % mmap.PAGESIZE:
+        raise ValueError(f"host memory at {pointer:#x} does not start on a page: copy it with share() first")
+    end = pointer + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return [(start, min(piece, end - start)) for start in range(pointer, end, piece)]
+
+
+def _host_array(host):
+    """What torch.as_tensor reads to see host memory as a CUDA array; bfloat16, which numpy lacks, goes as int16."""
+    array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
+    data = (host.data_ptr(), False)  # False: torch refuses read-only memory
+    interface = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
+    return SimpleNamespace(__cuda_array_interface__=interface, host=host)  # the view keeps this, and so the memory
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the cache
+
+
+def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
+    """How likely each node is among the input nodes of a batch: what a cache should go by.
+
+    The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks whose every hop expands all nodes that
+    the batch holds so far, with fresh draws. Batches and neighbours count as independent. L passes over the edges.
+
+    Args:
+        indptr: int64 [V+1], indices: [M], the graph.
+        train_nodes: [T] node ids that batches are drawn from.
+        fanouts: L numbers from the seeds outward, -1 for all neighbours.
+        batch_size: seeds of a batch.
+
+    Returns:
+        float32 [V], probabilities. Without training nodes to go by, the degree indptr.diff() orders nearly as well.
+    """
+    degree, num_edges = indptr.diff(), indices.numel()
+    seed = torch.zeros(degree.numel(), device=indptr.device)
+    seed[train_nodes.to(indptr.device)] = min(1.0, batch_size / max(1, train_nodes.numel()))
+    held, picked = seed, torch.zeros_like(seed)  # a node is in the batch; a node has picked a given neighbour of its
+    for k in fanouts:
+        chance = (k / degree).clamp(max=1) if k >= 0 else 1.0
+        picked = (picked + chance * (held - picked)).clamp(0, 1)
+        log_unpicked, total = torch.log1p(-picked), torch.zeros_like(seed)
+        for a in range(0, num_edges, CHUNK_EDGES):
+            b = min(a + CHUNK_EDGES, num_edges)
+            bounds = torch.tensor([a + 1, b], device=indptr.device)
+            first, last = torch.searchsorted(indptr, bounds).tolist()
+            counts = indptr[first - 1 : last + 1].clamp(a, b).diff()
+            values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
+            total.index_add_(0, indices[a:b], values)
+        held = 1 - (1 - seed) * total.exp()
+    return held
+
+
+class CachedFeatures:
+    """Features with the hottest rows kept on a device: a GPU before host memory, or RAM before a store on disk.
+
+    Args:
+        features: the features behind the cache.
+        visits: [V], the larger the hotter: `expected_visits`, or the degree.
+        budget: bytes of rows to keep. A map from node to cached row takes 4 bytes a node beside them.
+        device: where to keep them.
+
+    Attributes:
+        cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
+        hits, lookups: rows found and rows asked for since the start.
+    """
+
+    def __init__(self, features, visits, budget, device="cpu"):
+        self.features = features = getattr(features, "tensor", features)
+        self.shape, self.dtype = tuple(features.shape), features.dtype
+        self.device = getattr(features, "device", torch.device("cpu"))
+        num_nodes, width = self.shape
+        rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
+        self.piece = _rows_of_a_chunk(features)  # small pieces: a large temporary costs more in page faults than in work
+        hot = visits.to(self.device).topk(rows).indices.sort().values  # in order: read from the disk in one direction
+        self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
+        self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
+        self.cache = torch.empty(rows, width, dtype=self.dtype, device=device)
+        for a in range(0, rows, self.piece):
+            self.cache[a : a + self.piece] = take(features, hot[a : a + self.piece])
+        self.hits = self.lookups = 0
+        self.lock = threading.Lock()
+
+    @property
+    def hit_rate(self):
+        """Share of the rows that the cache had; 0 before the first gather."""
+        return self.hits / max(1, self.lookups)
+
+    def gather(self, ids, out=None, missing=None):
+        """Copy rows, hits from the cache and the others from behind it.
+
+        Args:
+            ids: int32 or int64 [n] node ids, repeats allowed.
+            out: [n, F] on the cache's device; a tensor is made when None.
+            missing: function from ids [m] to their rows [m, F] on the cache's device; reads the features when None.
+
+        Returns:
+            [n, F] on the cache's device.
+        """
+        where = self.cache.device
+        ids = ids.to(self.device)
+        position = self.position.index_select(0, ids)
+        misses = (position < 0).nonzero().squeeze(1)
+        with self.lock:
+            self.hits, self.lookups = self.hits + ids.numel() - misses.numel(), self.lookups + ids.numel()
+        out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=where) if out is None else out
+        if len(self.cache):  # a miss reads row 0, which is overwritten: cheaper than to pick the hits out
+            torch.index_select(self.cache, 0, position.clamp_(min=0).to(where, non_blocking=True), out=out)
+        for some in [misses] if missing else misses.split(self.piece):
+            rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(where)
+            out.index_copy_(0, some.to(where, non_blocking=True), rows)
+        return out

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
@@ -155,13 +156,15 @@ class SAGE(nn.Module):
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
         num_layers: one for each block. dropout: probability, applied after each inner layer.
+        recompute: keep only each layer's input for the backward pass and compute the rest again (Chen et al., arXiv
+            1604.06174): less memory, more time.
     """
 
-    def __init__(self, in_dim, hidden, out_dim, *, num_layers=3, dropout=0.5):
+    def __init__(self, in_dim, hidden, out_dim, *, num_layers=3, dropout=0.5, recompute=False):
         super().__init__()
         widths = [in_dim] + [hidden] * (num_layers - 1) + [out_dim]
         self.layers = nn.ModuleList(SAGEConv(a, b) for a, b in zip(widths, widths[1:]))
-        self.dropout = dropout
+        self.dropout, self.recompute = dropout, recompute
 
     def forward(self, blocks, x, *, aggregated=False):
         """Logits [S, C] of the last block's destinations.
@@ -172,9 +175,16 @@ class SAGE(nn.Module):
                 blocks[0], made where the features are.
         """
         for layer, block in zip(self.layers, blocks, strict=True):
-            h = layer.apply_linear(x) if aggregated else layer(block, x)
-            x, aggregated = self.activate(layer, h), False
+            if self.recompute and self.training:
+                x = checkpoint(self.step, layer, block, x, aggregated, use_reentrant=False)
+            else:
+                x = self.step(layer, block, x, aggregated)
+            aggregated = False
         return x
+
+    def step(self, layer, block, x, aggregated=False):
+        """One layer and what stands behind it."""
+        return self.activate(layer, layer.apply_linear(x) if aggregated else layer(block, x))
 
     def activate(self, layer, h):
         """What stands between two layers; nothing after the last."""
@@ -320,7 +330,7 @@ def _library(ids, source, target):
 
 @functools.lru_cache(maxsize=None)
 def _load(ids, source, target):
-    flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-shared"]
+    flags = ["-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
     flags += [f"-DID={ids}", f"-DIN={source}", f"-DOUT={target}"]
     try:
         library = ctypes.CDLL(str(_compile(_C, os.environ.get("CC", "cc"), flags)))

@@ -1,4 +1,4 @@
-"""Graphs on disk, one copy for every process: build a store, open it, verify it.
+"""Graphs on disk, one copy for every process: build a store, open it, verify it, say what training on it takes.
 
 A store is a directory of plain .npy files beside a meta.json; features are either one more .npy (backend "mmap") or
 an LMDB file whose values are blocks of consecutive rows (backend "lmdb"). It is built in a hidden directory beside
@@ -11,6 +11,7 @@ are shared by all of them.
 
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
+    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode, what fits, the mode to choose
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
 the edges into v are indices[indptr[v]:indptr[v+1]]. This file needs torch, numpy and tqdm (lmdb for its backend).
@@ -19,6 +20,7 @@ the edges into v are indices[indptr[v]:indptr[v+1]]. This file needs torch, nump
 from __future__ import annotations
 
 import argparse
+import bisect
 import errno
 import functools
 import hashlib
@@ -48,6 +50,10 @@ SPLITS = ("train", "valid", "test")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
 
+MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")  # where graph and features live - where training runs
+
+GPU_BYTES = 1 << 30  # of a GPU that training takes beside its tensors: context, libraries, communication
+RANK_BYTES = 1 << 29  # of host memory, for each process
 EDGE_CHUNK = 1 << 22  # edges handled at a time
 SORT_EDGES = 1 << 27  # edges sorted at a time: 1 GiB of keys, whatever the size of the graph
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
@@ -116,15 +122,15 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
     labels, num_classes = _check_labels(labels, num_nodes, num_classes)
     split = _check_split(split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
-    options = dict(symmetrize=bool(symmetrize), drop_self_loops=bool(drop_self_loops),
-                   drop_duplicates=bool(drop_duplicates))
+    options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
+               "drop_duplicates": bool(drop_duplicates)}
     row_bytes = width * _storage(dtype).itemsize
     block_rows = max(1, (1 << 14) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
         raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
-    meta = dict(format=FORMAT, format_version=VERSION, num_nodes=num_nodes, num_edges=num_edges,
-                num_classes=num_classes, feature_dim=width, feature_dtype=dtype, backend=backend,
-                block_rows=block_rows, options=options, source=json.loads(json.dumps(source)))
+    meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
+            "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
+            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source))}
     arrays = dict(indptr=indptr, labels=labels, **split)
     building = path.with_name(f".{path.name}.building.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
@@ -208,7 +214,7 @@ def _check_split(split, labels) -> dict[str, np.ndarray]:
     """Node ids as int64 for each of SPLITS, disjoint, in range and labelled."""
     unknown = set(split) - set(SPLITS)
     if unknown:
-        raise StoreError(f"split has a part {sorted(unknown)[0]!r}: its parts are {', '.join(SPLITS)}")
+        raise StoreError(f"split has a part {min(unknown)!r}: its parts are {', '.join(SPLITS)}")
     split = {name: _integers(f"split {name!r}", split.get(name, ())) for name in SPLITS}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
@@ -402,13 +408,14 @@ def _write_npy(path, dtype, shape, chunks) -> dict:
 
 
 def _record(path, dtype, shape, digest) -> dict:
-    return dict(dtype=np.dtype(dtype).name, shape=shape, bytes=path.stat().st_size, sha256=digest.hexdigest())
+    size, sha256 = path.stat().st_size, digest.hexdigest()
+    return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 
 
 def _npy_header(dtype, shape) -> bytes:
     """The 128 bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
     shape = tuple(int(n) for n in shape)
-    text = repr(dict(descr=np.dtype(dtype).newbyteorder("<").str, fortran_order=False, shape=shape))
+    text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape})
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
 
 
@@ -604,7 +611,12 @@ class GraphStore:
         return cls(path, _read_meta(path))
 
     def _map(self, name) -> Tensor:
-        return _to_tensor(_map_npy(self.path, name, self.meta["files"][name]))
+        """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
+        record = self.meta["files"][name]
+        file = _check_file(self.path, name, record, _npy_header(record["dtype"], record["shape"]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(np.memmap(file, record["dtype"], "r", offset=128, shape=tuple(record["shape"])))
 
 
 class MmapFeatures:
@@ -727,24 +739,164 @@ def _check_file(path, name, record, magic, offset=0) -> Path:
     return file
 
 
-def _map_npy(path, name, record) -> np.ndarray:
-    """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
-    file = _check_file(path, name, record, _npy_header(record["dtype"], record["shape"]))
-    return np.memmap(file, record["dtype"], "r", offset=128, shape=tuple(record["shape"]))
-
-
-def _to_tensor(array) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
-
-
 def _import_lmdb():
     try:
         import lmdb
     except ImportError as error:
         raise StoreError("features in LMDB need the lmdb package: pip install lmdb") from error
     return lmdb
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what fits where
+
+
+class Placement(NamedTuple):
+    """Bytes that a mode takes: what stays for the whole run, and what a batch adds at most."""
+
+    gpu: int  # of each GPU, stays
+    gpu_step: int
+    rank: int  # host memory of each process, stays
+    rank_step: int
+    shared: int  # host memory, one copy for all processes of the machine
+
+
+def _placements(store, fanout, batch_size, hidden, prefetch) -> dict[str, Placement]:
+    """The Placement of every mode.
+
+    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop
+    and n1 k2, ... edges; no hop has more than V nodes or M edges, and k = -1 counts as all of them. Input rows, nodes
+    and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each of its
+    destinations and as many for the gradients: the mean, and the result before and after ReLU and dropout.
+    """
+    V, M, F = store.num_nodes, store.num_edges, store.feature_dim
+    id_bytes, row_bytes = store.indices.element_size(), F * store.features.dtype.itemsize
+    nodes, edges = [min(batch_size, V)], []
+    for k in fanout:
+        edges.append(M if k < 0 else min(nodes[-1] * k, M))
+        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
+    layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
+    compute = sum(8 * n * (a + 3 * b) + 32 * a * b for n, a, b in layers)  # and weights, gradients, Adam's two moments
+    ahead = prefetch + 1
+    batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
+    arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V
+    step = ahead * batch + compute
+    return {"cuda-cuda": Placement(GPU_BYTES + arrays + id_bytes * V, step, RANK_BYTES, 0, 0),
+            "pinned-cuda": Placement(GPU_BYTES + id_bytes * V, step, RANK_BYTES, 0, arrays),
+            "cpu-cuda": Placement(GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0),  # pinning rounds up
+            "cpu-cpu": Placement(0, 0, RANK_BYTES, step, 0)}
+
+
+def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, free_gpu=None,
+             free_host=None) -> dict:
+    """Say what training on a store takes in each mode and what fits.
+
+    Args:
+        store: GraphStore or the path of one.
+        gpus: GPUs of this machine, a process each; with 0, `procs` processes train on CPU.
+        fanout: one number for each layer, from the seeds outward.
+        batch_size: seeds of a process. hidden: width of the inner layers. prefetch: batches prepared ahead.
+        free_gpu: free bytes of the fullest GPU; asked of the current one when None.
+        free_host: free bytes of host memory; asked of the system when None.
+
+    Returns:
+        dict: "modes" {mode: dict of `Placement` and "possible" (what stays fits), "fits" (a batch as well),
+        "largest_batch" (that fits; up to all training nodes)}, "sums" {mode: what it takes of what is free, a line},
+        "mode" (the first that fits, else the most modest that is possible, else None), "backend" and "backend_why".
+
+    Raises:
+        StoreError: if there is no store.
+    """
+    store = store if isinstance(store, GraphStore) else GraphStore.open(store)
+    if free_gpu is None and torch.cuda.is_available():
+        free_gpu = torch.cuda.mem_get_info()[0]
+    free_host = _free_host() if free_host is None else free_host
+    ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
+
+    def fits(mode, batch_size):
+        p = _placements(store, fanout, batch_size, hidden, prefetch)[mode]
+        step = batch_size > 0
+        return (p.gpu + step * p.gpu_step <= (free_gpu or 0)
+                and ranks * (p.rank + step * p.rank_step) + p.shared <= free_host)
+
+    modes = {}
+    for mode, placement in _placements(store, fanout, batch_size, hidden, prefetch).items():
+        sizes = range(1, len(store.split["train"]) + 1)
+        largest = bisect.bisect_left(sizes, True, key=lambda n: not fits(mode, n))
+        modes[mode] = dict(placement._asdict(), possible=fits(mode, 0), fits=fits(mode, batch_size),
+                           largest_batch=largest)
+    mode = next((m for m in choices if modes[m]["fits"]), None)
+    mode = mode or next((m for m in reversed(choices) if modes[m]["possible"]), None)
+    arrays = modes["pinned-cuda"]["shared"]
+    in_memory = arrays <= free_host
+    why = (f"graph and features take {_size(arrays)} and {_size(free_host)} of host memory are free: "
+           + ("the mapped file stays in it" if in_memory else "LMDB reads the blocks asked for and nothing ahead"))
+    sums = {m: _sum(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
+    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap" if in_memory else "lmdb", "backend_why": why}
+
+
+def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
+    """Choose where graph and features live, or check a choice, before anything is loaded.
+
+    Args:
+        store, gpus, options: see `estimate`.
+        mode: "auto" or one of MODES.
+
+    Returns:
+        (mode, the sum that was done, in one line).
+
+    Raises:
+        StoreError: for a mode that cannot work: what stays in memory for the whole run is more than there is. (A batch
+            that may not fit is only said in the line: its size is an upper bound.)
+    """
+    found = estimate(store, gpus, **options)
+    chosen = mode if mode != "auto" else found["mode"] or ("cpu-cuda" if gpus else "cpu-cpu")
+    line, placement = f"mode {chosen}: {found['sums'][chosen]}", found["modes"][chosen]
+    if not placement["possible"]:
+        other = f"; mode {found['mode']} can" if found["mode"] else ""
+        raise StoreError(f"{line}: this cannot work here{other}")
+    if not placement["fits"]:
+        line += f"; a batch may be too large, {placement['largest_batch']:,} seeds surely are not"
+    return chosen, line
+
+
+def _sum(mode, p, ranks, free_gpu, free_host) -> str:
+    """What a mode takes of what is free, with its terms; p is its entry of `estimate`."""
+    shared = f" + {_size(p['shared'])} shared" if p["shared"] else ""
+    host = (f"host {ranks} x ({_size(p['rank'])} + {_size(p['rank_step'])} for batches){shared} = "
+            f"{_size(ranks * (p['rank'] + p['rank_step']) + p['shared'])} of {_size(free_host)} free")
+    if mode == "cpu-cpu":
+        return host
+    free = "(no GPU here)" if free_gpu is None else f"of {_size(free_gpu)} free"
+    return (f"each GPU {_size(p['gpu'])} + {_size(p['gpu_step'])} for batches = {_size(p['gpu'] + p['gpu_step'])} {free}, "
+            + host)
+
+
+def _free_host(root="/") -> int:
+    """Bytes of host memory that this process may still take: what is available, or what its cgroups leave if less."""
+    root = Path(root)
+    try:
+        free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for controller, path in groups:
+        if controller not in ("", "memory"):
+            continue
+        v1 = controller == "memory"
+        limit, usage = (f"memory.{n}" for n in (("limit_in_bytes", "usage_in_bytes") if v1 else ("max", "current")))
+        base = root / "sys/fs/cgroup" / controller
+        for folder in [base / path.strip("/"), *(base / path.strip("/")).parents]:
+            try:
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # given up on demand
+                free = min(free, int((folder / limit).read_text()) - int((folder / usage).read_text()) + cache)
+            except (OSError, ValueError):
+                pass  # no such group here, or no limit ("max")
+            if folder == base:
+                break
+    return max(free, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -821,15 +973,46 @@ def _info(path) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 
 
+def _estimate_lines(graph, options) -> str:
+    found = estimate(graph, **options)
+    disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
+    features = disk.pop(BACKENDS[graph.meta["backend"]])
+    lines = [("on disk", f"graph {_size(sum(disk.values()))}, features {_size(features)}")]
+    for mode, placement in found["modes"].items():
+        lines.append((mode, f"{found['sums'][mode]}; batches of up to {placement['largest_batch']:,} seeds fit"))
+    lines.append(("mode", found["mode"] or "none fits (--free-gpu GB asks about another machine's GPUs)"))
+    lines.append(("features", f"{found['backend']}: {found['backend_why']}"))
+    return "\n".join(f"{name:<14} {value}" for name, value in lines)
+
+
+def _fanout(text) -> list[int]:
+    fanout = [int(k) for k in text.split(",")]
+    if any(k == 0 or k < -1 for k in fanout):
+        raise ValueError
+    return fanout
+
+
 def main(argv=None) -> int:
-    """The command line: `info PATH` and `verify PATH`; returns the exit code (0 fine, 1 damaged, 2 no store)."""
+    """The command line: `info`, `verify` or `estimate`; returns the exit code (0 fine, 1 damaged, 2 no store)."""
     parser = argparse.ArgumentParser(prog="store.py", description="Look at a graph store.")
-    parser.add_argument("command", choices=["info", "verify"])
+    parser.add_argument("command", choices=["info", "verify", "estimate"])
     parser.add_argument("path", help="directory of the store")
+    group = parser.add_argument_group("estimate")
+    group.add_argument("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
+    group.add_argument("--procs", type=int, default=1, help="processes on CPU (default 1)")
+    group.add_argument("--fanout", type=_fanout, default=[15, 10, 5], help="from the seeds outward (default 15,10,5)")
+    group.add_argument("--batch-size", type=int, default=1024, help="seeds of a process (default 1024)")
+    group.add_argument("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
+    group.add_argument("--free-gpu", type=float, metavar="GB", help="to ask about another machine's GPUs")
     args = parser.parse_args(argv)
     try:
         if args.command == "info":
             print(_info(args.path))
+            return 0
+        if args.command == "estimate":
+            options = {k: v for k, v in vars(args).items() if k not in ("command", "path")}
+            options["free_gpu"] = args.free_gpu and int(args.free_gpu * 1e9)
+            print(_estimate_lines(GraphStore.open(args.path), options))
             return 0
         problems = verify(args.path)
     except StoreError as error:

@@ -5,12 +5,15 @@ import ctypes
 import gzip
 import hashlib
 import http.server
+import importlib.util
 import io
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import pickle
+import queue
 import re
 import shutil
 import signal
@@ -21,6 +24,7 @@ import time
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +38,10 @@ import sampler
 import store
 import train
 from datasets import prepare
-from features import FeatureRing, prefetch
+from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import SAGE, inference
 from sampler import Block, NeighborSampler
-from store import GraphStore, Rows, StoreError, build_store, verify
+from store import GraphStore, Rows, StoreError, build_store, choose_mode, estimate, verify
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "shared" / "data"
@@ -664,6 +668,539 @@ def test_ring_grows_and_keeps_its_buffers():
         assert torch.equal(x, table[:n])
         addresses.append(ring.buffers[0].data_ptr())
     assert len(set(addresses[1:])) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# features.py: the ring
+
+
+class _SlowDevice:
+    """A device that copies later: a thread for each stream, random delays. It notes what the ring must never do."""
+
+    def __init__(self, rng, streams):
+        self.delays, self.local, self.faults = rng.random(4096) * 4e-4, threading.local(), []
+        self.under_way, self.count, self.lock = {}, 0, threading.Lock()
+        self.queues = [queue.SimpleQueue() for _ in range(streams)]
+        self.threads = [threading.Thread(target=self._run, args=(q,), daemon=True) for q in self.queues]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, jobs):
+        while (job := jobs.get()) is not None:
+            job()
+
+    def close(self):
+        for jobs, thread in zip(self.queues, self.threads):
+            jobs.put(None)
+            thread.join()
+
+    @contextmanager
+    def stream(self, slot, blocks=()):
+        self.local.slot, self.local.jobs = slot, self.queues[slot % len(self.queues)]
+        yield
+
+    def buffer(self, shape, dtype):
+        if self.under_way.get(self.local.slot):
+            self.faults.append(f"slot {self.local.slot} was grown under a copy")
+        return torch.full(shape, -1, dtype=dtype)
+
+    def copy(self, tensor):
+        with self.lock:
+            self.count += 1
+            delay, slot = self.delays[self.count % 4096], self.local.slot
+            is_row = tensor.ndim == 2
+            self.under_way[slot] = self.under_way.get(slot, 0) + is_row
+        result = torch.empty_like(tensor)
+
+        def later():
+            time.sleep(delay)
+            result.copy_(tensor)
+            with self.lock:
+                self.under_way[slot] -= is_row
+
+        self.local.jobs.put(later)
+        return result
+
+    def event(self):
+        done = threading.Event()
+        done.synchronize = done.wait
+        self.local.jobs.put(done.set)
+        return done
+
+
+class _InstantDevice(_SlowDevice):
+    def copy(self, tensor):
+        return tensor.clone()
+
+
+class _Forgets(list):
+    """A list of events that never has one."""
+
+    def __getitem__(self, i):
+        return None
+
+
+def _seed_blocks(ids):
+    return [Block(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), ids)]
+
+
+def _ring_faults(seed, broken=False):
+    """Push random batches through a ring with a slow device -> list of what went wrong."""
+    rng = np.random.default_rng(seed)
+    depth, threads, streams = (int(n) for n in (rng.integers(0, 6), rng.integers(1, 5), rng.integers(1, 4)))
+    table = torch.arange(200.0).repeat_interleave(3).view(200, 3)
+    device = _SlowDevice(rng, streams)
+    ring = FeatureRing(table, torch.arange(200), slots=depth + 1, streams=streams, copies=device, log=lambda line: None)
+    if broken:
+        ring.copied = _Forgets(ring.copied)
+    sizes = rng.integers(1, 40, 14) * rng.choice([1, 1, 1, 4], 14)  # some outgrow the buffers
+    items = [torch.from_numpy(rng.integers(0, 200, n)) for n in sizes]
+    got = []
+    for batch in prefetch(lambda ids, slot: ring.fetch(slot, _seed_blocks(ids)), items, depth=depth, threads=threads):
+        got.append(batch)
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 4e-4)
+    for batch in got:
+        batch.ready.synchronize()
+    device.close()
+    wrong = [i for i, (batch, ids) in enumerate(zip(got, items)) if not torch.equal(batch.x, table[ids])]
+    assert len(got) == len(items) and all(torch.equal(b.y, ids[:1]) for b, ids in zip(got, items))
+    return device.faults + [f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong]
+
+
+def test_features_no_slot_is_refilled_before_its_copy_is_done():
+    assert [fault for seed in range(300) for fault in _ring_faults(seed)] == []
+
+
+def test_features_a_ring_that_ignores_its_events_is_caught():
+    caught = [_ring_faults(seed, broken=True) for seed in range(40)]
+    assert sum(map(bool, caught)) > 20
+    assert any("grown" in fault for faults in caught for fault in faults)
+
+
+def test_features_ring_grows_by_powers_of_two_and_says_so():
+    table, lines = torch.randn(1000, 16), []  # rows of 64 bytes
+    ring = FeatureRing(table, torch.zeros(1000, dtype=torch.int64), slots=2, log=lines.append)
+    for n in (0, 8, 300, 10, 512, 513, 600, 1000, 1):
+        for slot in (0, 1):
+            assert torch.equal(ring.fetch(slot, _seed_blocks(torch.arange(n))).x, table[:n])
+    rows = [8, 512, 1024]
+    assert [buffer.shape[0] for buffer in ring.buffers] == [1024, 1024]
+    assert len(lines) == 3 and all(f"{r:,} rows" in line and f"{64 * r:,} bytes" in line for r, line in zip(rows, lines))
+
+
+@pytest.mark.parametrize("device", [None, _InstantDevice])
+def test_features_ring_aggregates_the_first_hop(device):
+    indptr, indices, train = _skewed(200)
+    table, labels = torch.randn(200, 3), torch.arange(200)
+
+    def aggregate(indptr, indices, features, nodes, out):
+        sums = torch.zeros(len(nodes), 3).index_add_(0, torch.arange(len(nodes)).repeat_interleave(indptr.diff()),
+                                                     features[indices.long()])  # fmt: skip
+        return out.copy_(torch.cat([features[nodes.long()], sums], 1))
+
+    copies = device and device(np.random.default_rng(0), 1)
+    ring = FeatureRing(table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, copies=copies)
+    assert ring.first_hop and not FeatureRing(_Rows(table), labels, slots=1, aggregate=aggregate).first_hop
+    blocks = [NeighborSampler(indptr, indices, [3, 2], backend="torch").sample(train[:9] % 200, 5, relabel_outer=relabel)
+              for relabel in (False, True)]  # fmt: skip
+    batch, (plain, _) = ring.fetch(0, blocks[0]), blocks[1]
+    dst = torch.arange(plain.num_dst).repeat_interleave(plain.indptr.diff())
+    sums = torch.zeros(plain.num_dst, 3).index_add_(0, dst, table[plain.src_nodes.long()][plain.indices.long()])
+    expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
+    assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
+    assert torch.equal(batch.y, train[:9] % 200)
+    if copies:
+        copies.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# features.py: placement and shared memory
+
+
+class _Rows:
+    """Features behind a gather, as a store's are."""
+
+    def __init__(self, tensor):
+        self.rows, self.shape, self.dtype, self.asked = tensor, tensor.shape, tensor.dtype, []
+
+    def gather(self, ids, out=None):
+        self.asked += ids.tolist()
+        return torch.index_select(self.rows, 0, ids, out=out)
+
+
+def _arrays(dtype=torch.float32):
+    indptr, indices = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0], dtype=torch.int32)
+    return [indptr, indices, torch.tensor([0, 1, 1]), torch.randn(3, 5).to(dtype)]
+
+
+def test_features_place_keeps_or_copies(monkeypatch):
+    arrays = _arrays()
+    for mode in ("cpu-cpu", "cpu-cuda"):
+        assert all(a is b for a, b in zip(place(*arrays, mode, "cpu"), arrays))
+    monkeypatch.setattr(features, "CHUNK_BYTES", 40)  # two rows at a time
+    for source in (arrays[3], _Rows(arrays[3])):
+        placed = place(*arrays[:3], source, "cuda-cuda", "cpu")  # any device will do to see that it copies
+        for a, b in zip(placed, arrays):
+            assert torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() != b.data_ptr()
+    with pytest.raises(ValueError, match="mode 'gpu' is unknown: choose one of cuda-cuda, pinned-cuda, cpu-cuda"):
+        place(*arrays, "gpu")
+
+
+def test_features_share_alone_keeps_values_and_types():
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        arrays = [*_arrays(dtype), torch.zeros(0, 4), _Rows(torch.randn(70, 9))]
+        shared = share(arrays)
+        for a, b in zip(shared, [*arrays[:-1], arrays[-1].rows]):
+            assert torch.equal(a, b) and a.dtype == b.dtype
+            assert not a.numel() or a.data_ptr() % mmap.PAGESIZE == 0  # a page has one owner
+
+
+class _Cudart:
+    """Records calls in the place of torch.cuda.cudart(); refuses the piece number `refuse`."""
+
+    cudaError = int
+
+    def __init__(self, refuse=None):
+        self.refuse, self.pieces, self.undone = refuse, [], []
+
+    def cudaHostRegister(self, start, size, flags):
+        assert flags == 2 and start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
+        if len(self.pieces) == self.refuse:
+            return 712
+        self.pieces.append((start, size))
+        return 0
+
+    def cudaHostUnregister(self, start):
+        self.undone.append(start)
+        return 0
+
+    def cudaGetErrorString(self, code):
+        return f"text of {code}"
+
+
+class _NoGuard:
+    def __init__(self, device):
+        pass
+
+    __enter__ = __exit__ = lambda self, *exc: None
+
+
+def test_features_registered_pieces_cover_memory_and_never_overlap():
+    page = mmap.PAGESIZE
+    for nbytes in (1, page - 1, page, page + 1, 5 * page, 12 * page + 7):
+        for piece in (page, 3 * page, 100 * page):
+            pieces = features.page_pieces(64 * page, nbytes, piece)
+            ends = [start + size for start, size in pieces]
+            assert [start for start, _ in pieces] == [64 * page, *ends[:-1]]
+            assert 0 <= ends[-1] - 64 * page - nbytes < page and all(0 < size <= piece for _, size in pieces)
+    with pytest.raises(ValueError, match=r"does not start on a page: copy it with share\(\) first"):
+        features.page_pieces(64 * page + 8, 100)
+
+
+def test_features_gpu_view_registers_and_checks_every_code(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
+    monkeypatch.setattr(features, "page_pieces", lambda p, n, cut=features.page_pieces: cut(p, n, mmap.PAGESIZE))
+    rows, wide = share([torch.zeros(50, 30), torch.randn(6, 7).bfloat16()])
+    host, interface = features._host_array(wide).host, features._host_array(wide).__cuda_array_interface__
+    assert host is wide and interface["shape"] == (6, 7) and interface["typestr"] == "<i2"
+    assert interface["data"] == (wide.data_ptr(), False) and interface.get("strides") is None
+    good = _Cudart()
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host)
+    assert features.gpu_view(rows, "cpu", good) is not None and len(good.pieces) == 2 and not good.undone
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host.clone())  # a GPU without UVA
+    with pytest.raises(RuntimeError, match="does not address host memory in place"):
+        features.gpu_view(rows, "cpu", _Cudart())
+    bad = _Cudart(refuse=1)
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister of 4,096 bytes at 0x\w+ .* 712 \(text of 712\)"):
+        features.gpu_view(rows, "cpu", bad)
+    assert bad.undone == [rows.data_ptr()]
+
+
+def _total(rank, table, barrier):
+    """An all-reduce of up to two numbers."""
+
+    def total(*values):
+        table[2 * rank : 2 * rank + len(values)] = values
+        barrier.wait(60)
+        sums = [sum(table[i::2]) for i in range(len(values))]
+        barrier.wait(60)
+        return sums
+
+    return total
+
+
+def _status(name, file):
+    return next(int(line.split()[1]) * 1024 for line in Path(file).read_text().splitlines() if line.startswith(name))
+
+
+def _shares(rank, table, barrier, results):
+    values = torch.arange(16 << 20, dtype=torch.int32).view(-1, 4) if rank == 0 else torch.empty(4 << 20, 4).int()
+    shared, more = share([values, torch.ones(3)], leads=rank == 0, total=_total(rank, table, barrier))
+    del values
+    checksum = int(shared.sum(dtype=torch.int64)) + int(more.sum())  # reads every page
+    barrier.wait(60)
+    results.put((checksum, _status("Pss_Shmem:", "/proc/self/smaps_rollup")))
+    time.sleep(600)
+
+
+def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
+    before, files = _status("Shmem:", "/proc/meminfo"), set(os.listdir("/dev/shm"))
+    context = multiprocessing.get_context("spawn")
+    table, barrier, results = context.Array("d", 6, lock=False), context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_shares, args=(i, table, barrier, results), daemon=True) for i in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        checksums, pss = zip(*(results.get(timeout=90) for _ in processes))
+        assert set(checksums) == {sum(range(16 << 20)) + 3}
+        assert 64 << 20 <= sum(pss) < 66 << 20  # three mappings of one copy of 64 MiB
+        assert _status("Shmem:", "/proc/meminfo") - before > 60 << 20
+    finally:
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    deadline = time.monotonic() + 10
+    while _status("Shmem:", "/proc/meminfo") - before > 32 << 20 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _status("Shmem:", "/proc/meminfo") - before < 32 << 20
+    mine = [f for f in set(os.listdir("/dev/shm")) - files if not f.startswith("sem.")]  # barrier: named, not ours
+    assert mine == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# features.py: the cache
+
+
+def _skewed(num_nodes=2000, degree=12, seed=0):
+    """A graph whose sources are drawn by rank^-0.8, with a tenth of its nodes for training."""
+    rng = np.random.default_rng(seed)
+    degrees = rng.integers(0, 2 * degree, num_nodes)
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
+    weight = np.arange(1, num_nodes + 1) ** -0.8
+    indices = rng.permutation(num_nodes)[rng.choice(num_nodes, int(indptr[-1]), p=weight / weight.sum())]
+    return indptr, torch.from_numpy(indices.astype(np.int32)), torch.from_numpy(rng.permutation(num_nodes)[:200])
+
+
+def _sampled(indptr, indices, train, fanouts, batch_size, batches):
+    """The input nodes of batches, sampled."""
+    generator, s = torch.Generator().manual_seed(1), NeighborSampler(indptr, indices, fanouts, backend="torch")
+    for step in range(batches):
+        seeds = train[torch.randperm(len(train), generator=generator)[:batch_size]]
+        yield s.sample(seeds, step)[0].src_nodes
+
+
+@pytest.mark.parametrize("fanouts", [[4, 3], [2, 2, 2], [-1, 2]])
+def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch):
+    indptr, indices, train = _skewed()
+    monkeypatch.setattr(features, "CHUNK_EDGES", 1000)
+    visits, counts, batches = expected_visits(indptr, indices, train, fanouts, 20), torch.zeros(2000), 600
+    for ids in _sampled(indptr, indices, train, fanouts, 20, batches):
+        counts[ids.long()] += 1
+    seen = counts / batches
+    assert abs(visits.sum() / seen.sum() - 1) < 0.03
+    noise = (visits * (1 - visits) / batches).sqrt() + 1 / batches
+    assert ((visits - seen).abs() / noise).mean() < 1.5, ((visits - seen).abs() / noise).mean()
+    monkeypatch.setattr(features, "CHUNK_EDGES", 1 << 22)
+    assert torch.allclose(visits, expected_visits(indptr, indices, train, fanouts, 20), atol=1e-6)
+
+
+def test_features_expected_visits_by_hand():
+    # 0 <- 1, 2 (degree 2) and 1 <- 2 (degree 1); every batch is node 0, and takes one neighbour a hop
+    indptr, indices = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 2])
+    visits = expected_visits(indptr, indices, torch.tensor([0]), [1], 1)
+    assert visits.tolist() == [1, 0.5, 0.5]
+    # second hop: 0 draws again (3/4 that a given neighbour was taken in two draws), 1 takes 2 if it was there
+    visits = expected_visits(indptr, indices, torch.tensor([0]), [1, 1], 1)
+    assert torch.allclose(visits, torch.tensor([1, 0.75, 1 - 0.25 * 0.5]))
+
+
+def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
+    monkeypatch.setattr(features, "CHUNK_BYTES", 1000)  # several pieces
+    indptr, indices, train = _skewed(300)
+    table = torch.randn(300, 7)
+    visits, ids = expected_visits(indptr, indices, train % 300, [3, 2]), torch.randint(300, (500,), dtype=torch.int32)
+    for budget in (0, 27, 28, 2800, 10**6):
+        behind = _Rows(table)
+        for source in (table, behind):
+            cached = CachedFeatures(source, visits, budget)
+            behind.asked.clear()
+            out = torch.empty(500, 7)
+            assert cached.gather(ids, out=out) is out and torch.equal(out, table[ids.long()])
+            assert torch.equal(cached.gather(ids[:0]), table[:0]) and cached.shape == (300, 7)
+        rows = min(300, budget // 28)
+        hot = set(visits.topk(rows).indices.tolist())
+        missed = [i for i in ids.tolist() if i not in hot]
+        assert behind.asked == missed  # the misses alone
+        assert cached.cache.shape[0] == rows and cached.hit_rate == pytest.approx(1 - len(missed) / 500)
+        for device in (None, _InstantDevice(np.random.default_rng(0), 2)):  # on the host; before the host, on a device
+            ring = FeatureRing(CachedFeatures(behind, visits, budget), torch.arange(300), slots=2, copies=device)
+            for slot in (0, 1, 0):
+                assert torch.equal(ring.fetch(slot, _seed_blocks(ids[slot:])).x, table[ids[slot:].long()])
+            if device:
+                assert all(b.shape[0] <= 2 * len(missed) for b in ring.buffers)  # the slots hold misses alone
+                device.close()
+
+
+def test_features_cache_counts_hits_from_many_threads():
+    table = torch.randn(100, 2)
+    cached = CachedFeatures(table, torch.arange(100.0), 50 * 8)
+    list(prefetch(lambda ids, slot: cached.gather(ids), [torch.arange(100)] * 400, depth=8, threads=8))
+    assert (cached.hits, cached.lookups) == (400 * 50, 400 * 100)
+
+
+def test_features_cache_by_visits_hits_more_than_by_chance_or_degree():
+    indptr, indices, train = _skewed(seed=3)
+    table = torch.zeros(2000, 1)
+    fanouts, budget = [4, 3], 4 * 200  # a tenth of the rows
+    scores = {"visits": expected_visits(indptr, indices, train, fanouts, 20), "in-degree": indptr.diff(),
+              "out-degree": torch.bincount(indices, minlength=2000), "chance": torch.rand(2000)}  # fmt: skip
+    caches = {name: CachedFeatures(table, score, budget) for name, score in scores.items()}
+    for ids in _sampled(indptr, indices, train, fanouts, 20, 100):
+        for cached in caches.values():
+            cached.gather(ids)
+    rates = {name: cached.hit_rate for name, cached in caches.items()}
+    assert rates["visits"] > 0.3 > 2 * rates["chance"]
+    assert rates["visits"] > max(rates["in-degree"], rates["out-degree"]) - 0.005, rates
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# store.py: what fits where
+
+
+def _plain_store(path):
+    """V = 1000, M = 5000, F = 16, C = 4, with 100 training nodes."""
+    rng = np.random.default_rng(0)
+    split = {"train": np.arange(100), "valid": np.arange(100, 110)}
+    return build_store(path, edge_index=rng.integers(0, 1000, (2, 5000)), split=split, labels=rng.integers(0, 4, 1000),
+                       features=rng.standard_normal((1000, 16), np.float32), num_classes=4)  # fmt: skip
+
+
+GIB = 1 << 30
+ARRAYS = 8 * 1001 + 4 * 5000 + 8 * 1000 + 64 * 1000  # indptr, indices, labels, features
+
+
+def test_store_estimate_adds_up(tmp_path):
+    path = _plain_store(tmp_path / "g")
+    found = estimate(path, 2, fanout=[3, 2], batch_size=10, hidden=8, prefetch=1, free_gpu=4 * GIB, free_host=8 * GIB)
+    nodes, edges = [10, 40, 120], [30, 80]
+    batch = 120 * 64 + 4 * (2 * sum(nodes) + sum(edges))
+    compute = 8 * (40 * (16 + 3 * 8) + 10 * (8 + 3 * 4)) + 32 * (16 * 8 + 8 * 4)
+    expected = {
+        "cuda-cuda": {"gpu": GIB + ARRAYS + 4000, "gpu_step": 2 * batch + compute, "rank_step": 0, "shared": 0},
+        "pinned-cuda": {"gpu": GIB + 4000, "gpu_step": 2 * batch + compute, "rank_step": 0, "shared": ARRAYS},
+        "cpu-cuda": {"gpu": GIB, "gpu_step": 2 * batch + compute, "rank_step": 4 * batch, "shared": 0},
+        "cpu-cpu": {"gpu": 0, "gpu_step": 0, "rank_step": 2 * batch + compute, "shared": 0},
+    }
+    for mode, figures in expected.items():
+        assert found["modes"][mode].items() >= {**figures, "rank": GIB // 2, "fits": True}.items(), mode
+        assert found["modes"][mode]["largest_batch"] == 100
+    assert found["mode"] == "cuda-cuda" and found["backend"] == "mmap"
+    # no hop has more than all nodes and edges
+    step = estimate(path, fanout=[-1, 900], batch_size=10, hidden=8, prefetch=0)["modes"]["cpu-cpu"]["rank_step"]
+    assert step == 1000 * 64 + 4 * (2 * 2010 + 2 * 5000) + 8 * (1000 * 40 + 10 * 20) + 32 * (16 * 8 + 8 * 4)
+
+
+def test_store_estimate_counts_what_sampling_and_training_take(tmp_path):
+    graph = GraphStore.open(_plain_store(tmp_path / "g"))
+    blocks = NeighborSampler(graph.indptr, graph.indices, [3, 2], backend="torch").sample(graph.split["train"][:10], 0)
+    held = sum(t.numel() * t.element_size() for b in blocks for t in b[:3]) + blocks[0].num_src * 64
+    step = estimate(graph, fanout=[3, 2], batch_size=10, hidden=8, prefetch=0)["modes"]["cpu-cpu"]["rank_step"]
+    least = estimate(graph, fanout=[3, 2], batch_size=5, hidden=8, prefetch=0)["modes"]["cpu-cpu"]["rank_step"]
+    assert held < step < 2 * least  # an upper bound that grows with the batch
+
+
+def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):
+    path = _plain_store(tmp_path / "g")
+    options = {"fanout": [3, 2], "hidden": 8, "free_host": GIB // 2 + 100_000}
+    largest = estimate(path, batch_size=1, **options)["modes"]["cpu-cpu"]["largest_batch"]
+    assert 1 < largest < 100
+    for batch_size, fits in ((largest, True), (largest + 1, False)):
+        assert estimate(path, batch_size=batch_size, **options)["modes"]["cpu-cpu"]["fits"] is fits
+    half = estimate(path, procs=2, batch_size=1, **{**options, "free_host": GIB + 200_000})
+    assert half["modes"]["cpu-cpu"]["largest_batch"] == largest  # each rank has its own
+
+
+def test_store_estimate_chooses_by_what_is_free(tmp_path):
+    path = _plain_store(tmp_path / "g")
+    options = {"fanout": [3, 2], "batch_size": 10, "hidden": 8, "prefetch": 1}
+    figures = estimate(path, 2, free_gpu=4 * GIB, free_host=8 * GIB, **options)["modes"]
+    need = {mode: p["gpu"] + p["gpu_step"] for mode, p in figures.items()}
+    host = {mode: 2 * (p["rank"] + p["rank_step"]) + p["shared"] for mode, p in figures.items()}
+    for free_gpu, free_host, mode in (
+        (need["cuda-cuda"], 8 * GIB, "cuda-cuda"),
+        (need["cuda-cuda"] - 1, 8 * GIB, "pinned-cuda"),
+        (need["cuda-cuda"] - 1, host["pinned-cuda"], "pinned-cuda"),
+        (need["cuda-cuda"] - 1, host["pinned-cuda"] - 1, "cpu-cuda"),
+        (need["cpu-cuda"], 8 * GIB, "cpu-cuda"),
+    ):
+        chosen, line = choose_mode(path, 2, free_gpu=free_gpu, free_host=free_host, **options)
+        assert chosen == mode and line.startswith(f"mode {mode}: each GPU 1.07 GB + ") and "\n" not in line
+        assert f"{store._size(free_gpu)} free" in line and "may be too large" not in line
+    chosen, line = choose_mode(path, 2, free_gpu=GIB, free_host=8 * GIB, **options)
+    assert chosen == "cpu-cuda" and "a batch may be too large, 0 seeds surely are not" in line
+    large = {**options, "batch_size": 100, "free_gpu": GIB + ARRAYS + 4000, "free_host": 8 * GIB, "fanout": [40, 10]}
+    assert estimate(path, 2, **large)["modes"]["cuda-cuda"]["possible"]  # but no mode has room for such a batch
+    assert choose_mode(path, 2, **large)[0] == "cpu-cuda"
+    assert choose_mode(path, free_host=8 * GIB, **options)[0] == "cpu-cpu"
+    assert choose_mode(path, 2, "pinned-cuda", free_gpu=4 * GIB, free_host=8 * GIB, **options)[0] == "pinned-cuda"
+    for asked, gpus, free_gpu, free_host, words in (
+        ("cuda-cuda", 2, GIB + ARRAYS, 8 * GIB, "1.07 GB .* of 1.07 GB free.*; mode pinned-cuda can"),
+        ("pinned-cuda", 2, 4 * GIB, GIB + ARRAYS - 1, r"100 KB shared = .* of 1.07 GB free: .* cannot .* cuda-cuda can"),
+        ("auto", 2, GIB - 1, 8 * GIB, "mode cpu-cuda: each GPU 1.07 GB .* cannot work here$"),
+        ("auto", 0, None, GIB // 2 - 1, r"mode cpu-cpu: host 1 x \(537 MB .* of 537 MB free: this cannot work here$"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
+    lmdb = estimate(path, fanout=[2], free_host=ARRAYS - 1)
+    assert lmdb["backend"] == "lmdb" and lmdb["mode"] is None and "LMDB reads" in lmdb["backend_why"]
+
+
+def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
+    def write(file, text):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
+    assert store._free_host("/") > 1 << 20
+    write("proc/self/cgroup", "0::/a/b\n")
+    assert store._free_host(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    write("sys/fs/cgroup/a/b/memory.current", "100\n")
+    write("sys/fs/cgroup/a/b/memory.stat", "anon 40\ninactive_file 50\n")
+    assert store._free_host(tmp_path) == 8000 * 1024
+    for folder, limit, free in (("a", 5_000_000, 4_999_950), ("a/b", 4_000_000, 3_999_950), ("", 3_000_000, 2_999_950)):
+        write(f"sys/fs/cgroup/{folder}/memory.max", f"{limit}\n")
+        write(f"sys/fs/cgroup/{folder}/memory.current", "100\n")
+        write(f"sys/fs/cgroup/{folder}/memory.stat", "anon 40\ninactive_file 50\n")
+        assert store._free_host(tmp_path) == free  # the tightest of a group and those above it
+    write("proc/self/cgroup", "4:memory:/job\n1:cpu:/x\n0::/nowhere/else\n")
+    (tmp_path / "sys/fs/cgroup/memory.max").unlink()
+    write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "7000\n")
+    write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "6000\n")
+    write("sys/fs/cgroup/memory/job/memory.stat", "inactive_file 7\ntotal_inactive_file 70\n")
+    assert store._free_host(tmp_path) == 1070
+    write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "8000\n")
+    assert store._free_host(tmp_path) == 0
+
+
+def test_store_estimate_command_line(tmp_path, capsys):
+    path = _plain_store(tmp_path / "g")
+    words = ["estimate", str(path), "--fanout", "3,2", "--hidden", "8", "--batch-size", "10"]
+    assert store.main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{mode} " in text for mode in MODES) and "features 64.1 KB" in text
+    if not torch.cuda.is_available():
+        assert text.count("no GPU here") == 3
+    assert "\nmode           cpu-cpu\n" in text and "\nfeatures       mmap: graph and features take 100 KB" in text
+    assert store.main([*words, "--gpus", "2", "--free-gpu", "80"]) == 0
+    text = capsys.readouterr().out
+    assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text
+    assert store.main(["estimate", str(tmp_path / "none")]) == 2
+    for bad in ("3,x", "0", "3,-2", ""):
+        with pytest.raises(SystemExit):
+            store.main(["estimate", str(path), "--fanout", bad])
+        assert "--fanout" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1597,7 +2134,7 @@ def test_train_learns_logs_and_resumes(tiny, tmp_path):
     log = _log(tmp_path / "log")
     assert [entry["epoch"] for entry in log[:-1]] == [1, 2, 3, 4]
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
-    for name in ("seconds", "seeds_per_s", "sample", "fetch", "wait", "forward", "backward", "optimizer", "peak_bytes"):
+    for name in ("seconds", "seeds_per_s", "sample", "fetch", "stall", "forward", "backward", "optimizer", "peak_bytes"):
         assert log[0][name] > 0, name
     assert "100 x 1 = 100 seeds, 6 steps an epoch" in output and "exact layer-wise accuracy" in output
     _train(*common, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
@@ -1625,6 +2162,58 @@ def test_two_processes_give_the_result_of_one(tiny, tmp_path, launcher):
     first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("one", "two"))
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-4)
+
+
+def _run_here(tmp_path, *words):
+    """Run train.py in this process -> (log entries, the model in its checkpoint)."""
+    log, checkpoint = tmp_path / "log", tmp_path / "here.pt"
+    log.unlink(missing_ok=True)
+    with pytest.raises(SystemExit) as stop:
+        train.main([*map(str, words), "--log", str(log), "--checkpoint", str(checkpoint), "--root", str(tmp_path)])
+    assert not stop.value.code
+    return _log(log), torch.load(checkpoint, weights_only=True)["model"]
+
+
+def test_switches_that_must_not_change_the_result(tiny, tmp_path, monkeypatch):
+    """Accumulation, recomputed activations, torch operations for native ones, an LMDB store with a cache."""
+    common = ["--dataset", tiny, "--fanout", "5,5", "--hidden", 16, "--epochs", 2, "--dropout", 0, "--lr", 0.01]
+    log, expected = _run_here(tmp_path, *common, "--batch-size", 200)
+
+    def same(log_and_model, rtol):
+        for a, b in zip(log[:2], log_and_model[0][:2]):
+            assert a["loss"] == pytest.approx(b["loss"], rel=rtol)
+        for name, value in expected.items():
+            torch.testing.assert_close(value, log_and_model[1][name], rtol=0.02, atol=2e-3)
+
+    same(_run_here(tmp_path, *common, "--batch-size", 200, "--checkpoint-activations"), 1e-6)
+    same(_run_here(tmp_path, *common, "--batch-size", 200, "--prefetch", 3, "--sample-threads", 2), 1e-6)
+    lmdb = ["--dataset", TINY, "--backend", "lmdb", *common[2:], "--batch-size", 200]  # no first hop from the table
+    same(_run_here(tmp_path, *lmdb), 1e-4)
+    cached = _run_here(tmp_path, *lmdb, "--cache", "100KiB")
+    same(cached, 1e-4)
+    assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
+    # two passes of 100 draw with two keys: other neighbours, so with all neighbours it is the same
+    every = [*common[:2], "--fanout", "-1,-1", *common[4:]]
+    log, expected = _run_here(tmp_path, *every, "--batch-size", 200)
+    same(_run_here(tmp_path, *every, "--batch-size", 100, "--accumulate", 2), 1e-4)
+    model.use_native(False)
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    try:
+        same(_run_here(tmp_path, *every, "--batch-size", 200), 1e-4)
+    finally:
+        model.use_native(True)
+
+
+def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
+    pictures = ["--profile", tmp_path / "trace.json"]
+    if importlib.util.find_spec("matplotlib"):
+        pictures += ["--timeline", tmp_path / "timeline.png"]
+    log, _ = _run_here(tmp_path, "--dataset", tiny, "--fanout", "5,5", "--hidden", 16, "--epochs", 3, "--lr", 0.01,
+                       "--batch-size", 100, "--precision", "bf16", *pictures)  # fmt: skip
+    assert log[2]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    assert json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
+    if "--timeline" in pictures:
+        assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_uneven_last_batches_do_not_hang(tiny):
@@ -1767,6 +2356,8 @@ def test_a_killed_parent_leaves_no_orphans(tiny):
         (["--fanout", "5,5", "--num-layers", "3"], "--fanout 5,5 has 2 hops, --num-layers is 3"),
         (["--batch-size", "0"], "--batch-size.*'0'"),
         (["--lr", "nan"], "--lr.*'nan'"),
+        (["--precision", "tf32", "--gpus", "0"], "--precision tf32 needs a CUDA GPU"),
+        (["--gpu-cache", "lots"], "'lots' is no size; write it as 4GiB"),
         (["--dropout", "1"], "--dropout 1"),
         (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file"),
         (["--resume", str(HERE / "LICENSE")], "LICENSE is not a checkpoint"),

@@ -11,13 +11,23 @@ One step is sample -> fetch -> forward -> backward, all on one screen in `train_
 threads. Every file beside this one does one of these things and can be copied alone.
 """
 
-import argparse
-import ctypes
-import json
 import os
 import sys
+
+if __name__ == "__main__" and "system" not in sys.argv:  # has to be in place before torch is imported; spawned ranks inherit it
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # never over the user's own setting
+        os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import re
+import threading
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -25,40 +35,76 @@ from tqdm import tqdm
 
 import datasets
 import ddp
-from features import FeatureRing, prefetch
-from model import SAGE, inference
+from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
+from model import SAGE, inference, self_and_mean
 from sampler import NeighborSampler, mix
-from store import GraphStore, StoreError
+from store import MODES, GraphStore, StoreError, choose_mode
 
-STAGES = ("sample", "fetch", "wait", "forward", "backward", "optimizer")
+STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
 
 
 class Clock:
-    """Seconds spent in each stage; CUDA work is timed by events, resolved at the end without stopping the GPU."""
+    """When each stage began and ended; CUDA work is timed by events, resolved at the end without stopping the GPU."""
 
     def __init__(self, cuda):
-        self.cuda, self.laps, self.events = cuda, [], []
+        self.cuda, self.laps, self.events = cuda, [], []  # laps: (stage, start, end, thread or stream)
+        self.zero = time.perf_counter()
+        self.first = self.mark() if cuda else None
 
-    def now(self):
-        """A point on the training thread: a time on CPU, an event on CUDA."""
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(True)) if self.cuda else time.perf_counter()
+    def mark(self):
+        """A point on the training thread: seconds on CPU, an event of the current stream on CUDA."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def lap(self, stage, start, end):
-        """Record a stage between two points of `now`."""
-        self.events.append((stage, start, end)) if self.cuda else self.add(stage, end - start)
+        """Record a stage between two marks."""
+        if self.cuda:
+            self.events.append((stage, start, end))
+        else:
+            self.add(stage, start, end)
 
-    def add(self, stage, seconds):
-        """Record host seconds; any thread may call."""
-        self.laps.append((stage, seconds))
+    def add(self, stage, start, end):
+        """Record a stage between two times of the host; any thread may call."""
+        self.laps.append((stage, start - self.zero, end - self.zero, threading.current_thread().name))
+
+    def resolve(self):
+        """Turn events into times; waits for the GPU -> laps."""
+        if self.events:
+            torch.cuda.synchronize()
+        at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
+        self.laps += [(stage, at(start), at(end), "GPU") for stage, start, end in self.events]
+        self.events = []
+        return self.laps
 
     def totals(self):
-        """Sum the laps -> {stage: seconds}, and forget them."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            self.laps += [(stage, a.elapsed_time(b) / 1e3) for stage, a, b in self.events]
-        totals = {stage: sum(s for name, s in self.laps if name == stage) for stage in STAGES}
-        self.laps, self.events = [], []
-        return totals
+        """Seconds of each stage."""
+        return {stage: sum(b - a for name, a, b, _ in self.resolve() if name == stage) for stage in STAGES}
+
+
+def draw_timeline(laps, path, steps=8):
+    """Draw a Gantt chart of the first steps: one row for each stage and thread, so that overlap can be seen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ends = sorted(b for stage, _, b, _ in laps if stage == "optimizer")
+    until = ends[min(steps, len(ends)) - 1]
+    laps = [lap for lap in laps if lap[1] < until]
+    rows = sorted({(thread, STAGES.index(stage)) for stage, _, _, thread in laps}, key=lambda row: (row[1], row[0]))
+    figure, axis = pyplot.subplots(figsize=(12, 0.4 * len(rows) + 1.2), layout="constrained")
+    for stage, a, b, thread in laps:
+        number = STAGES.index(stage)
+        axis.barh(rows.index((thread, number)), 1e3 * (b - a), left=1e3 * a, color=f"C{number}", edgecolor="white")
+    axis.set_yticks(range(len(rows)), [f"{STAGES[number]} ({thread})" for thread, number in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds")
+    axis.set_title(f"{min(steps, len(ends))} training steps")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=1 << 30):
@@ -78,64 +124,86 @@ def seeds_of_epoch(store, args, epoch):
     return nodes[torch.randperm(nodes.numel(), generator=generator)]
 
 
-def batches(ranks, nodes, batch_size, first=0):
-    """Cut nodes into steps -> yields (step, this rank's seeds, seeds of all ranks together); none twice, none left out."""
-    total = batch_size * ranks.world
-    for step, start in enumerate(range(0, nodes.numel(), total)):
-        if step >= first:
-            everyone = nodes[start : start + total]
-            yield step, everyone[ranks.part(everyone.numel())], everyone.numel()
+class Piece(NamedTuple):
+    """This rank's share of one pass forward and backward."""
+
+    step: int  # optimizer step within the epoch
+    key: int  # of the sampling and the dropout: the number of this pass in the whole run
+    seeds: torch.Tensor  # this rank's
+    total: int  # seeds of the whole optimizer step: all ranks, all passes
+    last: bool  # the optimizer follows
+
+
+def pieces(ranks, args, nodes, epoch, first=0):
+    """Cut an epoch's nodes into optimizer steps, passes and ranks, from step `first`; no node twice, none left out."""
+    total = args.total_batch
+    steps = -(-nodes.numel() // total)
+    for step in range(first, steps):
+        everyone = nodes[step * total : (step + 1) * total]
+        for i, part in enumerate(everyone.tensor_split(args.accumulate)):
+            key = (epoch * steps + step) * args.accumulate + i
+            yield Piece(step, key, part[ranks.part(part.numel())], everyone.numel(), i == args.accumulate - 1)
 
 
 def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, epoch, first):
-    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures)."""
+    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
     model.train()
-    clock, per_epoch = Clock(ranks.gpus), -(-store.split["train"].numel() // (args.batch_size * ranks.world))
-    loss_sum, count, step = torch.zeros((), device=ranks.device), 0, first - 1
+    clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), device=ranks.device), 0, first
 
-    def load(item, slot):
-        step, seeds, total = item
+    def load(piece, slot):
         start = time.perf_counter()
-        blocks = sampler.sample(seeds, epoch * per_epoch + step)
-        sampled = time.perf_counter()
-        batch = ring.fetch(slot, blocks)
-        clock.add("sample", sampled - start)
-        clock.add("fetch", time.perf_counter() - sampled)
-        return step, total, batch
+        with ring.stream(slot):
+            blocks = sampler.sample(piece.seeds, piece.key, relabel_outer=not ring.first_hop)
+            sampled = time.perf_counter()
+            batch = ring.fetch(slot, blocks)
+        clock.add("sample", start, sampled)
+        clock.add("fetch", sampled, time.perf_counter())
+        return piece, batch
 
-    steps = batches(ranks, seeds_of_epoch(store, args, epoch), args.batch_size, first)
-    bar = tqdm(total=per_epoch, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
+    work = pieces(ranks, args, seeds_of_epoch(store, args, epoch), epoch, first)
+    loader = prefetch(load, work, depth=args.prefetch, threads=args.sample_threads)
+    steps = -(-store.split["train"].numel() // args.total_batch)
+    bar = tqdm(total=steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
-    loader = prefetch(load, steps, depth=args.prefetch, threads=args.sample_threads)
-    begin = waiting = time.perf_counter()
-    for step, total, batch in loader:
-        clock.add("wait", time.perf_counter() - waiting)
-        torch.manual_seed(mix(mix(args.seed ^ ranks.rank) ^ (epoch * per_epoch + step)))  # dropout, keyed as sampling is
+    waiting = time.perf_counter()
+    for piece, batch in loader:
+        clock.add("stall", waiting, time.perf_counter())
+        torch.manual_seed(mix(mix(args.seed ^ ranks.rank) ^ piece.key))  # dropout, keyed as sampling is
         batch.wait()
-        t0 = clock.now()
-        logits = model(batch.blocks, batch.x)
-        loss = F.cross_entropy(logits, batch.y, reduction="sum")
-        t1 = clock.now()
-        optimizer.zero_grad(set_to_none=True)
-        (loss * (ranks.world / total)).backward()  # ranks average gradients: each seed weighs 1 / total, whatever its rank
-        t2 = clock.now()
-        optimizer.step()
-        t3 = clock.now()
-        for stage, start, end in (("forward", t0, t1), ("backward", t1, t2), ("optimizer", t2, t3)):
-            clock.lap(stage, start, end)
+        t0 = clock.mark()
+        with autocast(args, ranks):
+            logits = model(batch.blocks, batch.x, aggregated=ring.first_hop)
+        loss = F.cross_entropy(logits.float(), batch.y, reduction="sum")
+        t1 = clock.mark()
+        with nullcontext() if piece.last or ranks.world == 1 else model.no_sync():
+            # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
+            (loss * (ranks.world / piece.total)).backward()
+        t2 = clock.mark()
+        clock.lap("forward", t0, t1)
+        clock.lap("backward", t1, t2)
         loss_sum += loss.detach()
         count += batch.y.numel()
-        bar.update()
-        if stop.agreed():
-            break
+        if piece.last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            clock.lap("optimizer", t2, clock.mark())
+            done = piece.step + 1
+            bar.update()
+            if stop.agreed():
+                break
         waiting = time.perf_counter()
     loader.close()
     bar.close()
     stages = clock.totals()
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
     figures = {"loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
-    return step + 1, stop.answer, figures
+    return done, stop.answer, figures, clock.laps
+
+
+def autocast(args, ranks):
+    """bfloat16 products where --precision asks for them."""
+    return torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
 
 @torch.no_grad()
@@ -145,11 +213,17 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
         return None
     model.eval()
     mine = nodes[ranks.part(nodes.numel())].split(args.batch_size)
-    load = lambda item, slot: ring.fetch(slot, sampler.sample(item[1], -1 - item[0]))  # noqa: E731  steps below 0
     right = 0
+
+    def load(item, slot):
+        number, seeds = item
+        with ring.stream(slot):
+            return ring.fetch(slot, sampler.sample(seeds, -1 - number, relabel_outer=not ring.first_hop))
+
     for batch in prefetch(load, enumerate(mine), depth=args.prefetch, threads=args.sample_threads):
         batch.wait()
-        right += (model(batch.blocks, batch.x).argmax(1) == batch.y).sum()
+        with autocast(args, ranks):
+            right += (model(batch.blocks, batch.x, aggregated=ring.first_hop).argmax(1) == batch.y).sum()
     return ranks.sum(int(right))[0] / nodes.numel()
 
 
@@ -170,13 +244,13 @@ def peak_memory(ranks):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def save_checkpoint(path, args, ranks, model, optimizer, epoch, step):
+def save_checkpoint(path, args, model, optimizer, epoch, step):
     """Write the state of the run atomically: the old file or the new one is there, never half of one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}
     try:
-        torch.save({**state, "run": identity(args, ranks)}, temporary)
+        torch.save({**state, "run": identity(args)}, temporary)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise StoreError(f"checkpoint {path} could not be written: {error}") from error
@@ -184,10 +258,10 @@ def save_checkpoint(path, args, ranks, model, optimizer, epoch, step):
         temporary.unlink(missing_ok=True)
 
 
-def identity(args, ranks):
+def identity(args):
     """What a checkpoint must agree on with the run that resumes it."""
-    names = ("dataset", "seed", "fanout", "hidden", "num_layers")
-    return {**{name: getattr(args, name) for name in names}, "total_batch": args.batch_size * ranks.world}
+    names = ("dataset", "seed", "fanout", "hidden", "num_layers", "accumulate")
+    return {**{name: getattr(args, name) for name in names}, "total_batch": args.total_batch}
 
 
 def load_checkpoint(args, ranks, model, optimizer):
@@ -197,7 +271,7 @@ def load_checkpoint(args, ranks, model, optimizer):
         saved, epoch, step = state["run"], state["epoch"], state["step"]
     except Exception as error:  # torch.load raises a dozen types on a damaged file
         raise StoreError(f"--resume {args.resume} is not a checkpoint of train.py: {str(error).splitlines()[0]}") from error
-    for name, value in identity(args, ranks).items():
+    for name, value in identity(args).items():
         if saved.get(name) != value:
             raise StoreError(f"--resume {args.resume} was made with {name} {saved.get(name)}, this run has {value}")
     model.load_state_dict(state["model"])
@@ -220,7 +294,7 @@ def percent(accuracy):
 
 
 def epoch_line(args, figures):
-    """The dense line of one epoch. Sampling and fetching run on threads beside the rest; `wait` is what they cost."""
+    """The dense line of one epoch. Sampling and fetching run beside the rest; `stall` is what they cost."""
     stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in STAGES)
     return (
         f"epoch {figures['epoch']:>3}/{args.epochs}  loss {figures['loss']:.4f}  "
@@ -232,54 +306,106 @@ def epoch_line(args, figures):
 def describe(ranks, args, store, model):
     """Print every derived quantity before the work starts."""
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in store.split.items())
-    total = args.batch_size * ranks.world
-    steps = -(-store.split["train"].numel() // total)
+    steps = -(-store.split["train"].numel() // args.total_batch)
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     for line in (
         f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
         f"{store.feature_dim} features, {store.num_classes} classes; {split}",
         f"model   SAGE, {args.num_layers} layers, hidden {args.hidden}, {sum(p.numel() for p in model.parameters()):,} "
         f"parameters; fanout {','.join(map(str, args.fanout))} from the seeds outward",
-        f"run     {where}, mode {args.mode}, {torch.get_num_threads()} threads each; batch {args.batch_size} x "
-        f"{ranks.world} = {total} seeds, {steps} steps an epoch",
+        f"run     {where}, mode {args.mode}, {args.precision}, {torch.get_num_threads()} threads each; batch {args.batch_size} x "
+        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {steps} steps an epoch",
     ):
         print(line, flush=True)
 
 
 def worker(ranks, args, path):
-    """One rank's whole run: open the store, train, evaluate -> exit code."""
+    """One rank's whole run -> exit code; what is wrong with the input is said in one sentence."""
+    try:
+        return run(ranks, args, path)
+    except StoreError as error:
+        if ranks.leads or path is None:
+            print(f"train.py: {error}", file=sys.stderr)
+        return 2
+
+
+def open_data(ranks, args, path):
+    """Open the store and put graph and features where --mode wants them -> (store, sampler, ring).
+
+    Where features are a tensor, the ring brings what the first layer multiplies instead of the input rows: own row
+    beside mean, a third of the bytes, straight from the table.
+    """
     if path is None:  # under torchrun one rank of each machine prepares the data, the others wait for it
         if ranks.local_rank == 0:
             path = prepare(args)
         ranks.barrier()
         path = path or prepare(args)
     store = GraphStore.open(path)
-    on_gpu = "cuda" in args.mode.split("-")[0]
-    place = lambda tensor: tensor.to(ranks.device) if on_gpu else tensor  # noqa: E731
-    features = place(store.features.tensor) if hasattr(store.features, "tensor") else store.features
-    sampler = NeighborSampler(place(store.indptr), place(store.indices), args.fanout, seed=args.seed, check=False)
-    ring = FeatureRing(features, place(store.labels), slots=args.prefetch + 1, device=ranks.device)
+    args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
+                                  batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
+    args.total_batch = args.batch_size * args.accumulate * ranks.world
+    if ranks.leads:
+        print(f"memory  {line}")
+    arrays = [store.indptr, store.indices, store.labels, store.features]
+    if args.mode == "pinned-cuda":
+        if ranks.local_world < ranks.world:
+            raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
+        arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
+    indptr, indices, labels, features = place(*arrays, args.mode, ranks.device)
+    if args.cache:
+        visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
+        features = CachedFeatures(features, visits, args.cache, ranks.device)
+    sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
+    dtype = torch.bfloat16 if args.precision == "bf16" else store.features.dtype
+    ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
+                       log=tqdm.write if ranks.leads else None, aggregate=self_and_mean, dtype=dtype)  # fmt: skip
+    return store, sampler, ring
+
+
+def tune(ranks, args):
+    """Allocator and precision settings, each said in one line."""
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    said = "as it comes"
+    if args.allocator == "tuned":
+        said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
+        if not ranks.gpus:
+            said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
+    if ranks.leads:
+        print(f"memory  allocator: {said}; --allocator system leaves it alone")
+
+
+def run(ranks, args, path):
+    """Open, train, evaluate -> exit code."""
+    tune(ranks, args)
+    store, sampler, ring = open_data(ranks, args, path)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
-    model = SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=args.num_layers, dropout=args.dropout)
+    model = SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=args.num_layers, dropout=args.dropout,
+                 recompute=args.checkpoint_activations)  # fmt: skip
     model.to(ranks.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    epoch, first = load_checkpoint(args, ranks, model, optimizer) if args.resume else (0, 0)
+    start, first = load_checkpoint(args, ranks, model, optimizer) if args.resume else (0, 0)
     parallel = ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
 
     with ddp.StopSignal(ranks) as stop:
-        for epoch in range(epoch, args.epochs):
-            step, stopped, figures = train_epoch(
-                ranks, args, store, sampler, ring, parallel, optimizer, stop, epoch, first
-            )
+        for epoch in range(start, args.epochs):
+            second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
+            with profile(ranks, args) if args.profile and second else nullcontext():
+                step, stopped, figures, laps = train_epoch(
+                    ranks, args, store, sampler, ring, parallel, optimizer, stop, epoch, first
+                )
+            if args.timeline and second and ranks.leads:
+                draw_timeline(laps, args.timeline)
             if not stopped:
                 valid = sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])
                 figures = {"epoch": epoch + 1, **figures, "valid_sampled": valid, "peak_bytes": peak_memory(ranks)}
+                if args.cache:
+                    figures["cache_hit_rate"] = ring.features.hit_rate
                 report(ranks, args, figures, epoch_line(args, figures))
             if args.checkpoint and ranks.leads:
                 done = (epoch, step) if stopped else (epoch + 1, 0)
-                save_checkpoint(args.checkpoint, args, ranks, model, optimizer, *done)
+                save_checkpoint(args.checkpoint, args, model, optimizer, *done)
             if stopped:
                 kept = f"resume with --resume {args.checkpoint}" if args.checkpoint else "nothing kept: no --checkpoint"
                 report(ranks, args, {"stopped": [epoch + 1, step]}, f"stopped in epoch {epoch + 1} after step {step}; {kept}")
@@ -294,6 +420,15 @@ def worker(ranks, args, path):
     return 0
 
 
+@contextmanager
+def profile(ranks, args):
+    """Trace what runs inside with torch.profiler -> --profile FILE, with the rank in its name."""
+    with torch.profiler.profile() as trace:
+        yield
+    path = Path(args.profile)
+    trace.export_chrome_trace(str(path.with_name(f"{path.stem}.rank{ranks.rank}.json")))
+
+
 def fanout(text):
     """Parse '15,10,5'."""
     try:
@@ -303,6 +438,16 @@ def fanout(text):
     if not numbers or any(k == 0 or k < -1 for k in numbers):
         raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers, or -1 for all neighbours, as in 15,10,5")
     return numbers
+
+
+def size(text):
+    """Parse '4GiB', '512MiB' or a number of bytes."""
+    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "": 1}
+    found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    try:
+        return int(float(found[1]) * units[found[2]])
+    except (TypeError, KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB, 512MiB or a number of bytes") from None
 
 
 def positive(kind, zero=False):
@@ -334,7 +479,8 @@ def parse_args(argv):
     # sampling
     parser.add_argument("--fanout", type=fanout, default=None, metavar="15,10,5", help="neighbours taken by each seed, then by "
                         "each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
-    parser.add_argument("--batch-size", type=count, default=1024, help="seeds a step of each process")
+    parser.add_argument("--batch-size", type=count, default=1024, help="seeds of a process in one pass")
+    parser.add_argument("--accumulate", type=count, default=1, help="passes whose gradients make one optimizer step")
     # model and optimiser
     parser.add_argument("--hidden", type=count, default=128, help="width of the inner layers")
     parser.add_argument("--num-layers", type=count, default=None, help="layers (default: one for each fanout, else 3)")
@@ -343,31 +489,44 @@ def parse_args(argv):
     parser.add_argument("--weight-decay", type=positive(float, zero=True), default=0.0, help="Adam's L2 term")
     parser.add_argument("--epochs", type=count, default=10, help="passes over the training nodes")
     parser.add_argument("--seed", type=int, default=0, help="fixes weights, order, sampling and dropout")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16"], help="of the matrix products; tf32 "
+                        "is for CUDA")  # fmt: skip
+    parser.add_argument("--checkpoint-activations", action="store_true", help="compute inner layers again in the backward "
+                        "pass instead of keeping them: less memory, more time")  # fmt: skip
     # processes and placement
     parser.add_argument("--gpus", type=positive(int, zero=True), default=None, help="GPUs, one process each; 0 trains on CPU "
                         "(default: 1 when there is one)")  # fmt: skip
     parser.add_argument("--procs", type=count, default=1, help="processes with --gpus 0; the cores are shared among them")
     parser.add_argument("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where "
                         "training runs")  # fmt: skip
+    parser.add_argument("--gpu-cache", "--cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for the hottest feature rows: of each "
+                        "GPU in mode cpu-cuda, of the host before an lmdb store in mode cpu-cpu (default: none)")  # fmt: skip
     parser.add_argument("--prefetch", type=positive(int, zero=True), default=2, help="batches prepared ahead; 0: none")
     parser.add_argument("--sample-threads", type=count, default=1, help="threads that sample and fetch")
+    parser.add_argument("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, "
+                        "on CUDA segments can grow; system: as it comes")  # fmt: skip
     # files
     parser.add_argument("--checkpoint", metavar="FILE", help="write the run's state here after each epoch and on Ctrl-C")
     parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
     parser.add_argument("--log", "--log-file", metavar="FILE", help="append one JSON line an epoch (torchrun takes --log for "
                         "an option of its own: write --log-file there)")  # fmt: skip
-    args = parser.parse_args([dashes(word) for word in argv])
+    parser.add_argument("--timeline", metavar="FILE.png", help="draw the first steps of the second epoch as a Gantt chart")
+    parser.add_argument("--profile", metavar="FILE", help="write a torch.profiler trace of the second epoch, one a rank")
+    args = parser.parse_args(spelled_out(argv))
     check_args(parser, args)
     return args
 
 
-MODES = ("cpu-cpu", "cpu-cuda", "cuda-cuda")
-
-
-def dashes(word):
-    """--batch_size=8 -> --batch-size=8."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+def spelled_out(argv):
+    """--batch_size 8 -> --batch-size 8; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
+    words = []
+    for word in argv:
+        if words and words[-1] == "--fanout":
+            words[-1] += f"={word}"
+        else:
+            name, equals, value = word.partition("=")
+            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return words
 
 
 def check_args(parser, args):
@@ -380,6 +539,8 @@ def check_args(parser, args):
                      f"{args.num_layers}; give one fanout for each layer")  # fmt: skip
     if args.dropout >= 1:
         parser.error(f"--dropout {args.dropout} must be below 1")
+    if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
+        parser.error(f"--gpu-cache is for --mode cpu-cuda (or an lmdb store on CPU); {args.mode} reads features in place")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
@@ -387,16 +548,18 @@ def check_args(parser, args):
         parser.error(f"--gpus {args.gpus}: this machine has {there} usable; give {f'at most {there}' if there else '--gpus 0'}")
     if args.gpus and args.procs > 1:
         parser.error(f"--procs {args.procs} is for --gpus 0; with GPUs there is one process for each")
-    if args.mode == "auto":
-        args.mode = "cpu-cuda" if args.gpus else "cpu-cpu"
     if args.mode.endswith("cuda") and not args.gpus:
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
-    for flag in ("checkpoint", "log"):
+    if args.precision == "tf32" and not args.gpus:
+        parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
+    for flag in ("checkpoint", "log", "timeline", "profile"):
         folder = Path(getattr(args, flag) or ".").absolute().parent
         if not folder.is_dir():
             parser.error(f"--{flag} {getattr(args, flag)}: the folder {folder} does not exist")
+    if args.timeline and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--timeline needs matplotlib: pip install matplotlib")
     if args.resume and not Path(args.resume).is_file():
         parser.error(f"--resume {args.resume}: no such file")
 
