@@ -3,6 +3,7 @@
     python bench.py sampler                          # this sampler against DGL, pyg-lib, torch-sparse, GraphBolt
     python bench.py sampler --larger synthetic:nodes=24490290,degree=50,features=1,classes=47 --json results/sampler.json
     python bench.py step                             # one training step against DGL's, and what each trick is worth
+    python bench.py features                         # the ring against a plain copy; four processes on one store
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -17,6 +18,7 @@ machine meets all of them.
 import argparse
 import ctypes
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -30,6 +32,7 @@ import torch
 from torch.nn import functional as F
 
 import datasets
+import features
 import model
 import sampler
 import train
@@ -73,11 +76,20 @@ def interleave(contenders, rounds, warmup=2):
     return times
 
 
-def table(rows, header):
+def print_table(rows, header):
     """Print rows of strings under a header, columns aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * w for w in widths], *rows]:
         print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths)) + " |")
+
+
+def in_memory(tensor, dtype=None):
+    """A copy in huge pages where the system gives them: random access then misses the TLB less, for every contender."""
+    copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
+    if sys.platform == "linux":
+        first, last = -(-copy.data_ptr() // 4096) * 4096, (copy.data_ptr() + copy.numel() * copy.element_size()) // 4096 * 4096
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(last - first, 0)), 14)  # MADV_HUGEPAGE
+    return copy.copy_(tensor)
 
 
 def random_lines(tensor, count=1 << 20):
@@ -94,7 +106,7 @@ def random_lines(tensor, count=1 << 20):
 def _dgl(indptr, indices, fanouts, dtype, fused):
     dgl = sampler.import_dgl()
     empty = torch.empty(0, dtype=dtype)
-    graph = dgl.graph(("csc", (indptr.to(dtype), indices.to(dtype), empty)), num_nodes=indptr.numel() - 1)
+    graph = dgl.graph(("csc", (in_memory(indptr, dtype), in_memory(indices, dtype), empty)), num_nodes=indptr.numel() - 1)
     theirs = dgl.dataloading.NeighborSampler(fanouts[::-1], fused=fused)
     return lambda seeds, step: sum(block.num_edges() for block in theirs.sample(graph, seeds.to(dtype))[2])
 
@@ -112,14 +124,14 @@ def _graphbolt(indptr, indices, fanouts, seeds):
 def _pyg_lib(indptr, indices, fanouts):
     import pyg_lib
 
-    indices = indices.long()
+    indices = in_memory(indices, torch.int64)
     return lambda seeds, step: pyg_lib.sampler.neighbor_sample(indptr, indices, seeds, fanouts, csc=True)[0].numel()
 
 
 def _torch_sparse(indptr, indices, fanouts):
     import torch_sparse  # noqa: F401  registers the operator
 
-    indices, sample = indices.long(), torch.ops.torch_sparse.neighbor_sample
+    indices, sample = in_memory(indices, torch.int64), torch.ops.torch_sparse.neighbor_sample
     return lambda seeds, step: sample(indptr, indices, seeds, fanouts, False, True)[1].numel()
 
 
@@ -152,9 +164,10 @@ def sampler_contenders(indptr, indices, fanouts, threads, seeds):
 
 
 def bench_sampler(args):
-    """Time one batch of every sampler; returns the figures."""
+    """Time one batch of every sampler; returns the figures. Freed memory is kept for all of them, as train.py does."""
+    train.keep_freed_memory()
     store = GraphStore.open(datasets.prepare(args.dataset, args.root))
-    indptr, indices = store.indptr.clone(), store.indices.clone()  # in memory, as the others have it
+    indptr, indices = in_memory(store.indptr), in_memory(store.indices)
     generator = torch.Generator().manual_seed(0)
     seeds = [torch.randperm(store.num_nodes, generator=generator)[: args.batch_size] for _ in range(args.rounds + 2)]
     contenders = sampler_contenders(indptr, indices, args.fanout, args.threads, seeds)
@@ -173,7 +186,7 @@ def bench_sampler(args):
         median, drawn = statistics.median(seconds), statistics.mean(edges[name])
         figures[name] = {"median_ms": median * 1e3, "min_ms": min(seconds) * 1e3, "edges": drawn,
                          "edges_per_s": drawn / median, "ratio_to_native": median / ours}  # fmt: skip
-    table(
+    print_table(
         [[name, f"{f['median_ms']:.1f}", f"{f['min_ms']:.1f}", f"{f['edges'] / 1e3:.0f} k", f"{f['edges_per_s'] / 1e6:.1f} M",
           f"{f['ratio_to_native']:.2f}"] for name, f in figures.items()],
         ["sampler", "median ms", "min ms", "edges", "edges/s", "time / native"],
@@ -214,8 +227,20 @@ def sampler_threads(args, indptr, indices, seeds):
         }
         times = interleave(run, max(args.rounds - 4, 1))
     gain = statistics.median(times["one"]) / statistics.median(times["two"])
-    print(f"two Python threads, a batch each: {gain:.2f} times the batches/s of one")
-    return {"gain": gain}
+    lines = random_lines(indices)
+
+    def plain(threads):
+        def one(i):
+            torch.set_num_threads(threads)
+            lines(i)
+
+        return one
+
+    bare = {name: statistics.median(s) for name, s in interleave({1: plain(1), 2: plain(2)}, args.rounds).items()}
+    torch.set_num_threads(args.threads)
+    print(f"two Python threads, a batch each: {gain:.2f} times the batches/s of one (bare random access gains "
+          f"{bare[1] / bare[2]:.2f} times from a second thread)")  # fmt: skip
+    return {"gain": gain, "random_access_gain": bare[1] / bare[2]}
 
 
 def sampler_dgl_loader(args, indptr, indices, seeds):
@@ -226,7 +251,7 @@ def sampler_dgl_loader(args, indptr, indices, seeds):
         print(f"left out: DGL's DataLoader ({error})")
         return None
     empty, nodes = torch.empty(0, dtype=torch.int64), torch.cat(seeds)
-    graph = dgl.graph(("csc", (indptr, indices.long(), empty)), num_nodes=indptr.numel() - 1)
+    graph = dgl.graph(("csc", (indptr, in_memory(indices, torch.int64), empty)), num_nodes=indptr.numel() - 1)
     ours = sampler.DGLAdapter(sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=args.threads))
     loaders = {
         name: dgl.dataloading.DataLoader(graph, nodes, theirs, batch_size=args.batch_size, num_workers=0)
@@ -243,7 +268,7 @@ def sampler_dgl_loader(args, indptr, indices, seeds):
 def sampler_larger(args, indptr, indices, seeds):
     """Time for a sampled edge on a larger graph over that on the graph at hand."""
     store = GraphStore.open(datasets.prepare(args.larger, args.root))
-    big = sampler.NeighborSampler(store.indptr.clone(), store.indices.clone(), args.fanout, check=False, threads=args.threads)
+    big = sampler.NeighborSampler(in_memory(store.indptr), in_memory(store.indices), args.fanout, check=False, threads=args.threads)
     small = sampler.NeighborSampler(indptr, indices, args.fanout, check=False, threads=args.threads)
     generator = torch.Generator().manual_seed(1)
     others = [torch.randint(store.num_nodes, (args.batch_size,), generator=generator).unique() for _ in seeds]
@@ -332,15 +357,18 @@ class Ours:
 class Dgl:
     """The same step with DGL's DataLoader and SAGEConv, as its own examples write it."""
 
+    graph = None  # one for all contenders: it takes 2 GB
+
     def __init__(self, store, args, nodes, *, malloc=False, dropout=0.5):
         dgl = sampler.import_dgl()
         import dgl.nn
 
-        empty = torch.empty(0, dtype=torch.int64)
-        graph = dgl.graph(("csc", (store.indptr, store.indices.long(), empty)), num_nodes=store.num_nodes)
-        graph.ndata["feat"], graph.ndata["label"] = store.features.tensor.clone(), store.labels.clone()
+        if Dgl.graph is None:
+            empty = torch.empty(0, dtype=torch.int64)
+            Dgl.graph = dgl.graph(("csc", (store.indptr, store.indices.long(), empty)), num_nodes=store.num_nodes)
+            Dgl.graph.ndata["feat"], Dgl.graph.ndata["label"] = store.features.tensor.clone(), store.labels.clone()
         ours = dgl.dataloading.NeighborSampler(args.fanout[::-1], prefetch_node_feats=["feat"], prefetch_labels=["label"])
-        self.loader = iter(dgl.dataloading.DataLoader(graph, nodes, ours, batch_size=args.batch_size, num_workers=0))
+        self.loader = iter(dgl.dataloading.DataLoader(Dgl.graph, nodes, ours, batch_size=args.batch_size, num_workers=0))
         widths = [store.feature_dim] + [args.hidden] * (len(args.fanout) - 1) + [store.num_classes]
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in zip(widths, widths[1:]))
@@ -406,7 +434,7 @@ def bench_step(args):
     times = interleave({name: contender(run) for name, run in runs.items()}, args.rounds)
     median = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
     ours = median["all tricks"]
-    table([[name, f"{ms:.0f}", f"{min(times[name]) * 1e3:.0f}", f"{ms / ours:.2f}"] for name, ms in median.items()],
+    print_table([[name, f"{ms:.0f}", f"{min(times[name]) * 1e3:.0f}", f"{ms / ours:.2f}"] for name, ms in median.items()],
           ["one step", "median ms", "min ms", "time / all tricks"])  # fmt: skip
     ratios = step_ratios(median)
     stages = {name: 1e3 * s / (2 * args.rounds + 4) for name, s in runs["all tricks"].stages.items()}
@@ -443,16 +471,81 @@ def step_losses(store, args, seeds):
     return {**curves, "largest_relative_difference": apart}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# features
+
+
+def bench_features(args):
+    """Gather rows through the ring against the bandwidth of a plain copy, in the same run; returns the figures."""
+    copied = torch.empty(1 << 28, dtype=torch.uint8)
+    source = torch.ones_like(copied)
+    figures, rows = {}, []
+    for row_bytes in (64, 400, 2048):
+        num_rows, n = (1 << 30) // row_bytes, (1 << 28) // row_bytes
+        table = torch.ones(num_rows, row_bytes // 4)
+        labels = torch.zeros(num_rows, dtype=torch.int64)
+        ring = features.FeatureRing(table, labels, slots=3, log=lambda line: None)
+        picks = [torch.randint(num_rows, (n,)) for _ in range(3)]
+        blocks = [[sampler.Block(torch.zeros(2), ids[:1], ids)] for ids in picks]
+        run = {
+            "ring": lambda i: ring.fetch(i % 3, blocks[i % 3]),  # noqa: B023  run within this iteration
+            "fresh tensor": lambda i: table[picks[i % 3]],  # noqa: B023
+            "copy": lambda i: copied.copy_(source),
+        }
+        times = {name: statistics.median(seconds) for name, seconds in interleave(run, args.rounds, warmup=3).items()}
+        rate = {name: (1 << 28) / seconds / 1e9 for name, seconds in times.items()}
+        figures[row_bytes] = {**rate, "share_of_copy": rate["ring"] / rate["copy"]}
+        rows.append([str(row_bytes), *(f"{rate[name]:.1f}" for name in run), f"{100 * rate['ring'] / rate['copy']:.0f}%"])
+    print_table(rows, ["bytes a row", "ring GB/s", "fresh tensor GB/s", "plain copy GB/s", "ring / copy"])
+    return {"gb_per_s": figures, "memory": memory_of_processes(args)}
+
+
+def _measured(path, reports, all_done, leave):
+    """Read every feature row of a store once through a ring; report PSS and private memory in KiB when all have."""
+    store = GraphStore.open(path)
+    ring = features.FeatureRing(store.features.tensor, store.labels, slots=3, log=lambda line: None)
+    for i, ids in enumerate(torch.arange(store.num_nodes).split(1 << 18)):
+        ring.fetch(i % 3, [sampler.Block(torch.zeros(2), ids[:1], ids)])
+    all_done.wait()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    reports.put((kib["Pss"], kib["Pss_Anon"]))
+    leave.wait()
+
+
+def memory_of_processes(args, procs=4):
+    """Four processes that have read all of one store: their memory, each page counted once, over what must be there."""
+    if not Path("/proc/self/smaps_rollup").exists():
+        return None
+    path = datasets.prepare(args.shared, args.root)
+    feature_bytes = GraphStore.open(path).meta["files"]["features.npy"]["bytes"]
+    context = multiprocessing.get_context("spawn")
+    reports, first_done, done = context.Queue(), context.Barrier(procs), context.Event()
+    processes = [context.Process(target=_measured, args=(path, reports, first_done, done)) for _ in range(procs)]
+    for process in processes:
+        process.start()
+    sums = [sum(column) * 1024 for column in zip(*(reports.get(timeout=600) for _ in processes))]
+    done.set()
+    for process in processes:
+        process.join()
+    ratio = sums[0] / (feature_bytes + sums[1])
+    print(f"{procs} processes on {feature_bytes / 1e9:.2f} GB of features: summed PSS {sums[0] / 1e9:.2f} GB, of it "
+          f"{sums[1] / 1e9:.2f} GB of their own; {ratio:.2f} times features plus own")  # fmt: skip
+    return {"processes": procs, "feature_bytes": feature_bytes, "pss": sums[0], "own": sums[1], "ratio": ratio}
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sampler", "step"])
+    parser.add_argument("what", choices=["sampler", "step", "features"])
     parser.add_argument("--dataset", default=WORKLOAD)
     parser.add_argument("--root", default="data", help="folder for built stores")
     parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender")
+    parser.add_argument("--shared", default="synthetic:nodes=2500000,degree=1,features=400", metavar="DATASET",
+                        help="features: the store that four processes share, 4 GB")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
@@ -463,7 +556,7 @@ def main(argv=None):
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
-        figures = {"sampler": bench_sampler, "step": bench_step}[args.what](args)
+        figures = {"sampler": bench_sampler, "step": bench_step, "features": bench_features}[args.what](args)
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

@@ -107,7 +107,7 @@ def draw_timeline(laps, path, steps=8):
     pyplot.close(figure)
 
 
-def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=1 << 30):
+def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
     """Make glibc keep freed memory up to these many bytes: a fresh large tensor costs more in page faults than in work.
 
     Returns:
@@ -466,11 +466,17 @@ def positive(kind, zero=False):
     return parse
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Show a default where there is one to show."""
+
+    def _get_help_string(self, action):
+        says = action.help and "default" not in action.help and action.default not in (None, False, argparse.SUPPRESS)
+        return f"{action.help} (default: %(default)s)" if says else action.help
+
+
 def parse_args(argv):
     """Parse the command line; argparse exits with code 2 and one line on bad input."""
-    parser = argparse.ArgumentParser(
-        description="Train GraphSAGE by neighbour sampling.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Train GraphSAGE by neighbour sampling.", formatter_class=_Defaults)
     count, number = positive(int), positive(float)
     # data
     parser.add_argument("--dataset", default="synthetic", help="name or path: synthetic, synthetic:nodes=..., a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M")
