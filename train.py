@@ -40,7 +40,7 @@ from model import SAGE, inference, self_and_mean
 from sampler import NeighborSampler, mix
 from store import MODES, GraphStore, StoreError, choose_mode
 
-STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
+STAGES = ("sample", "fetch", "forward", "backward", "optimizer", "stall")
 
 
 class Clock:
@@ -92,6 +92,8 @@ def draw_timeline(laps, path, steps=8):
     from matplotlib import pyplot
 
     ends = sorted(b for stage, _, b, _ in laps if stage == "optimizer")
+    if not ends:
+        return  # an epoch that was resumed at its end has no steps
     until = ends[min(steps, len(ends)) - 1]
     laps = [lap for lap in laps if lap[1] < until]
     rows = sorted({(thread, STAGES.index(stage)) for stage, _, _, thread in laps}, key=lambda row: (row[1], row[0]))
@@ -352,7 +354,7 @@ def open_data(ranks, args, path):
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
     indptr, indices, labels, features = place(*arrays, args.mode, ranks.device)
-    if args.cache:
+    if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
         visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
@@ -400,7 +402,7 @@ def run(ranks, args, path):
             if not stopped:
                 valid = sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])
                 figures = {"epoch": epoch + 1, **figures, "valid_sampled": valid, "peak_bytes": peak_memory(ranks)}
-                if args.cache:
+                if isinstance(ring.features, CachedFeatures):
                     figures["cache_hit_rate"] = ring.features.hit_rate
                 report(ranks, args, figures, epoch_line(args, figures))
             if args.checkpoint and ranks.leads:
@@ -564,6 +566,8 @@ def check_args(parser, args):
         folder = Path(getattr(args, flag) or ".").absolute().parent
         if not folder.is_dir():
             parser.error(f"--{flag} {getattr(args, flag)}: the folder {folder} does not exist")
+    if args.timeline and not args.timeline.endswith(".png"):
+        parser.error(f"--timeline {args.timeline}: the picture is a PNG; give a name that ends in .png")
     if args.timeline and importlib.util.find_spec("matplotlib") is None:
         parser.error("--timeline needs matplotlib: pip install matplotlib")
     if args.resume and not Path(args.resume).is_file():
