@@ -13,11 +13,13 @@ This file stands alone: copy it into your own code. torch.distributed does the w
         total, = ranks.sum(local)
 """
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -143,7 +145,7 @@ def _spawned(rank, worker, nprocs, gpus, port, args):
 
 
 def _run(worker, ranks, store, args):
-    """Join the process group, run the worker, leave."""
+    """Join the process group, run the worker, end the process with the worker's code, or 1 where it raised."""
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
     else:
@@ -153,14 +155,19 @@ def _run(worker, ranks, store, args):
     where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
     dist.init_process_group(backend, timeout=timedelta(minutes=30), **where)
     try:
-        code = worker(ranks, *args)
+        code = worker(ranks, *args) or 0
+        dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             time.sleep(1)  # a peer failed first: let it speak first
-        raise  # and leave the group without a handshake that the peers may not answer
-    dist.destroy_process_group()
-    if code:
-        sys.exit(code)
+        traceback.print_exc()
+        code = 1  # and leave the group without a handshake that the peers may not answer
+    # Gloo's threads may still hold tensors, and abort when they let go of them in an interpreter that is being taken
+    # down (pytorch issue 190489): so the process ends before its interpreter does.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class StopSignal:

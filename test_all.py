@@ -2327,6 +2327,30 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, word
     assert time.monotonic() - start < 30
 
 
+_LEAVING = """
+import sys
+sys.path.insert(0, {here!r})
+import torch, ddp
+def worker(ranks):
+    sys.setswitchinterval(10)  # gloo's threads do not get the interpreter before it is taken down
+    model = ranks.wrap(torch.nn.Linear(8, 8))
+    with ddp.StopSignal(ranks) as stop:
+        for _ in range(20):
+            model(torch.ones(4, 8)).sum().backward()
+            stop.agreed()
+    ranks.barrier()
+if __name__ == "__main__":
+    ddp.launch(worker, 2)
+"""
+
+
+def test_ranks_leave_while_gloo_still_holds_tensors(tmp_path):
+    (tmp_path / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
+    for _ in range(3):  # one in two aborted
+        done = subprocess.run([sys.executable, "leaving.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
 def test_a_killed_parent_leaves_no_orphans(tiny):
     process = _start("--dataset", tiny, "--gpus", 0, "--procs", 2, "--epochs", 10000, "--fanout", "3,3")
     for line in iter(process.stdout.readline, ""):
