@@ -11,16 +11,23 @@ This file stands alone: copy it into your own code. torch.distributed does the w
                 if stop.agreed():       # Ctrl-C or SIGTERM reached some rank: all leave after the same step
                     break
         total, = ranks.sum(local)
+
+On a machine the ranks share out the cores; with GPUs each is bound to the cores next to its own.
 """
 
 import atexit
 import ctypes
+import itertools
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
+import zlib
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -48,10 +55,22 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def wrap(self, model):
-        """Average gradients over the ranks (and start from rank 0's parameters) when there are several."""
+        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks."""
         if self.world == 1:
             return model
-        return torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.local_rank] if self.gpus else None)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.local_rank] if self.gpus else None)
+        self.check_equal(model)
+        return parallel
+
+    def check_equal(self, model):
+        """Raise RuntimeError, on every rank, unless all ranks hold the same parameters, bit for bit."""
+        checksum = 0
+        for parameter in model.parameters():
+            checksum = zlib.crc32(parameter.detach().cpu().flatten().view(torch.uint8).numpy(), checksum)
+        first, *rest = self.gather(checksum)
+        others = [rank for rank, theirs in enumerate(rest, 1) if theirs != first]
+        if others:
+            raise RuntimeError(f"the parameters of ranks {others} are not those of rank 0")
 
     def sum(self, *values):
         """Sum numbers over all ranks -> list of floats, the same on every rank."""
@@ -59,6 +78,21 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(total)
         return total.tolist()
+
+    def gather(self, number):
+        """Every rank's number (exact below 2^53), in the order of the ranks -> list of floats, on every rank."""
+        return self.sum(*(number if rank == self.rank else 0 for rank in range(self.world)))
+
+    def broadcast(self, data, source=0):
+        """Give the bytes of rank `source` to all -> bytes; what the others pass is not looked at."""
+        if self.world == 1:
+            return data
+        size = int(self.gather(len(data or b""))[source])
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if self.rank == source and size:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, source)
+        return buffer.numpy().tobytes()
 
     def barrier(self):
         """Wait until every rank is here."""
@@ -138,19 +172,20 @@ def _supervise(context):
 
 def _spawned(rank, worker, nprocs, gpus, port, args):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on as SIGTERM
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the parent is killed
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     _run(worker, Ranks(rank, nprocs, rank, nprocs, gpus), store, args)
 
 
 def _run(worker, ranks, store, args):
     """Join the process group, run the worker, end the process with the worker's code, or 1 where it raised."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the parent is killed
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // ranks.local_world))
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
-    else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // ranks.local_world))
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
     where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
     dist.init_process_group(backend, timeout=timedelta(minutes=30), **where)
@@ -168,6 +203,43 @@ def _run(worker, ranks, store, args):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def cores_near(gpu, sysfs="/sys"):
+    """The cores of this process that the kernel calls local to a GPU's PCI slot; all of them where it does not say.
+
+    Args:
+        gpu: what torch.cuda.get_device_properties returns.
+    """
+    cores = os.sched_getaffinity(0)
+    try:
+        slot = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        spans = re.findall(r"(\d+)(?:-(\d+))?", Path(sysfs, "bus/pci/devices", slot, "local_cpulist").read_text())
+    except (OSError, AttributeError):
+        return cores
+    near = {core for a, b in spans for core in range(int(a), int(b or a) + 1)}
+    return near & cores or cores
+
+
+def gpu_links(gpus):
+    """Which of the first GPUs are linked by NVLink and which by PCIe alone -> one line; None where nothing says so."""
+    try:
+        text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = {}
+    for line in text.splitlines():
+        name, *kinds = re.sub(r"\x1b\[\d*m", "", line).split() or [""]
+        if re.fullmatch(r"GPU\d+", name) and not (kinds and kinds[0].startswith("GPU")):  # not the header
+            rows[int(name[3:])] = kinds
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [int(n) for n in visible if n.isdigit()] or list(range(gpus))
+    pairs = {"NVLink": [], "PCIe": []}
+    for (i, a), (j, b) in itertools.combinations(enumerate(numbers[:gpus]), 2):
+        if a in rows and b < len(rows[a]):
+            pairs["NVLink" if rows[a][b].startswith("NV") else "PCIe"].append(f"{i}-{j}")
+    found = [f"{kind} {' '.join(names)}" for kind, names in pairs.items() if names]
+    return "; ".join(found) or None
 
 
 class StopSignal:

@@ -73,7 +73,8 @@ class _SelfAndMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # [S, 2F] -> [N, F]
         (indptr, indices), S, width = ctx.saved_tensors, grad.shape[0], grad.shape[1] // 2
-        grad, total = grad.contiguous(), torch.empty(ctx.num_src, width, device=grad.device)
+        grad, dtype = grad.contiguous(), torch.promote_types(grad.dtype, torch.float32)
+        total = torch.empty(ctx.num_src, width, dtype=dtype, device=grad.device)
         if library := _library(indices, grad, total):
             library.scatter_self_and_mean(
                 indptr.data_ptr(), indices.data_ptr(), grad.data_ptr(), S, ctx.num_src, width, total.data_ptr()
@@ -82,7 +83,7 @@ class _SelfAndMean(torch.autograd.Function):
             degree = indptr.diff()
             dst = torch.repeat_interleave(torch.arange(S, device=grad.device), degree)
             total.zero_()[:S] = grad[:, :width]
-            total.index_add_(0, indices.long(), (grad[:, width:].float() / degree.clamp(min=1).unsqueeze(1))[dst])
+            total.index_add_(0, indices.long(), (grad[:, width:].to(dtype) / degree.clamp(min=1).unsqueeze(1))[dst])
         return None, None, total.to(grad.dtype)
 
 
@@ -94,22 +95,49 @@ def mean_neighbours(indptr, indices, h):
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
 
 
-def relu_dropout(h, p, training=True):
-    """dropout(relu(h)), in place on CPU; p is rounded to 1/256 there, because each element draws one random byte."""
-    library = _library(None, h, h)
-    if library is None:
-        return F.dropout(F.relu(h), p, training)
-    return _ReluDropout.apply(h, min(round(256 * p), 255) if training else 0, library)
+def relu_dropout(h, p, training=True, nodes=None):
+    """dropout(relu(h)), in place where C code does it.
+
+    What is dropped is a function of torch's CPU generator, the node and the column: so batches that are cut among
+    processes, or in time, drop what the whole batch would. One random byte an element: p is rounded to 1/256.
+
+    Args:
+        h: [S, D]. p: probability below 1.
+        nodes: int [S] distinct ids of the rows; their positions when None.
+    """
+    drop = min(round(256 * p), 255) if training else 0
+    seed = int(torch.empty((), dtype=torch.int64).random_()) if drop else 0
+    if library := _library(nodes, h, h):
+        return _ReluDropout.apply(h, nodes, seed, drop, library)
+    if not drop:
+        return F.relu(h)
+    kept = _random_bytes(torch.arange(len(h), device=h.device) if nodes is None else nodes, h.shape[1], seed) >= drop
+    return F.relu(h) * (kept * (256 / (256 - drop))).to(h.dtype)
+
+
+def _random_bytes(nodes, D, seed):
+    """The bytes of relu_dropout's C code, from torch operations -> uint8 [S, D]."""
+    row = _finalise((nodes.long() ^ seed) + _GOLDEN).unsqueeze(1)
+    return _finalise(row + torch.arange(-(-D // 8), device=nodes.device) * _GOLDEN).view(torch.uint8)[:, :D]
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), as int64
+
+
+def _finalise(z):  # splitmix64 on int64 [...]: products wrap exactly, a logical shift is a shift and a mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = (z ^ (z >> shift & (1 << (64 - shift)) - 1)) * (factor - (factor >> 63 << 64))
+    return z
 
 
 class _ReluDropout(torch.autograd.Function):
     """The result says itself what was kept: what is not zero. So the backward pass needs no mask."""
 
     @staticmethod
-    def forward(ctx, h, drop, library):
-        seed = int(torch.empty((), dtype=torch.int64).random_()) if drop else 0
+    def forward(ctx, h, nodes, seed, drop, library):
         ctx.library, ctx.scale = library, 256 / (256 - drop)
-        library.relu_dropout(h.data_ptr(), h.numel(), seed, drop, ctx.scale)
+        ids = None if nodes is None else nodes.data_ptr()
+        library.relu_dropout(h.data_ptr(), ids, *h.shape, seed, drop, ctx.scale)
         ctx.mark_dirty(h)
         ctx.save_for_backward(h)
         return h
@@ -119,7 +147,7 @@ class _ReluDropout(torch.autograd.Function):
         (h,), grad = ctx.saved_tensors, grad.contiguous()
         out = torch.empty_like(grad)
         ctx.library.relu_dropout_backward(h.data_ptr(), grad.data_ptr(), h.numel(), ctx.scale, out.data_ptr())
-        return out, None, None
+        return out, None, None, None, None
 
 
 class SAGEConv(nn.Module):
@@ -184,11 +212,12 @@ class SAGE(nn.Module):
 
     def step(self, layer, block, x, aggregated=False):
         """One layer and what stands behind it."""
-        return self.activate(layer, layer.apply_linear(x) if aggregated else layer(block, x))
+        h = layer.apply_linear(x) if aggregated else layer(block, x)
+        return self.activate(layer, h, block.src_nodes[: len(h)])
 
-    def activate(self, layer, h):
-        """What stands between two layers; nothing after the last."""
-        return h if layer is self.layers[-1] else relu_dropout(h, self.dropout, self.training)
+    def activate(self, layer, h, nodes=None):
+        """What stands between two layers, h [S, D] of these nodes; nothing after the last."""
+        return h if layer is self.layers[-1] else relu_dropout(h, self.dropout, self.training, nodes)
 
 
 @torch.no_grad()
@@ -202,13 +231,14 @@ def inference(model, indptr, indices, x, *, chunk=65536):
     Returns:
         Logits [V, C] on the model's device.
     """
-    training, device, num_nodes = model.training, next(model.parameters()).device, indptr.numel() - 1
+    training, parameter, num_nodes = model.training, next(model.parameters()), indptr.numel() - 1
     model.eval()
-    h = x.to(device)
+    device = parameter.device
+    h = x.to(device, parameter.dtype)
     bounds = list(range(0, num_nodes, chunk)) + [num_nodes]
     for layer in model.layers:
         message = torch.cat([layer.message(h[a:b]) for a, b in zip(bounds, bounds[1:])]) if layer.project_first else h
-        out = h.new_empty(num_nodes, layer.self_linear.out_features, dtype=torch.float32)
+        out = h.new_empty(num_nodes, layer.self_linear.out_features, dtype=parameter.dtype)
         for a, b in zip(bounds, bounds[1:]):
             first, last = int(indptr[a]), int(indptr[b])
             edges = indices[first:last].to(device)
@@ -283,24 +313,30 @@ void scatter_self_and_mean(const ID *indptr, const ID *indices, const IN *grad, 
   }
 }
 
-// Eight elements share one 64-bit draw (splitmix64 of their position), a byte each: dropped when below `drop`.
-void relu_dropout(IN *h, i64 n, u64 seed, int drop, float scale) {
-  if (!drop) {
-    #pragma omp parallel for schedule(static)
-    for (i64 i = 0; i < n; i++) h[i] = UP(h[i]) > 0 ? h[i] : JOIN(down, IN)(0.0f);
-    return;
-  }
+// Eight columns of a row share one 64-bit draw of splitmix64, a byte each: dropped when below `drop`.
+static inline u64 finalise(u64 z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+void relu_dropout(IN *h, const ID *nodes, i64 S, i64 D, u64 seed, int drop, float scale) {
+  const u64 golden = 0x9e3779b97f4a7c15ULL;
   #pragma omp parallel for schedule(static)
-  for (i64 i = 0; i < n; i += 8) {
-    u64 z = seed + (u64)i / 8 * 0x9e3779b97f4a7c15ULL;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-    z ^= z >> 31;
-    unsigned char bytes[8];
-    for (int b = 0; b < 8; b++) bytes[b] = (unsigned char)(z >> 8 * b);
-    for (i64 b = 0, m = n - i < 8 ? n - i : 8; b < m; b++) {
-      float x = UP(h[i + b]);
-      h[i + b] = JOIN(down, IN)(bytes[b] >= drop && x > 0 ? x * scale : 0.0f);
+  for (i64 s = 0; s < S; s++) {
+    IN *row = h + D * s;
+    if (!drop) {
+      for (i64 c = 0; c < D; c++) row[c] = UP(row[c]) > 0 ? row[c] : JOIN(down, IN)(0.0f);
+      continue;
+    }
+    u64 key = finalise((seed ^ (u64)(nodes ? (i64)nodes[s] : s)) + golden);
+    for (i64 c = 0; c < D; c += 8) {
+      u64 z = finalise(key + (u64)c / 8 * golden);
+      unsigned char bytes[8];
+      for (int b = 0; b < 8; b++) bytes[b] = (unsigned char)(z >> 8 * b);
+      for (i64 b = 0, m = D - c < 8 ? D - c : 8; b < m; b++) {
+        float x = UP(row[c + b]);
+        row[c + b] = JOIN(down, IN)(bytes[b] >= drop && x > 0 ? x * scale : 0.0f);
+      }
     }
   }
 }
@@ -345,7 +381,7 @@ def _load(ids, source, target):
     pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     library.self_and_mean.argtypes = [pointer] * 4 + [number] * 2 + [pointer]
     library.scatter_self_and_mean.argtypes = [pointer] * 3 + [number] * 3 + [pointer]
-    library.relu_dropout.argtypes = [pointer, number, ctypes.c_uint64, ctypes.c_int, real]
+    library.relu_dropout.argtypes = [pointer] * 2 + [number] * 2 + [ctypes.c_uint64, ctypes.c_int, real]
     library.relu_dropout_backward.argtypes = [pointer, pointer, number, real, pointer]
     for name in ("self_and_mean", "scatter_self_and_mean", "relu_dropout", "relu_dropout_backward"):
         getattr(library, name).restype = None

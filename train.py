@@ -21,10 +21,12 @@ if __name__ == "__main__" and "system" not in sys.argv:  # has to be in place be
 import argparse
 import ctypes
 import importlib.util
+import io
 import json
 import re
 import threading
 import time
+import zipfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -130,7 +132,7 @@ class Piece(NamedTuple):
     """This rank's share of one pass forward and backward."""
 
     step: int  # optimizer step within the epoch
-    key: int  # of the sampling and the dropout: the number of this pass in the whole run
+    key: int  # of the sampling and the dropout: the number of the optimizer step in the whole run
     seeds: torch.Tensor  # this rank's
     total: int  # seeds of the whole optimizer step: all ranks, all passes
     last: bool  # the optimizer follows
@@ -139,18 +141,17 @@ class Piece(NamedTuple):
 def pieces(ranks, args, nodes, epoch, first=0):
     """Cut an epoch's nodes into optimizer steps, passes and ranks, from step `first`; no node twice, none left out."""
     total = args.total_batch
-    steps = -(-nodes.numel() // total)
-    for step in range(first, steps):
+    for step in range(first, args.steps):
         everyone = nodes[step * total : (step + 1) * total]
         for i, part in enumerate(everyone.tensor_split(args.accumulate)):
-            key = (epoch * steps + step) * args.accumulate + i
-            yield Piece(step, key, part[ranks.part(part.numel())], everyone.numel(), i == args.accumulate - 1)
+            seeds = part[ranks.part(part.numel())]
+            yield Piece(step, epoch * args.steps + step, seeds, everyone.numel(), i == args.accumulate - 1)
 
 
-def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, epoch, first):
+def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
     """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
     model.train()
-    clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), device=ranks.device), 0, first
+    clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
 
     def load(piece, slot):
         start = time.perf_counter()
@@ -164,18 +165,16 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, epoch
 
     work = pieces(ranks, args, seeds_of_epoch(store, args, epoch), epoch, first)
     loader = prefetch(load, work, depth=args.prefetch, threads=args.sample_threads)
-    steps = -(-store.split["train"].numel() // args.total_batch)
-    bar = tqdm(total=steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
+    bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
     waiting = time.perf_counter()
     for piece, batch in loader:
         clock.add("stall", waiting, time.perf_counter())
-        torch.manual_seed(mix(mix(args.seed ^ ranks.rank) ^ piece.key))  # dropout, keyed as sampling is
+        torch.manual_seed(mix(mix(args.seed) ^ piece.key))  # dropout, the same on all ranks: it is drawn by node
         batch.wait()
         t0 = clock.mark()
-        with autocast(args, ranks):
-            logits = model(batch.blocks, batch.x, aggregated=ring.first_hop)
-        loss = F.cross_entropy(logits.float(), batch.y, reduction="sum")
+        logits = predict(ranks, args, ring, model, batch)
+        loss = F.cross_entropy(logits, batch.y, reduction="sum")
         t1 = clock.mark()
         with nullcontext() if piece.last or ranks.world == 1 else model.no_sync():
             # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
@@ -191,6 +190,8 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, epoch
             clock.lap("optimizer", t2, clock.mark())
             done = piece.step + 1
             bar.update()
+            if args.checkpoint_every and (piece.key + 1) % args.checkpoint_every == 0:
+                save(epoch, done)
             if stop.agreed():
                 break
         waiting = time.perf_counter()
@@ -199,13 +200,16 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, epoch
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
-    figures = {"loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
+    figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
 
 
-def autocast(args, ranks):
-    """bfloat16 products where --precision asks for them."""
-    return torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16")
+def predict(ranks, args, ring, model, batch):
+    """Logits [S, C] of a batch's seeds, computed in --precision; float32, or float64 with fp64."""
+    x = batch.x.double() if args.precision == "fp64" else batch.x
+    with torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        logits = model(batch.blocks, x, aggregated=ring.first_hop)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -217,15 +221,13 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
     mine = nodes[ranks.part(nodes.numel())].split(args.batch_size)
     right = 0
 
-    def load(item, slot):
-        number, seeds = item
+    def load(seeds, slot):
         with ring.stream(slot):
-            return ring.fetch(slot, sampler.sample(seeds, -1 - number, relabel_outer=not ring.first_hop))
+            return ring.fetch(slot, sampler.sample(seeds, -1, relabel_outer=not ring.first_hop))
 
-    for batch in prefetch(load, enumerate(mine), depth=args.prefetch, threads=args.sample_threads):
+    for batch in prefetch(load, mine, depth=args.prefetch, threads=args.sample_threads):
         batch.wait()
-        with autocast(args, ranks):
-            right += (model(batch.blocks, batch.x, aggregated=ring.first_hop).argmax(1) == batch.y).sum()
+        right += (predict(ranks, args, ring, model, batch).argmax(1) == batch.y).sum()
     return ranks.sum(int(right))[0] / nodes.numel()
 
 
@@ -247,17 +249,32 @@ def peak_memory(ranks):
 
 
 def save_checkpoint(path, args, model, optimizer, epoch, step):
-    """Write the state of the run atomically: the old file or the new one is there, never half of one."""
+    """Write the state of the run atomically: the last good file or the new one is there, never half of one.
+
+    Sampling and dropout are functions of --seed and the step, so no generator has a state to keep.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}
     try:
-        torch.save({**state, "run": identity(args)}, temporary)
+        with open(temporary, "wb") as file:
+            torch.save({**state, "run": identity(args)}, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise StoreError(f"checkpoint {path} could not be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(path):
+    """Remove what runs left beside a checkpoint when they were killed while they wrote it."""
+    path = Path(path)
+    for entry in path.absolute().parent.iterdir():
+        pid = entry.name.removeprefix(f".{path.name}.")
+        if pid.isdigit() and entry.name != pid and not Path("/proc", pid).exists():
+            entry.unlink(missing_ok=True)
 
 
 def identity(args):
@@ -266,19 +283,43 @@ def identity(args):
     return {**{name: getattr(args, name) for name in names}, "total_batch": args.total_batch}
 
 
-def load_checkpoint(args, ranks, model, optimizer):
-    """Load --resume into model and optimizer -> (epoch, steps done in it)."""
+def read_checkpoint(path, args):
+    """Read and check a checkpoint -> (its bytes, epoch, steps done in it)."""
     try:
-        state = torch.load(args.resume, map_location=ranks.device, weights_only=True)
+        data = Path(path).read_bytes()
+        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()  # torch.load does not look at the checksums
+        if damaged:
+            raise ValueError(f"{damaged} in it is damaged")
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         saved, epoch, step = state["run"], state["epoch"], state["step"]
-    except Exception as error:  # torch.load raises a dozen types on a damaged file
-        raise StoreError(f"--resume {args.resume} is not a checkpoint of train.py: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # zipfile and torch.load raise a dozen types on a damaged file
+        raise StoreError(f"{path} is not a checkpoint of train.py: {(str(error) or repr(error)).splitlines()[0]}") from error
     for name, value in identity(args).items():
         if saved.get(name) != value:
-            raise StoreError(f"--resume {args.resume} was made with {name} {saved.get(name)}, this run has {value}")
+            raise StoreError(f"checkpoint {path} was made with {name} {saved.get(name)}, this run has {value}")
+    return data, epoch, step
+
+
+def load_checkpoint(args, ranks, model, optimizer):
+    """Bring model and optimizer to the state of a checkpoint -> (epoch, steps done in it); (0, 0) where none is given.
+
+    --resume auto, and every restart by torchrun, mean the file of --checkpoint, if it is there yet. Machines need
+    not share a disk: the rank that has the most advanced file gives it to the others.
+    """
+    path, own = args.resume, args.checkpoint
+    if own and (path == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) and Path(own).is_file():
+        path = own
+    data, epoch, step = read_checkpoint(path, args) if path not in (None, "auto") else (None, 0, 0)
+    progress = ranks.gather(-1 if data is None else epoch * args.steps + step)
+    if max(progress) < 0:
+        return 0, 0
+    data = ranks.broadcast(data, progress.index(max(progress)))
+    state = torch.load(io.BytesIO(data), map_location=ranks.device, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return epoch, step
+    if ranks.leads:
+        print(f"resume  from epoch {state['epoch'] + 1}, step {state['step']}")
+    return state["epoch"], state["step"]
 
 
 def report(ranks, args, figures, line):
@@ -298,8 +339,9 @@ def percent(accuracy):
 def epoch_line(args, figures):
     """The dense line of one epoch. Sampling and fetching run beside the rest; `stall` is what they cost."""
     stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in STAGES)
+    from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     return (
-        f"epoch {figures['epoch']:>3}/{args.epochs}  loss {figures['loss']:.4f}  "
+        f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
         f"valid {percent(figures['valid_sampled'])} (sampled)  {figures['seconds']:.2f} s  "
         f"{figures['seeds_per_s']:,.0f} seeds/s  [{stages} s]  peak {figures['peak_bytes'] / 2**30:.2f} GiB"
     )
@@ -308,7 +350,6 @@ def epoch_line(args, figures):
 def describe(ranks, args, store, model):
     """Print every derived quantity before the work starts."""
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in store.split.items())
-    steps = -(-store.split["train"].numel() // args.total_batch)
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     for line in (
         f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
@@ -316,7 +357,7 @@ def describe(ranks, args, store, model):
         f"model   SAGE, {args.num_layers} layers, hidden {args.hidden}, {sum(p.numel() for p in model.parameters()):,} "
         f"parameters; fanout {','.join(map(str, args.fanout))} from the seeds outward",
         f"run     {where}, mode {args.mode}, {args.precision}, {torch.get_num_threads()} threads each; batch {args.batch_size} x "
-        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {steps} steps an epoch",
+        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch",
     ):
         print(line, flush=True)
 
@@ -346,6 +387,7 @@ def open_data(ranks, args, path):
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
     args.total_batch = args.batch_size * args.accumulate * ranks.world
+    args.steps = -(-store.split["train"].numel() // args.total_batch)
     if ranks.leads:
         print(f"memory  {line}")
     arrays = [store.indptr, store.indices, store.labels, store.features]
@@ -358,7 +400,7 @@ def open_data(ranks, args, path):
         visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
-    dtype = torch.bfloat16 if args.precision == "bf16" else store.features.dtype
+    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(args.precision, store.features.dtype)
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, aggregate=self_and_mean, dtype=dtype)  # fmt: skip
     return store, sampler, ring
@@ -383,19 +425,25 @@ def run(ranks, args, path):
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=args.num_layers, dropout=args.dropout,
                  recompute=args.checkpoint_activations)  # fmt: skip
-    model.to(ranks.device)
+    model.to(ranks.device, torch.float64 if args.precision == "fp64" else torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    start, first = load_checkpoint(args, ranks, model, optimizer) if args.resume else (0, 0)
+    start, first = load_checkpoint(args, ranks, model, optimizer)
     parallel = ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
 
+    def save(epoch, step):
+        if args.checkpoint and ranks.leads:
+            save_checkpoint(args.checkpoint, args, model, optimizer, epoch, step)
+
+    if args.checkpoint and ranks.leads:
+        remove_unfinished(args.checkpoint)
     with ddp.StopSignal(ranks) as stop:
         for epoch in range(start, args.epochs):
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
             with profile(ranks, args) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
-                    ranks, args, store, sampler, ring, parallel, optimizer, stop, epoch, first
+                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, epoch, first
                 )
             if args.timeline and second and ranks.leads:
                 draw_timeline(laps, args.timeline)
@@ -405,15 +453,14 @@ def run(ranks, args, path):
                 if isinstance(ring.features, CachedFeatures):
                     figures["cache_hit_rate"] = ring.features.hit_rate
                 report(ranks, args, figures, epoch_line(args, figures))
-            if args.checkpoint and ranks.leads:
-                done = (epoch, step) if stopped else (epoch + 1, 0)
-                save_checkpoint(args.checkpoint, args, model, optimizer, *done)
+            save(epoch, step) if stopped else save(epoch + 1, 0)
             if stopped:
                 kept = f"resume with --resume {args.checkpoint}" if args.checkpoint else "nothing kept: no --checkpoint"
                 report(ranks, args, {"stopped": [epoch + 1, step]}, f"stopped in epoch {epoch + 1} after step {step}; {kept}")
                 ranks.barrier()
                 return stop.exit_code
             first = 0
+    ranks.check_equal(model)
     if ranks.leads:
         exact = exact_accuracy(store, model)
         line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
@@ -497,8 +544,8 @@ def parse_args(argv):
     parser.add_argument("--weight-decay", type=positive(float, zero=True), default=0.0, help="Adam's L2 term")
     parser.add_argument("--epochs", type=count, default=10, help="passes over the training nodes")
     parser.add_argument("--seed", type=int, default=0, help="fixes weights, order, sampling and dropout")
-    parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16"], help="of the matrix products; tf32 "
-                        "is for CUDA")  # fmt: skip
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp64"], help="of the matrix products; "
+                        "tf32 is for CUDA, fp64 for comparing runs")  # fmt: skip
     parser.add_argument("--checkpoint-activations", action="store_true", help="compute inner layers again in the backward "
                         "pass instead of keeping them: less memory, more time")  # fmt: skip
     # processes and placement
@@ -515,7 +562,10 @@ def parse_args(argv):
                         "on CUDA segments can grow; system: as it comes")  # fmt: skip
     # files
     parser.add_argument("--checkpoint", metavar="FILE", help="write the run's state here after each epoch and on Ctrl-C")
-    parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
+    parser.add_argument("--checkpoint-every", type=count, default=None, metavar="STEPS", help="write it after so many "
+                        "optimizer steps, too")  # fmt: skip
+    parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint; auto: from that of --checkpoint, where it "
+                        "is there")  # fmt: skip
     parser.add_argument("--log", "--log-file", metavar="FILE", help="append one JSON line an epoch (torchrun takes --log for "
                         "an option of its own: write --log-file there)")  # fmt: skip
     parser.add_argument("--timeline", metavar="FILE.png", help="draw the first steps of the second epoch as a Gantt chart")
@@ -570,7 +620,11 @@ def check_args(parser, args):
         parser.error(f"--timeline {args.timeline}: the picture is a PNG; give a name that ends in .png")
     if args.timeline and importlib.util.find_spec("matplotlib") is None:
         parser.error("--timeline needs matplotlib: pip install matplotlib")
-    if args.resume and not Path(args.resume).is_file():
+    if args.checkpoint_every and not args.checkpoint:
+        parser.error(f"--checkpoint-every {args.checkpoint_every} needs --checkpoint FILE to write to")
+    if args.resume == "auto" and not args.checkpoint:
+        parser.error("--resume auto goes on from the file of --checkpoint, which is not given")
+    if args.resume not in (None, "auto") and not Path(args.resume).is_file():
         parser.error(f"--resume {args.resume}: no such file")
 
 
