@@ -32,6 +32,7 @@ import pytest
 import torch
 
 import datasets
+import ddp
 import features
 import model
 import sampler
@@ -2270,6 +2271,184 @@ def test_twenty_interruptions_change_no_bit(tiny, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["forks.py", "log", "resumed.pt", "straight.pt"]
     straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight), moments
+
+
+def _wait_for(condition, process, seconds=60):
+    """Wait until condition() holds while a process runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=10)[0]
+        time.sleep(0.02)
+
+
+def _epochs(path):
+    return len(_log(path)) if Path(path).is_file() else 0
+
+
+def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
+    common = ["--dataset", tiny, "--gpus", 0, "--fanout", "5,5", "--hidden", 32, "--epochs", 30, "--batch-size", 25]
+    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "straight.pt")
+    process = _start(*common, "--checkpoint", tmp_path / "c.pt", "--checkpoint-every", 5, "--log-file", tmp_path / "log",
+                     launcher=[*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"])  # fmt: skip
+    _wait_for(lambda: _epochs(tmp_path / "log") >= 3, process)
+    ranks = _running_below(process.pid)[1:]
+    os.kill(max(ranks), signal.SIGKILL)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0 and "resume  from epoch" in output, output
+    straight, back = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "c.pt")
+    assert all(torch.equal(straight[name], back[name]) for name in straight)
+    assert not _alive(ranks)
+
+
+@contextmanager
+def _two_hosts():
+    """Two network namespaces with addresses of their own, joined by a veth pair -> ((name, interface, address), ...)."""
+    hosts = [(f"ringblock{os.getpid()}{side}", f"rb{os.getpid() % 10**8}{side}", f"10.231.7.{n}") for n, side in ((1, "a"), (2, "b"))]
+    (a, veth_a, _), (b, veth_b, _) = hosts
+    commands = [f"netns add {a}", f"netns add {b}", f"link add {veth_a} netns {a} type veth peer name {veth_b} netns {b}"]
+    for name, veth, address in hosts:
+        commands += [f"-n {name} address add {address}/24 dev {veth}", f"-n {name} link set {veth} up", f"-n {name} link set lo up"]
+    try:
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no right to make network namespaces: ip {command}: {done.stderr.strip()}")
+        yield hosts
+    except FileNotFoundError:
+        pytest.skip("no command ip (apt install iproute2) to make network namespaces with")
+    finally:
+        for name, *_ in hosts:
+            if Path("/run/netns", name).exists():
+                subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
+    common = ["--dataset", tiny, "--gpus", 0, "--fanout", "5,5", "--hidden", 32, "--epochs", 40, "--batch-size", 25]
+    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "straight.pt")
+    with _two_hosts() as hosts:
+
+        def agent(number):
+            name, veth, address = hosts[number]
+            command = [
+                "ip", "netns", "exec", name, sys.executable, *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][2]}:29500", "--local-addr", address, "--rdzv-conf",
+                f"is_host={1 - number}", HERE / "train.py", *common, "--checkpoint", tmp_path / "c.pt", "--checkpoint-every", 5,
+                "--resume", "auto", "--log-file", tmp_path / "log",
+            ]  # fmt: skip
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": veth, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            with open(tmp_path / f"out{number}", "a") as output:
+                return subprocess.Popen([*map(str, command)], env=environment, stdout=output, stderr=output)
+
+        agents = [agent(0), agent(1)]
+        try:
+            _wait_for(lambda: _epochs(tmp_path / "log") >= 3, agents[0])
+            lost = _running_below(agents[1].pid)
+            os.kill(lost[0], signal.SIGKILL)
+            agents[1].wait()
+            time.sleep(0.5)
+            assert not _alive(lost)  # its rank went with it
+            agents[1] = agent(1)
+            codes = [process.wait(timeout=120) for process in agents]
+        finally:
+            for process in agents:
+                process.kill()
+                process.wait()
+    output = (tmp_path / "out0").read_text()
+    assert codes == [0, 0] and "resume  from epoch" in output, output
+    straight, back = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "c.pt")
+    assert all(torch.equal(straight[name], back[name]) for name in straight)
+
+
+def test_a_rank_that_stands_still_for_20_seconds_goes_on(tiny, tmp_path):
+    common = ["--dataset", tiny, "--gpus", 0, "--procs", 2, "--fanout", "5,5", "--hidden", 32, "--batch-size", 25]
+    process = _start(*common, "--epochs", 30, "--checkpoint", tmp_path / "c.pt", "--log", tmp_path / "log")
+    _wait_for(lambda: _epochs(tmp_path / "log") >= 2, process)
+    rank = _running_below(process.pid)[-1]
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(20)
+    assert process.poll() is None and _epochs(tmp_path / "log") < 30
+    os.kill(rank, signal.SIGCONT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and _epochs(tmp_path / "log") == 31, output
+
+
+_STARTS = """
+import os, sys
+sys.path.insert(0, {here!r})
+import ddp
+def worker(ranks):
+    assert ranks.sum(1) == [2]
+if __name__ == "__main__":
+    for _ in range(int(sys.argv[1])):
+        ddp.launch(worker, 2)
+    print(len(os.listdir("/proc/self/fd")), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_starts_and_stops_leave_nothing_behind(tmp_path):
+    """RINGBLOCK_STARTS=100 does it a hundred times."""
+    (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
+    memory, left = set(os.listdir("/dev/shm")), []
+    for starts in (1, int(os.environ.get("RINGBLOCK_STARTS", 5))):
+        process = subprocess.Popen([sys.executable, "starts.py", str(starts)], cwd=tmp_path, text=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        files = int(process.stdout.readline())  # sockets among them
+        left.append((files, len(_running_below(process.pid))))
+        process.communicate("\n", timeout=30)
+    assert left[0] == left[1] and left[0][1] <= 2  # with multiprocessing's own resource tracker
+    assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
+
+
+def test_ranks_know_when_their_parameters_differ(tmp_path):
+    (tmp_path / "differ.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import torch, ddp
+def worker(ranks):
+    net = torch.nn.Linear(2, 2)
+    ranks.wrap(net)  # takes rank 0's parameters
+    ranks.check_equal(net)
+    assert ranks.broadcast(b"ab" * ranks.rank, 2) == b"abab" and ranks.broadcast(None if ranks.rank else b"") == b""
+    assert ranks.gather(ranks.rank * 2**50) == [0, 2**50, 2**51]
+    with torch.no_grad():
+        net.bias[1] += 1e-7 * (ranks.rank == 1)
+    ranks.check_equal(net)
+if __name__ == "__main__":
+    ddp.launch(worker, 3)
+""")
+    done = subprocess.run([sys.executable, "differ.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "RuntimeError: the parameters of ranks [1] are not those of rank 0" in done.stderr
+
+
+def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
+    gpu = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    slot = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    slot.mkdir(parents=True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert ddp.cores_near(gpu, tmp_path) == set(range(8))  # nothing known
+    (slot / "local_cpulist").write_text("2-3,6,40-43\n")
+    assert ddp.cores_near(gpu, tmp_path) == {2, 3, 6}
+    (slot / "local_cpulist").write_text("40-43\n")  # all of them forbidden to this process
+    assert ddp.cores_near(gpu, tmp_path) == set(range(8))
+
+
+def test_gpu_links_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+    table = (
+        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+        "GPU0\t X \tNV12\tSYS\tPXB\t0-31\t0\nGPU1\tNV12\t X \tNODE\tSYS\t0-31\t0\nGPU2\tSYS\tNODE\t X \tSYS\t32-63\t1\n"
+        "NIC0\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
+    )
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\ncat <<'END'\n{table}END\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert ddp.gpu_links(3) == "NVLink 0-1; PCIe 0-2 1-2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert ddp.gpu_links(2) == "PCIe 0-1"
+    command.write_text("#!/bin/sh\nexit 9\n")
+    assert ddp.gpu_links(3) is None
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
