@@ -4,6 +4,7 @@
     python bench.py sampler --larger synthetic:nodes=24490290,degree=50,features=1,classes=47 --json results/sampler.json
     python bench.py step                             # one training step against DGL's, and what each trick is worth
     python bench.py features                         # the ring against a plain copy; four processes on one store
+    python bench.py scaling --procs 1,2,4            # epochs of train.py with as many processes, equal total batch
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -22,7 +23,9 @@ import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -534,11 +537,65 @@ def memory_of_processes(args, procs=4):
     return {"processes": procs, "feature_bytes": feature_bytes, "pss": sums[0], "own": sums[1], "ratio": ratio}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# scaling
+
+
+def bench_scaling(args):
+    """Epochs of train.py with 1, 2, ... processes at an equal total batch; returns the figures."""
+    store = GraphStore.open(datasets.prepare(args.dataset, args.root))
+    nodes = store.split["train"]
+    seeds = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(0))[: args.batch_size]]
+    indptr, indices = store.indptr, store.indices
+    draw = sampler.NeighborSampler(indptr, indices, args.fanout, check=False)
+    rows = {}  # that a step computes, over all processes: what the parts of a batch have in common is computed twice
+    for procs in args.procs:
+        parts = [seeds[train.ddp.Ranks(rank, procs).part(seeds.numel())] for rank in range(procs)]
+        rows[procs] = sum(block.num_dst for part in parts for block in draw.sample(part, 0))
+    epochs = {procs: [] for procs in args.procs}
+    for _ in range(args.rounds):
+        for procs in args.procs:
+            epochs[procs] += epochs_of(args, procs)
+    median = {procs: {name: statistics.median(e[name] for e in found) for name in found[0] if isinstance(found[0][name], (int, float))}
+              for procs, found in epochs.items()}  # fmt: skip
+    cells, figures = [], {}
+    one = median[args.procs[0]]["seconds"]
+    for procs, figure in median.items():
+        seconds, times = figure["seconds"], [e["seconds"] for e in epochs[procs]]
+        speedup = one / seconds
+        efficiency = speedup * args.procs[0] / procs if args.gpus else speedup  # on CPU all have the same cores
+        costs = {
+            "rows that several processes compute": seconds * (1 - rows[args.procs[0]] / rows[procs]),
+            "exchange of gradients and waiting for each other": figure["exchange"],
+            "waiting for data": figure["stall"],
+            "the optimizer, which every process runs": figure["optimizer"],
+        }
+        cells.append([f"{procs}", f"{1e3 * seconds:.0f}", f"{1e3 * min(times):.0f}", f"{speedup:.2f}", f"{100 * efficiency:.0f} %",
+                      f"{1e3 * figure['exchange']:.0f}", f"{1e3 * figure['stall']:.0f}", f"{rows[procs] / rows[args.procs[0]]:.2f}",
+                      max(costs, key=costs.get)])  # fmt: skip
+        figures[procs] = {"n": len(times), "median_s": seconds, "min_s": min(times), "speedup": speedup, "efficiency": efficiency,
+                          "rows": rows[procs], "costs_s": costs}  # fmt: skip
+    header = ["processes", "epoch ms", "min ms", "speed-up", "efficiency", "exchange ms", "stall ms", "rows", "costs most"]
+    print_table(cells, header)
+    return {"scaling": figures}
+
+
+def epochs_of(args, procs):
+    """Run train.py with so many processes -> the log entries of its epochs but the first."""
+    place = ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--dataset", args.dataset, "--root", args.root, "--fanout", ",".join(map(str, args.fanout)), "--hidden", args.hidden,
+                 "--batch-size", args.batch_size // procs, "--epochs", 4, "--log", f"{folder}/log", *place]  # fmt: skip
+        script = Path(__file__).with_name("train.py")
+        subprocess.run([sys.executable, script, *map(str, words)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return [json.loads(line) for line in open(f"{folder}/log")][1:4]
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sampler", "step", "features"])
-    parser.add_argument("--dataset", default=WORKLOAD)
+    parser.add_argument("what", choices=["sampler", "step", "features", "scaling"])
+    parser.add_argument("--dataset", help=f"default: {WORKLOAD}, for scaling: synthetic")
     parser.add_argument("--root", default="data", help="folder for built stores")
     parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
     parser.add_argument("--batch-size", type=int, default=1024)
@@ -546,17 +603,22 @@ def main(argv=None):
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender")
     parser.add_argument("--shared", default="synthetic:nodes=2500000,degree=1,features=400", metavar="DATASET",
                         help="features: the store that four processes share, 4 GB")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--procs", default="1,2", type=lambda text: [int(k) for k in text.split(",")],
+                        help="scaling: numbers of processes; --batch-size is the total batch then")  # fmt: skip
+    parser.add_argument("--gpus", action="store_true", help="scaling: a GPU for each process")
+    parser.add_argument("--rounds", type=int, help="default: 20, for scaling 5 runs of 4 epochs")
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
     args = parser.parse_args(argv)
+    args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
+    args.rounds = args.rounds or (5 if args.what == "scaling" else 20)
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     machine = hardware()
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
-        figures = {"sampler": bench_sampler, "step": bench_step, "features": bench_features}[args.what](args)
+        figures = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling}[args.what](args)
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

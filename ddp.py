@@ -60,7 +60,17 @@ class Ranks(NamedTuple):
             return model
         parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.local_rank] if self.gpus else None)
         self.check_equal(model)
+        if not self.gpus:  # on a GPU, DDP takes the time of every hundredth step, which costs nothing
+            parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
+
+    def exchange(self, parallel):
+        """Average seconds of a step that only the exchange of gradients took, not the backward pass beside it."""
+        if self.world == 1:
+            return 0.0
+        times = parallel._get_ddp_logging_data()  # knows of a step when the next one begins
+        both, beside = (times.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
+        return (both - beside) / 1e9
 
     def check_equal(self, model):
         """Raise RuntimeError, on every rank, unless all ranks hold the same parameters, bit for bit."""
@@ -74,10 +84,13 @@ class Ranks(NamedTuple):
 
     def sum(self, *values):
         """Sum numbers over all ranks -> list of floats, the same on every rank."""
-        total = torch.tensor(values, dtype=torch.float64)
+        return self.reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def reduce(self, tensor):
+        """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:
-            dist.all_reduce(total)
-        return total.tolist()
+            dist.all_reduce(tensor)
+        return tensor
 
     def gather(self, number):
         """Every rank's number (exact below 2^53), in the order of the ranks -> list of floats, on every rank."""

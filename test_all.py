@@ -2400,6 +2400,21 @@ def test_starts_and_stops_leave_nothing_behind(tmp_path):
     assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
 
 
+def test_advice_says_when_one_process_would_be_faster(tiny, tmp_path, monkeypatch):
+    output = _train("--dataset", tiny, "--gpus", 0, "--procs", 2, "--fanout", "3,3", "--epochs", 1)
+    found = re.search(r"advice  a step of 600 seeds is about ([\d.]+) ms .* 2 take ([\d.]+) ms and ([\d.]+) ms to exchange", output)
+    assert found and all(float(number) > 0 for number in found.groups()), output
+    # four machines, a large model and a fast network: no advice
+    args = train.parse_args(["--dataset", tiny, "--batch-size", "10000", "--hidden", "512", "--fanout", "10,10"])
+    args.total_batch = 10000
+    graph, ranks = GraphStore.open(tiny), ddp.Ranks(world=4)
+    monkeypatch.setattr(ddp.Ranks, "reduce", lambda self, tensor: tensor)
+    assert train.advice(ranks, args, graph, SAGE(16, 512, 4, num_layers=2)) is None
+    operations, moved = train.work_of_a_step(args, graph, SAGE(16, 512, 4, num_layers=2))
+    rows, weights = (600, 3000), (2 * 512 * 4 + 4, 2 * 16 * 512 + 512)  # all train, then all of the 3,000 nodes
+    assert operations == 6 * sum(a * b for a, b in zip(rows, weights))
+
+
 def test_ranks_know_when_their_parameters_differ(tmp_path):
     (tmp_path / "differ.py").write_text(f"""
 import sys
@@ -2685,6 +2700,8 @@ def test_a_killed_parent_leaves_no_orphans(tiny):
         (["--gpu-cache", "lots"], "'lots' is no size; write it as 4GiB"),
         (["--dropout", "1"], "--dropout 1"),
         (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file"),
+        (["--resume", "auto"], "--resume auto goes on from the file of --checkpoint"),
+        (["--checkpoint-every", "3"], "--checkpoint-every 3 needs --checkpoint FILE"),
         (["--resume", str(HERE / "LICENSE")], "LICENSE is not a checkpoint"),
         (["--checkpoint", "nowhere/c.pt"], "--checkpoint nowhere/c.pt: the folder .* does not exist"),
         (["--gpu", "x"], "--gpu"),

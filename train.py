@@ -200,6 +200,7 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
+    stages["exchange"] = ranks.exchange(model) * (done - first)
     figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
 
@@ -338,7 +339,7 @@ def percent(accuracy):
 
 def epoch_line(args, figures):
     """The dense line of one epoch. Sampling and fetching run beside the rest; `stall` is what they cost."""
-    stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in STAGES)
+    stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in (*STAGES, "exchange") if figures[stage] or stage != "exchange")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     return (
         f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
@@ -350,16 +351,69 @@ def epoch_line(args, figures):
 def describe(ranks, args, store, model):
     """Print every derived quantity before the work starts."""
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in store.split.items())
+    threads = f"{torch.get_num_threads()} CPU threads each"
+    if ranks.gpus and ranks.world > 1:
+        threads += f", rank 0 on cores {min(os.sched_getaffinity(0))}-{max(os.sched_getaffinity(0))}, next to its GPU"
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     for line in (
         f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
         f"{store.feature_dim} features, {store.num_classes} classes; {split}",
         f"model   SAGE, {args.num_layers} layers, hidden {args.hidden}, {sum(p.numel() for p in model.parameters()):,} "
         f"parameters; fanout {','.join(map(str, args.fanout))} from the seeds outward",
-        f"run     {where}, mode {args.mode}, {args.precision}, {torch.get_num_threads()} threads each; batch {args.batch_size} x "
+        f"run     {where}, mode {args.mode}, {args.precision}, {threads}; batch {args.batch_size} x "
         f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch",
+        f"links   {ddp.gpu_links(ranks.gpus) or 'nvidia-smi topo -m does not say'}" if ranks.gpus > 1 else None,
     ):
-        print(line, flush=True)
+        if line:
+            print(line, flush=True)
+
+
+def work_of_a_step(args, store, model):
+    """Expected (floating-point operations, bytes of gathered rows) of an optimizer step over all its seeds."""
+    rows = min(args.total_batch, store.split["train"].numel())
+    degree = store.num_edges / max(1, store.num_nodes)
+    operations = moved = 0
+    for k, layer in zip(args.fanout, reversed(model.layers), strict=True):
+        edges = rows * (min(k, degree) if k >= 0 else degree)
+        weights = sum(parameter.numel() for parameter in layer.parameters())
+        operations += 6 * rows * weights  # a product and its two gradients
+        moved += 12 * edges * (store.feature_dim if layer is model.layers[0] else args.hidden)
+        rows = min(rows + edges, store.num_nodes)
+    return operations, moved
+
+
+def seconds_of(function, device, repeat=5):
+    """The median time of a call."""
+    times = []
+    for _ in range(repeat + 1):  # one to warm up
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeat // 2]
+
+
+def advice(ranks, args, store, model):
+    """A line with the estimate behind it where one process would be faster than so many, else None; for all ranks.
+
+    Rates are measured here: a matrix product, a copy, and the exchange of this model's gradients. The processes of
+    one machine without GPUs share its cores, so they do not compute faster than one process does.
+    """
+    square = torch.rand(*[8192 if ranks.gpus else 768] * 2, device=ranks.device)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), device=ranks.device)
+    flops = 2 * len(square) ** 3 / seconds_of(lambda: square @ square, ranks.device)
+    bandwidth = 8 * square.numel() / seconds_of(square.clone, ranks.device)
+    exchange = seconds_of(lambda: ranks.reduce(gradients), ranks.device)
+    operations, moved = work_of_a_step(args, store, model)
+    shared = 1 if ranks.gpus else ranks.local_world
+    alone = (operations / flops + moved / bandwidth) / shared
+    together = alone * shared / ranks.world + exchange
+    if together <= alone:
+        return None
+    return (f"advice  a step of {min(args.total_batch, store.split['train'].numel()):,} seeds is about {1e3 * alone:.1f} ms of work for one "
+            f"process; {ranks.world} take {1e3 * (together - exchange):.1f} ms and {1e3 * exchange:.1f} ms to exchange "
+            f"{gradients.nbytes / 1e6:.1f} MB of gradients{'' if ranks.gpus else ', on the same cores'}: one will be faster")  # fmt: skip
 
 
 def worker(ranks, args, path):
@@ -431,6 +485,8 @@ def run(ranks, args, path):
     parallel = ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
+    if ranks.world > 1 and (line := advice(ranks, args, store, model)) and ranks.leads:
+        print(line, flush=True)
 
     def save(epoch, step):
         if args.checkpoint and ranks.leads:
