@@ -487,7 +487,7 @@ def bench_features(args):
         num_rows, n = (1 << 30) // row_bytes, (1 << 28) // row_bytes
         table = torch.ones(num_rows, row_bytes // 4)
         labels = torch.zeros(num_rows, dtype=torch.int64)
-        ring = features.FeatureRing(table, labels, slots=3, log=lambda line: None)
+        ring = features.FeatureRing(table, labels, slots=3, log=lambda line: None, gather=model.gather_rows)
         picks = [torch.randint(num_rows, (n,)) for _ in range(3)]
         blocks = [[sampler.Block(torch.zeros(2), ids[:1], ids)] for ids in picks]
         run = {
@@ -566,12 +566,12 @@ def bench_scaling(args):
         efficiency = speedup * args.procs[0] / procs if args.gpus else speedup  # on CPU all have the same cores
         costs = {
             "rows that several processes compute": seconds * (1 - rows[args.procs[0]] / rows[procs]),
-            "exchange of gradients and waiting for each other": figure["exchange"],
+            "exchange of gradients and waiting for each other": figure.get("exchange", 0),
             "waiting for data": figure["stall"],
             "the optimizer, which every process runs": figure["optimizer"],
         }
         cells.append([f"{procs}", f"{1e3 * seconds:.0f}", f"{1e3 * min(times):.0f}", f"{speedup:.2f}", f"{100 * efficiency:.0f} %",
-                      f"{1e3 * figure['exchange']:.0f}", f"{1e3 * figure['stall']:.0f}", f"{rows[procs] / rows[args.procs[0]]:.2f}",
+                      f"{1e3 * figure.get('exchange', 0):.0f}", f"{1e3 * figure['stall']:.0f}", f"{rows[procs] / rows[args.procs[0]]:.2f}",
                       max(costs, key=costs.get)])  # fmt: skip
         figures[procs] = {"n": len(times), "median_s": seconds, "min_s": min(times), "speedup": speedup, "efficiency": efficiency,
                           "rows": rows[procs], "costs_s": costs}  # fmt: skip

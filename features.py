@@ -50,6 +50,7 @@ class Batch(NamedTuple):
     x: torch.Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event after which the tensors are there; None on CPU
+    began: Any = None  # CUDA event at which the copy of x to the GPU began; None where nothing is copied
 
     def wait(self):
         """Make the current CUDA stream wait for the copies and keep their memory until it is done with them."""
@@ -90,8 +91,8 @@ class CudaCopies:
         return tensor.to(self.device, non_blocking=True)
 
     def event(self):
-        """An event after all that the current stream was given; .synchronize() waits for it on the host."""
-        return torch.cuda.current_stream(self.device).record_event()
+        """A timed event after all that the current stream was given; .synchronize() waits for it on the host."""
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 class FeatureRing:
@@ -114,6 +115,8 @@ class FeatureRing:
             then the outermost hop is aggregated straight out of a feature tensor instead of being gathered, and x is
             what it returns for a blocks[0] with global ids in `indices` and its destinations as `src_nodes`.
         dtype: of that x; the features' when None.
+        gather: function (features, ids, out) -> [n, F] for features that are a tensor, such as `gather_rows` of model.py;
+            torch.index_select when None.
         copies: what stands for the GPU in a test.
 
     Attributes:
@@ -121,18 +124,20 @@ class FeatureRing:
     """
 
     def __init__(self, features, labels, *, slots, device="cpu", streams=1, log=None, aggregate=None, dtype=None,
-                 copies=None):  # fmt: skip
+                 gather=None, copies=None):  # fmt: skip
         self.features, self.labels, self.device = features, labels, torch.device(device)
         self.copies = copies or (CudaCopies(self.device, streams) if self.device.type == "cuda" else None)
         home = getattr(features, "device", torch.device("cpu")).type
         self.on_device = home == self.device.type != "cpu"
         self.cached = isinstance(features, CachedFeatures) and features.cache.device.type == self.device.type
+        self.gather = gather if gather and isinstance(features, torch.Tensor) else take
         self.aggregate, self.first_hop = aggregate, aggregate is not None and isinstance(features, torch.Tensor)
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.dtype = (self.first_hop and dtype) or features.dtype
         self.log = log or logging.getLogger(__name__).info
         self.buffers = [None] * slots
         self.copied = [None] * slots  # event: the copy out of the slot is done
+        self.began = [None] * slots  # event: it began
         self.rows, self.lock = 0, threading.Lock()  # rows that the next buffer gets
 
     def stream(self, slot):
@@ -163,11 +168,13 @@ class FeatureRing:
             else:
                 x = self._upload(slot, self.features, outer.src_nodes, outer)
             y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
-            return Batch(blocks, x, y, self.copies.event())
+            return Batch(blocks, x, y, self.copies.event(), self.began[slot])
 
     def _upload(self, slot, features, ids, block=None):
         """Rows on the device [N, F], by way of the slot's buffer, which the event then releases."""
-        x = self.copies.copy(self._gather(slot, features, ids.cpu(), block.to("cpu") if self.first_hop else None))
+        rows = self._gather(slot, features, ids.cpu(), block.to("cpu") if self.first_hop else None)
+        self.began[slot] = self.copies.event()
+        x = self.copies.copy(rows)
         self.copied[slot] = self.copies.event()
         return x
 
@@ -191,7 +198,7 @@ class FeatureRing:
     def _read(self, features, ids, block, out=None):
         if self.first_hop:
             return self.aggregate(block.indptr, block.indices, features, ids, out)
-        return take(features, ids, out)
+        return self.gather(features, ids, out)
 
 
 def take(features, ids, out=None):

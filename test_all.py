@@ -1295,6 +1295,19 @@ def test_dropout_is_a_function_of_node_and_column(dtype, ids):
         assert torch.equal(native[100:200], part)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gather_rows_is_index_select(dtype):
+    for width in (1, 3, 100, 700):
+        table = torch.randn(1000, width).to(dtype)
+        for ids in (torch.randint(1000, (3001,)), torch.randint(1000, (17,), dtype=torch.int32), torch.arange(0)):
+            out = torch.empty(len(ids), width, dtype=dtype)
+            assert torch.equal(model.gather_rows(table, ids), table[ids.long()])
+            assert model.gather_rows(table, ids, out) is out and torch.equal(out, table[ids.long()])
+    for bad in (-1, 1000):
+        with pytest.raises(IndexError):
+            model.gather_rows(table, torch.tensor([0, bad]))
+
+
 def test_dropout_keeps_its_share():
     torch.manual_seed(0)
     w = torch.ones(2000, 100, requires_grad=True)

@@ -38,18 +38,18 @@ from tqdm import tqdm
 import datasets
 import ddp
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from model import SAGE, inference, self_and_mean
+from model import SAGE, gather_rows, inference, self_and_mean
 from sampler import NeighborSampler, mix
 from store import MODES, GraphStore, StoreError, choose_mode
 
-STAGES = ("sample", "fetch", "forward", "backward", "optimizer", "stall")
+STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
 
 
 class Clock:
     """When each stage began and ended; CUDA work is timed by events, resolved at the end without stopping the GPU."""
 
     def __init__(self, cuda):
-        self.cuda, self.laps, self.events = cuda, [], []  # laps: (stage, start, end, thread or stream)
+        self.cuda, self.laps, self.events = cuda, [], []  # laps: (stage, start, end, thread or GPU)
         self.zero = time.perf_counter()
         self.first = self.mark() if cuda else None
 
@@ -82,8 +82,10 @@ class Clock:
         return self.laps
 
     def totals(self):
-        """Seconds of each stage."""
-        return {stage: sum(b - a for name, a, b, _ in self.resolve() if name == stage) for stage in STAGES}
+        """Seconds of each stage that was timed."""
+        laps = self.resolve()
+        found = {name for name, *_ in laps}
+        return {stage: sum(b - a for name, a, b, _ in laps if name == stage) for stage in STAGES if stage in found}
 
 
 def draw_timeline(laps, path, steps=8):
@@ -172,6 +174,8 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         clock.add("stall", waiting, time.perf_counter())
         torch.manual_seed(mix(mix(args.seed) ^ piece.key))  # dropout, the same on all ranks: it is drawn by node
         batch.wait()
+        if batch.began is not None:
+            clock.lap("transfer", batch.began, batch.ready)
         t0 = clock.mark()
         logits = predict(ranks, args, ring, model, batch)
         loss = F.cross_entropy(logits, batch.y, reduction="sum")
@@ -200,7 +204,8 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
-    stages["exchange"] = ranks.exchange(model) * (done - first)
+    if ranks.world > 1:
+        stages["exchange"] = ranks.exchange(model) * (done - first)
     figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
 
@@ -339,7 +344,7 @@ def percent(accuracy):
 
 def epoch_line(args, figures):
     """The dense line of one epoch. Sampling and fetching run beside the rest; `stall` is what they cost."""
-    stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in (*STAGES, "exchange") if figures[stage] or stage != "exchange")
+    stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in (*STAGES, "exchange") if stage in figures)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     return (
         f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
@@ -456,7 +461,7 @@ def open_data(ranks, args, path):
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(args.precision, store.features.dtype)
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
-                       log=tqdm.write if ranks.leads else None, aggregate=self_and_mean, dtype=dtype)  # fmt: skip
+                       log=tqdm.write if ranks.leads else None, aggregate=self_and_mean, dtype=dtype, gather=gather_rows)  # fmt: skip
     return store, sampler, ring
 
 
