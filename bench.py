@@ -18,6 +18,7 @@ machine meets all of them.
 
 import argparse
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -294,21 +295,50 @@ def sampler_larger(args, indptr, indices, seeds):
 # step
 
 
-def keep_malloc(on):
-    """Let glibc keep freed memory (train.py's setting), or behave as it comes: thresholds as they adapt to large
-    tensors, and nothing kept from before."""
-    if on:
-        train.keep_freed_memory()
-    elif train.keep_freed_memory(32 << 20, 64 << 20):
-        ctypes.CDLL(None).malloc_trim(0)
+class AsItComes:
+    """A contender in a process of its own, whose memory glibc manages as it does for any program."""
+
+    def __init__(self, kind, args, **options):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=AsItComes.serve, args=(theirs, kind, args, options), daemon=True)
+        self.process.start()
+        theirs.close()
+        if isinstance(error := self.pipe.recv(), Exception):
+            raise error
+
+    @staticmethod
+    def serve(pipe, kind, args, options):
+        """Make the contender; run a step for each number that comes."""
+        torch.set_num_threads(args.threads)
+        warnings.simplefilter("ignore")
+        try:
+            store, nodes = step_data(args)
+            seeds, run = nodes.split(args.batch_size), kind(store, args, nodes=nodes, **options)
+            pipe.send(None)
+            while True:
+                i = pipe.recv()
+                pipe.send(run(seeds[i], i))
+        except EOFError:
+            pass
+        except Exception as error:
+            pipe.send(error)
+
+    def __call__(self, seeds, step):
+        """One step -> loss."""
+        self.pipe.send(step)
+        loss = self.pipe.recv()
+        if isinstance(loss, Exception):
+            raise loss
+        return loss
 
 
 class Ours:
     """A training step of this project; each trick can be left out."""
 
-    def __init__(self, store, args, *, malloc=True, native_sampler=True, first_hop=True, native_layers=True, ring=True,
+    def __init__(self, store, args, *, nodes=None, native_sampler=True, first_hop=True, native_layers=True, ring=True,
                  bf16=False, dropout=0.5):  # fmt: skip
-        self.malloc, self.first_hop, self.native_layers, self.ring, self.bf16 = malloc, first_hop, native_layers, ring, bf16
+        self.first_hop, self.native_layers, self.ring, self.bf16 = first_hop, native_layers, ring, bf16
         self.store, self.buffer = store, None
         self.sampler = sampler.NeighborSampler(store.indptr, store.indices, args.fanout, check=False, threads=args.threads,
                                                backend="native" if native_sampler else "torch")  # fmt: skip
@@ -362,7 +392,7 @@ class Dgl:
 
     graph = None  # one for all contenders: it takes 2 GB
 
-    def __init__(self, store, args, nodes, *, malloc=False, dropout=0.5):
+    def __init__(self, store, args, *, nodes, dropout=0.5):
         dgl = sampler.import_dgl()
         import dgl.nn
 
@@ -376,7 +406,7 @@ class Dgl:
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in zip(widths, widths[1:]))
         self.optimizer = torch.optim.Adam(self.layers.parameters(), lr=0.003)
-        self.malloc, self.dropout = malloc, torch.nn.Dropout(dropout)
+        self.dropout = torch.nn.Dropout(dropout)
 
     def __call__(self, seeds, step):
         """One step -> loss."""
@@ -394,28 +424,38 @@ class Dgl:
 
 TRICKS = {
     "all tricks": {},
-    "without kept malloc memory": {"malloc": False},
     "without the native sampler": {"native_sampler": False},
     "without the first hop from the table": {"first_hop": False},
     "without kept buffers": {"ring": False},
     "without native layers and dropout": {"native_layers": False},
-    "none of them": {"malloc": False, "native_sampler": False, "first_hop": False, "native_layers": False, "ring": False},
+    "none of them": {"native_sampler": False, "first_hop": False, "native_layers": False, "ring": False},
 }
 
 
-def bench_step(args):
-    """Time one training step of every contender; returns the figures."""
+def step_data(args):
+    """The store and the seeds of all steps."""
     store = GraphStore.open(datasets.prepare(args.dataset, args.root))
     generator = torch.Generator().manual_seed(0)
-    nodes = torch.randperm(store.num_nodes, generator=generator)[: 2 * args.batch_size * (args.rounds + 2)]
+    return store, torch.randperm(store.num_nodes, generator=generator)[: 2 * args.batch_size * (args.rounds + 2)]
+
+
+def bench_step(args):
+    """Time one training step of every contender; returns the figures.
+
+    This process keeps freed memory, as train.py does; contenders "as shipped" run in processes of their own.
+    """
+    train.keep_freed_memory()
+    store, nodes = step_data(args)
     seeds = nodes.split(args.batch_size)
-    makers = {name: lambda o=options: Ours(store, args, **o) for name, options in TRICKS.items()}
-    makers["bf16"] = lambda: Ours(store, args, bf16=True)
-    makers["no dropout"] = lambda: Ours(store, args, dropout=0.0)
-    makers["DGL as shipped"] = lambda: Dgl(store, args, nodes)
-    makers["DGL, malloc kept"] = lambda: Dgl(store, args, nodes, malloc=True)
-    makers["DGL as shipped, no dropout"] = lambda: Dgl(store, args, nodes, dropout=0.0)
-    makers["DGL, malloc kept, no dropout"] = lambda: Dgl(store, args, nodes, malloc=True, dropout=0.0)
+    makers = {name: functools.partial(Ours, store, args, **options) for name, options in TRICKS.items()}
+    makers["without kept malloc memory"] = functools.partial(AsItComes, Ours, args)
+    makers["none of them, nor kept memory"] = functools.partial(AsItComes, Ours, args, **TRICKS["none of them"])
+    makers["bf16"] = functools.partial(Ours, store, args, bf16=True)
+    makers["no dropout"] = functools.partial(Ours, store, args, dropout=0.0)
+    makers["DGL as shipped"] = functools.partial(AsItComes, Dgl, args)
+    makers["DGL, malloc kept"] = functools.partial(Dgl, store, args, nodes=nodes)
+    makers["DGL as shipped, no dropout"] = functools.partial(AsItComes, Dgl, args, dropout=0.0)
+    makers["DGL, malloc kept, no dropout"] = functools.partial(Dgl, store, args, nodes=nodes, dropout=0.0)
     runs = {}
     for name, make in makers.items():
         try:
@@ -427,11 +467,7 @@ def bench_step(args):
         def one(i):
             run(seeds[i], i)
 
-        def prepare(i):  # with a step that is not timed, so that memory is as this contender leaves it
-            keep_malloc(run.malloc)
-            run(seeds[i], i)
-
-        one.prepare = prepare
+        one.prepare = one  # a step that is not timed: memory and caches are then as this contender leaves them
         return one
 
     times = interleave({name: contender(run) for name, run in runs.items()}, args.rounds)
@@ -466,7 +502,6 @@ def step_losses(store, args, seeds):
     curves = {name: [] for name in ("all tricks", "none of them")}
     for name, curve in curves.items():
         run = Ours(store, args, **TRICKS[name], dropout=0.0)
-        keep_malloc(run.malloc)
         curve += [run(batch, step) for step, batch in enumerate(seeds[:10])]
     apart = max(abs(a / b - 1) for a, b in zip(*curves.values()))
     print(f"loss over 10 steps, all tricks against none: {curves['all tricks'][0]:.6f} .. {curves['all tricks'][-1]:.6f}, "
