@@ -1295,6 +1295,21 @@ def test_dropout_is_a_function_of_node_and_column(dtype, ids):
         assert torch.equal(native[100:200], part)
 
 
+def test_linear_is_torchs_linear():
+    for shape in ((1, 3, 2), (300, 50, 20), (0, 3, 2)):
+        S, width, D = shape
+        x, weight, bias = torch.randn(S, width), torch.randn(D, width), torch.randn(D)
+        results = []
+        for function in (model.linear, torch.nn.functional.linear):
+            inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+            y = function(*inputs)
+            (y * y).sum().backward()
+            results.append([y.detach(), *(t.grad for t in inputs)])
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+    assert model.linear(x, weight).shape == (0, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gather_rows_is_index_select(dtype):
     for width in (1, 3, 100, 700):
