@@ -1553,7 +1553,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path = build_store(tmp_path / "g", **_graph())
     good = json.loads((path / "meta.json").read_text())
     _rewrite_meta(path, format_version=7)
-    with pytest.raises(StoreError, match=r"store format 7; this store.py reads 1; rebuild it"):
+    with pytest.raises(StoreError, match=r"store format 7; this store.py reads 2; rebuild it"):
         GraphStore.open(path)
     for name in ("format", "num_nodes", "num_edges", "num_classes", "feature_dim", "feature_dtype", "backend", "files",
                  "block_rows", "options"):
