@@ -764,7 +764,7 @@ class _Lmdb:
     closes what it inherited.
     """
 
-    _idle, _running = threading.Condition(), 0  # transactions of this process
+    _turn, _running, _wanted = threading.Condition(), 0, 0  # transactions of this process, and who waits for their end
     _open = weakref.WeakValueDictionary()
 
     def __init__(self, path, sync=True):
@@ -818,7 +818,8 @@ class _Lmdb:
     def _begin(self, write):
         lmdb = _import_lmdb()
         while True:
-            with self._idle:
+            with self._turn:
+                self._turn.wait_for(lambda: not self._wanted)
                 env = self._environment(lmdb)
                 _Lmdb._running += 1
             try:
@@ -831,22 +832,29 @@ class _Lmdb:
                 raise
 
     def _end(self):
-        with self._idle:
+        with self._turn:
             _Lmdb._running -= 1
-            self._idle.notify_all()
+            self._turn.notify_all()
 
     def _resize(self, size):
         self._hold()
         try:
             self._env.set_mapsize(size)
         finally:
-            self._idle.release()
+            self._release()
 
     @classmethod
     def _hold(cls):
-        """Wait until no transaction is under way, and let none begin before `_idle.release()`."""
-        cls._idle.acquire()
-        cls._idle.wait_for(lambda: not cls._running)
+        """Wait until no transaction is under way, and let none begin before `_release`."""
+        cls._turn.acquire()
+        cls._wanted += 1
+        cls._turn.wait_for(lambda: not cls._running)
+        cls._wanted -= 1
+
+    @classmethod
+    def _release(cls):
+        cls._turn.notify_all()
+        cls._turn.release()
 
     def _environment(self, lmdb):
         if self._pid != os.getpid():
@@ -869,7 +877,7 @@ class _Lmdb:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_Lmdb._hold, after_in_parent=_Lmdb._idle.release, after_in_child=_Lmdb._idle.release)
+    os.register_at_fork(before=_Lmdb._hold, after_in_parent=_Lmdb._release, after_in_child=_Lmdb._release)
 
 
 @contextlib.contextmanager

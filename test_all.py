@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,18 @@ from datasets import prepare
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import SAGE, inference
 from sampler import Block, NeighborSampler
-from store import GraphStore, Rows, StoreError, build_store, choose_mode, estimate, verify
+from store import (
+    GraphDataset,
+    GraphStore,
+    Rows,
+    StoreError,
+    block_diagonal,
+    build_graphs,
+    build_store,
+    choose_mode,
+    estimate,
+    verify,
+)
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "shared" / "data"
@@ -2068,6 +2080,324 @@ def test_datasets_command_line(tmp_path):
     assert good.returncode == 0 and verify(good.stdout.strip()) == []
     bad = _run("datasets.py", "reddit", "--root", tmp_path)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "ogbn-arxiv" in bad.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# store.py at scale: rows that change, many small graphs, kills, damage, full disks
+
+
+def _graphs(count, first=0, seed=0):
+    """A GraphBatch of `count` random graphs; the one numbered `first + i` has that number as its target."""
+    random = np.random.default_rng([seed, first, count])
+    nodes = random.integers(1, 9, count)
+    edges = random.integers(0, 12, count)
+    edge_index = random.integers(0, np.repeat(nodes, edges), (2, edges.sum()))
+    x, e = random.integers(0, 9, (nodes.sum(), 2), np.uint8), random.standard_normal((edges.sum(), 3), np.float32)
+    y = np.stack([np.arange(first, first + count), nodes], 1).astype(np.float32)
+    return block_diagonal(nodes, edges, edge_index, x, e, y)
+
+
+def _equal(a, b):
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+def _in_child(work, kill_after=None):
+    """Run work() in a forked process -> its wait status; with kill_after, SIGKILL comes after that many seconds."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_store_put_rows(tmp_path, dtype):
+    rows = torch.randint(0, 200, (200, 5)).to(dtype)
+    path = build_store(tmp_path / "g", backend="lmdb", block_rows=7, **dict(_graph(), features=rows))
+    features = GraphStore.open(path).features
+    ids = torch.randperm(200)[:50]
+    rows[ids] = torch.randint(0, 200, (50, 5)).to(dtype)
+    features.put_rows(ids, rows[ids])
+    features.put_rows(torch.tensor([9, 9]), torch.stack([rows[0], rows[9]]))  # the last one counts
+    features.put_rows(torch.tensor([], dtype=torch.int64), rows[:0])
+    assert torch.equal(features.gather(torch.arange(200)), rows)
+    assert torch.equal(GraphStore.open(path).features.gather(ids), rows[ids]) and verify(path) == []
+    for bad, words in ((rows[:2], r"rows is \[2, 5\]"), (rows[:1].double(), "float64.* is needed"), (rows[:1, :3], "rows")):
+        with pytest.raises(StoreError, match=words):
+            features.put_rows(torch.tensor([1]), bad)
+    with pytest.raises(IndexError, match="node 200 is out of range"):
+        features.put_rows(torch.tensor([200]), rows[:1])
+    if dtype.is_floating_point:
+        with pytest.raises(StoreError, match=r"rows\[0, 2\] is nan"):
+            features.put_rows(torch.tensor([1]), torch.tensor([[0, 0, float("nan"), 0, 0]]).to(dtype))
+    assert torch.equal(features.gather(torch.arange(200)), rows) and verify(path) == []
+
+
+def test_store_readers_see_all_of_an_update_or_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAP_ROOM", 0)  # so that the file outgrows its map, here and in the child
+    rows = torch.zeros(400, 64)
+    args = dict(_graph(num_nodes=400), features=rows)
+    features = GraphStore.open(build_store(tmp_path / "g", backend="lmdb", block_rows=9, **args)).features
+    graphs = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(10)]))
+    ids, seen = torch.arange(400), set()
+    assert features.gather(ids).eq(0).all() and len(graphs) == 10
+
+    def work():
+        for number in range(1, 60):
+            features.put_rows(ids, torch.full_like(rows, number))
+            graphs.append(_graphs(50, first=len(graphs)))
+
+    child = threading.Thread(target=lambda: seen.add(f"exit {_in_child(work)}"))
+    child.start()
+    while child.is_alive():
+        read, count = features.gather(ids), len(graphs)
+        assert read.eq(read[0, 0]).all() and count % 50 == 10
+        assert graphs.batch([0, count - 1]).y[:, 0].tolist() == [0, count - 1]
+        seen.add(read[0, 0].item())
+    assert "exit 0" in seen and len(seen) > 5, seen
+    assert features.gather(ids).eq(59).all() and len(graphs) == 10 + 59 * 50
+    assert verify(tmp_path / "g") == verify(tmp_path / "many") == []
+
+
+def test_store_lmdb_forks_while_its_threads_read(tmp_path):
+    args = _graph()
+    features = GraphStore.open(build_store(tmp_path / "g", backend="lmdb", block_rows=3, **args)).features
+    x, ids, done = torch.from_numpy(args["features"]), torch.arange(200), threading.Event()
+
+    def read():
+        while not done.is_set():
+            features.gather(ids)
+
+    def work():
+        features.put_rows(ids[:5], x[:5])
+        assert torch.equal(features.gather(ids), x)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    [thread.start() for thread in threads]
+    try:
+        assert [_in_child(work) for _ in range(10)] == [0] * 10
+    finally:
+        done.set()
+        [thread.join() for thread in threads]
+    assert torch.equal(features.gather(ids), x)
+
+
+def test_store_graphs_round_trip(tmp_path):
+    batches = [_graphs(30), _graphs(12, first=30)]
+    path = build_graphs(tmp_path / "many", batches, split={"train": [3, 1], "test": range(30, 42)}, source="a test")
+    graphs = GraphDataset.open(path)
+    assert len(graphs) == 42 and graphs.split["train"].tolist() == [3, 1] and len(graphs.split["valid"]) == 0
+    assert (graphs.node_dim, graphs.edge_dim, graphs.target_dim, graphs.node_dtype) == (2, 3, 2, torch.uint8)
+    assert _equal(graphs.batch(range(30)), batches[0]) and _equal(graphs.batch(torch.arange(30, 42)), batches[1])
+    graphs.append(_graphs(8, first=42))
+    picked = graphs.batch([44, 0, 44])
+    assert picked.y[:, 0].tolist() == [44, 0, 44] and picked.graph_ids.bincount().tolist() == picked.y[:, 1].tolist()
+    for i, number in enumerate((44, 0, 44)):  # each graph on its own is the same as inside a batch
+        alone, (first, last) = graphs.batch([number]), (picked.graph_ids == i).nonzero()[[0, -1], 0].tolist()
+        a, b = picked.indptr[first].item(), picked.indptr[last + 1].item()
+        assert torch.equal(picked.x[first:last + 1], alone.x) and torch.equal(picked.e[a:b], alone.e)
+        assert torch.equal(picked.indices[a:b] - first, alone.indices)
+        assert torch.equal(picked.indptr[first:last + 2] - a, alone.indptr)
+    for number in (50, -1):
+        with pytest.raises(IndexError, match=f"graph {number} is out of range"):
+            graphs.batch([0, number])
+    assert graphs.batch([]).x.shape == (0, 2) and verify(path) == []
+    assert store.main(["info", str(path)]) == store.main(["verify", str(path)]) == 0
+    with pytest.raises(StoreError, match="many small graphs: open it as GraphDataset"):
+        GraphStore.open(path)
+
+
+def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
+    good = _graphs(5)
+    path = build_graphs(tmp_path / "many", [good])
+    graphs, before = GraphDataset.open(path), _sums(path)["graphs.lmdb"]
+    for words, changes in (
+        ("float64.* is needed", {"y": good.y.double()}), (r"node rows are \[\d+, 1\]", {"x": good.x[:, :1]}),
+        ("do not fit", {"x": good.x[1:]}), ("do not fit", {"y": good.y[1:]}), ("do not fit", {"e": good.e[1:]}),
+        ("an edge between two graphs", {"indices": good.indices.flip(0)}),
+        ("an edge between two graphs", {"graph_ids": good.graph_ids.flip(0)}),
+        ("target rows.* is nan", {"y": good.y * float("nan")}),
+    ):  # fmt: skip
+        with pytest.raises(StoreError, match=words):
+            graphs.append(good._replace(**changes))
+    assert _sums(path)["graphs.lmdb"] == before
+    for words, call in (
+        ("batches is empty", lambda: build_graphs(tmp_path / "b", [])),
+        ("holds graph 5: graph ids", lambda: build_graphs(tmp_path / "b", [good], split={"train": [5]})),
+        ("exists already", lambda: build_graphs(path, [good])),
+        ("edge 1 goes from node 0 to node 2", lambda: block_diagonal([2, 9], [2, 0], [[0, 0], [1, 2]], [], [], [])),
+        ("do not fit", lambda: block_diagonal([2, 0], [1, 0], [[0], [1]], [], [], [])),
+    ):
+        with pytest.raises(StoreError, match=words):
+            call()
+    assert [p.name for p in tmp_path.iterdir()] == ["many"]
+
+
+def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(tmp_path):
+    random, args = np.random.default_rng(0), _graph(num_nodes=400)
+    rows = torch.zeros(400, 5)
+    path = build_store(tmp_path / "rows", backend="lmdb", block_rows=3, **dict(args, features=rows))
+    many = build_graphs(tmp_path / "many", [_graphs(10)])
+    built, left, went_on = 0, 0, [0, 0, 0]
+
+    def build():
+        for number in range(built, built + 1000):
+            build_store(tmp_path / f"g{number}", backend=("mmap", "lmdb")[number % 2], **args)
+
+    def append():
+        graphs = GraphDataset.open(many)
+        while True:
+            graphs.append(_graphs(40, first=len(graphs)))
+
+    def put_rows():
+        features = GraphStore.open(path).features
+        for number in range(1 + int(features.gather(torch.tensor([0]))[0, 0]), 1 << 20):
+            features.put_rows(torch.arange(400), torch.full_like(rows, number))
+
+    for kill in range(54):
+        kind = kill % 3
+        status = _in_child((build, append, put_rows)[kind], kill_after=random.uniform(0.002, 0.12))
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        if kind == 0:
+            left += any(p.name.startswith(".") for p in tmp_path.iterdir())
+            while (tmp_path / f"g{built}").exists():
+                assert verify(tmp_path / f"g{built}") == []
+                built, went_on[0] = built + 1, went_on[0] + 1
+            build_store(tmp_path / f"g{built}", **args)  # the retry, which also clears away what the dead build left
+            built += 1
+            assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+        elif kind == 1:
+            graphs = GraphDataset.open(many)
+            count = len(graphs)
+            assert count % 40 == 10 and verify(many) == []
+            assert graphs.batch(range(count)).y[:, 0].tolist() == list(range(count))
+            went_on[1] = count
+            graphs.append(_graphs(40, first=count))
+        else:
+            features = GraphStore.open(path).features
+            read = features.gather(torch.arange(400))
+            assert read.eq(read[0, 0]).all() and verify(path) == []
+            went_on[2] = read[0, 0]
+            features.put_rows(torch.arange(400), read + 1)
+    assert left and min(went_on) > 18, (left, went_on)  # kills did come in the middle, and between them work was done
+
+
+def _damaged(good, random):
+    """Copies of a file's bytes, each with one thing wrong: a flipped bit, a cut, something else altogether."""
+    yield from (b"", good[:-1], good + b"\0", b"x" * len(good), good[:len(good) // 2])
+    for position in {0, len(good) - 1, *range(0, min(len(good), 160), 3), *random.integers(0, len(good), 60).tolist()}:
+        bad = bytearray(good)
+        bad[position] ^= 1 << int(random.integers(8))
+        yield bytes(bad)
+    for length in random.integers(0, len(good), 10).tolist():
+        yield good[:length]
+
+
+def test_store_damage_is_named_and_never_crashes(tmp_path):
+    mapped = build_store(tmp_path / "mmap", **_graph(num_nodes=160, num_edges=200))
+    sealed = build_store(tmp_path / "lmdb", backend="lmdb", **_graph(num_nodes=160, num_edges=200))
+    changed = build_store(tmp_path / "changed", backend="lmdb", block_rows=9, **_graph(num_nodes=160, num_edges=200))
+    for number in range(3):
+        GraphStore.open(changed).features.put_rows(torch.arange(0, 160, 7), torch.full((23, 5), float(number)))
+    many = build_graphs(tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": [31]})
+    GraphDataset.open(many).append(_graphs(10, first=40))
+
+    def read(path):
+        if path == many:
+            graphs = GraphDataset.open(path)
+            return [*graphs.batch(range(len(graphs))), *graphs.split.values()]
+        graph = GraphStore.open(path)
+        return [graph.features.gather(torch.arange(160)), graph.indices.clone()]
+
+    def work():
+        random, cases, unnoticed = np.random.default_rng(0), 0, 0
+        for path in (mapped, sealed, changed, many):
+            right = read(path)
+            for lock in path.glob("*-lock"):
+                lock.unlink()
+            for file in sorted(path.iterdir()):
+                good = file.read_bytes()
+                for bad in _damaged(good, random):
+                    file.unlink()  # no mapping of the file before sees this one
+                    file.write_bytes(bad)
+                    problems = verify(path)
+                    assert all(problem.startswith(f"{file.name}: ") for problem in problems), (file, problems)
+                    try:
+                        graph = (GraphDataset if path == many else GraphStore).open(path)
+                        len(graph) if path == many else None
+                    except StoreError as error:
+                        assert file.name in str(error) or "store format" in str(error), (file, error)
+                    if not problems:  # only bytes of an LMDB file that nobody reads
+                        assert file.suffix == ".lmdb" and path in (changed, many), file
+                        assert all(torch.equal(a, b) for a, b in zip(read(path), right, strict=True)), file
+                        unnoticed += 1
+                    cases += 1
+                file.unlink()
+                with pytest.raises(StoreError, match=file.name):
+                    (GraphDataset if path == many else GraphStore).open(path)
+                file.write_bytes(good)
+            assert verify(path) == []
+        print(f"{cases} cases, {unnoticed} without effect")
+        assert cases > 500
+
+    assert _in_child(work) == 0
+
+
+def test_store_graphs_meta_that_makes_no_sense(tmp_path):
+    path = build_graphs(tmp_path / "many", [_graphs(5)])
+    good = json.loads((path / "meta.json").read_text())
+    for name in ("format", "node_dim", "edge_dtype", "target_dim", "files"):
+        for value in (..., None, -1, 1 << 62, 1.5, True, "x", [], {}):
+            _rewrite_meta(path, **dict(good, **{name: value}))
+            with pytest.raises(StoreError, match="meta.json"):
+                GraphDataset.open(path)
+    for name, value in (("node_dim", 3), ("node_dtype", "float32"), ("target_dtype", "float64")):
+        _rewrite_meta(path, **dict(good, **{name: value}))  # sane by itself, not what is in the file
+        assert verify(path)[0].startswith("graphs.lmdb: ")
+
+
+def test_store_full_disk_while_it_changes(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
+
+    def work():
+        args = _graph(num_nodes=4000, width=20)
+        path, many = build_store(small / "g", backend="lmdb", **args), build_graphs(small / "many", [_graphs(10)])
+        features, graphs = GraphStore.open(path).features, GraphDataset.open(many)
+        assert len(features.gather(torch.arange(9))) + len(graphs) == 19  # LMDB's lock files are there
+        with open(small / "rest", "wb", buffering=0) as rest, pytest.raises(OSError):
+            while True:
+                rest.write(bytes(512))
+        with pytest.raises(StoreError, match="features.lmdb.*as it was"):
+            features.put_rows(torch.arange(4000), torch.ones(4000, 20))
+        with pytest.raises(StoreError, match="graphs.lmdb.*as it was"):
+            graphs.append(_graphs(1000))
+        x = torch.from_numpy(args["features"])
+        assert torch.equal(features.gather(torch.arange(4000)), x) and len(graphs) == 10
+        assert verify(path) == verify(many) == []
+        (small / "rest").unlink()
+        features.put_rows(torch.arange(20), -x[:20])
+        graphs.append(_graphs(100, first=10))
+        assert torch.equal(features.gather(torch.arange(20)), -x[:20]) and len(graphs) == 110
+        assert verify(path) == verify(many) == []
+
+    try:
+        assert _in_child(work) == 0  # which takes its open files along, so that the disk can be taken down
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
