@@ -263,7 +263,10 @@ def _ahead(function, stop, step):
 # ---------------------------------------------------------------------------------------------------------------------
 # .npz
 
-NPZ = dict(row_normalize=1)  # divide word counts by their sum
+NPZ = dict(
+    row_normalize=1,  # divide word counts by their sum
+    radius=4.0,  # of the neighbourhood of an atom in a crystal, angstrom
+)
 
 
 def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
@@ -274,6 +277,8 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     `valid_idx`, and `test_idx`. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is
     test. A CSR matrix of integers is a bag of words: counts become 1, and each row is divided by its sum. Without
     features, half of the training nodes get their label as a one-hot feature, the other half stay for training.
+
+    A file with `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`.
 
     Args:
         path: directory of the store.
@@ -289,6 +294,9 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     """
     data = _read_npz(file)
     random = np.random.default_rng(options["seed"])
+    for name, build in (("node_offsets", build_molecules), ("atom_offsets", build_crystals)):
+        if name in data:
+            return build(path, data, file, options, progress=progress)
     edge_index = _first(data, file, "edge_index")
     labels = _first(data, file, "labels", "y").reshape(-1).astype(np.int64, casting="safe")
     features = _first(data, file, "features", "x", "feat", "feat_indptr", default=None)
@@ -363,6 +371,120 @@ def _bag_of_words(data, file, row_normalize) -> Rows:
         return dense
 
     return Rows([num_nodes, width], np.float32, (rows(a, min(a + 4096, num_nodes)) for a in range(0, num_nodes, 4096)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# many small graphs
+
+
+def build_molecules(path, data, file, options, *, progress=False) -> Path:
+    """Build a `GraphDataset` of molecules, or of any graphs in the same layout.
+
+    Args:
+        path: directory of the data set.
+        data: arrays: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
+            `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
+            `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx`.
+        file: where they come from. options: kept in meta.json; `seed` draws the split where there is none.
+        progress: show a bar.
+
+    Returns:
+        The path of the data set.
+
+    Raises:
+        StoreError: for arrays that do not make such graphs.
+    """
+    nodes, bonds = (data[name].astype(np.int64) for name in ("node_offsets", "bond_offsets"))
+    y = _targets(_first(data, file, "targets", "labels"))
+    x, e, ends = (_first(data, file, name) for name in ("atom_feat", "bond_feat", "bond_index_local"))
+
+    def batch(first):
+        last = min(first + 4096, len(y))
+        a, b = bonds[first], bonds[last]
+        counts = np.diff(bonds[first:last + 1])
+        twice = np.repeat(np.arange(b - a), 2)  # each bond, then its reverse
+        edge_index = ends[:, a:b].astype(np.int64)[:, twice]
+        edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
+        return store.block_diagonal(np.diff(nodes[first:last + 1]), 2 * counts, edge_index,
+                                    x[nodes[first]:nodes[last]], e[a:b][twice], y[first:last])
+
+    return store.build_graphs(path, (batch(first) for first in range(0, len(y), 4096)), progress=progress,
+                              split=_graph_split(data, file, len(y), options["seed"]),
+                              source=dict(dataset=Path(file).name, edges="both directions of each bond", **options))
+
+
+def build_crystals(path, data, file, options, *, progress=False) -> Path:
+    """Build a `GraphDataset` of periodic cells, to learn the energy per atom.
+
+    Args:
+        path: directory of the data set.
+        data: arrays: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice` [G, 3, 3] (rows are
+            vectors, angstrom), `energy` [G] (of the cell), perhaps `train_idx`, `val_idx`, `test_idx`.
+        file: where they come from. options: `radius` of the neighbourhoods; `seed` draws the split where there is none.
+        progress: show a bar.
+
+    Returns:
+        The path of the data set; x is the atomic number, e the distance.
+
+    Raises:
+        StoreError: for arrays that do not make such cells.
+    """
+    offsets, lattice = data["atom_offsets"].astype(np.int64), _first(data, file, "lattice").astype(np.float64)
+    coords, numbers = _first(data, file, "frac_coords").astype(np.float64), _first(data, file, "Z").astype(np.uint8)
+    atoms = np.diff(offsets)
+    y = _targets(_first(data, file, "energy") / atoms)
+
+    def batch(first):
+        cells = range(first, min(first + 64, len(y)))
+        found = [periodic_neighbours(coords[offsets[i]:offsets[i + 1]], lattice[i], options["radius"]) for i in cells]
+        edge_index, distance = (np.concatenate(part, -1) for part in zip(*found))
+        return store.block_diagonal(atoms[cells], [len(d) for _, d in found], edge_index,
+                                    numbers[offsets[first]:offsets[cells[-1] + 1], None],
+                                    distance[:, None].astype(np.float32), y[cells])
+
+    return store.build_graphs(path, _ahead(batch, len(y), 64), progress=progress,
+                              split=_graph_split(data, file, len(y), options["seed"]),
+                              source=dict(dataset=Path(file).name, target="energy per atom", **options))
+
+
+def periodic_neighbours(coords, lattice, radius):
+    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well.
+
+    Args:
+        coords: float64 [n, 3] fractional coordinates. lattice: float64 [3, 3], rows are the vectors of the cell.
+        radius: in the unit of the lattice.
+
+    Returns:
+        (edge_index int64 [2, E], distance float64 [E]); a pair occurs once for each image within the radius, an atom
+        among the neighbours of itself only as an image.
+    """
+    coords = coords - np.floor(coords)
+    heights = 1 / np.linalg.norm(np.linalg.inv(lattice), axis=0)  # distances of opposite faces
+    images = [np.arange(-n, n + 1) for n in np.ceil(radius / heights).astype(int)]
+    images = np.stack(np.meshgrid(*images, indexing="ij"), -1).reshape(-1, 3)
+    place = coords @ lattice
+    sources = (place + (images @ lattice)[:, None]).reshape(-1, 3)  # [images * n, 3]
+    squared = (sources**2).sum(1)[:, None] + (place**2).sum(1) - 2 * sources @ place.T
+    src, dst = (squared <= radius**2 + 1e-6).nonzero()
+    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above has lost digits
+    keep = (distance <= radius) & (src != dst + (~images.any(1)).argmax() * len(coords))
+    return np.stack([src[keep] % len(coords), dst[keep]]), distance[keep]
+
+
+def _targets(values) -> np.ndarray:
+    return np.asarray(values, np.float32).reshape(len(values), -1)
+
+
+def _graph_split(data, file, count, seed) -> dict:
+    """The split in the file; where it has none (or no valid part), a tenth of the graphs is drawn for it."""
+    random = np.random.default_rng(seed)
+    train, test = (_first(data, file, f"{name}_idx", default=None) for name in ("train", "test"))
+    valid = _first(data, file, "val_idx", "valid_idx", default=None)
+    if train is None:
+        test, train = np.split(random.permutation(count), [count // 10])
+    if valid is None:
+        valid, train = np.split(random.permutation(train), [count // 10])
+    return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test if test is not None else []).astype(int))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
