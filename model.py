@@ -389,20 +389,20 @@ class EdgeGatedConv(nn.Module):
     channel weighed by the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch.
     """
 
-    def __init__(self, width):
+    def __init__(self, width, last=False):
         super().__init__()
         self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
-        self.node_norm, self.edge_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
 
     def forward(self, src, dst, h, e):
-        """h [N, W], e [E, W] of the edges src [E] -> dst [E] -> both after the layer."""
+        """h [N, W], e [E, W] of the edges src [E] -> dst [E] -> both after the layer; the last one needs no e."""
         own, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
         gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
         weight = gate.sigmoid()
         both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
         total, weights = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both).chunk(2, 1)
         h = h + F.silu(self.node_norm(own + total / (weights + 1e-6)))
-        return h, e + F.silu(self.edge_norm(gate))
+        return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
 
 
 class Categories(nn.Module):
@@ -434,7 +434,7 @@ class Regressor(nn.Module):
             nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
             for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
         )  # fmt: skip
-        self.layers = nn.ModuleList(EdgeGatedConv(hidden) for _ in range(num_layers))
+        self.layers = nn.ModuleList(EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers))
         self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim))
         self.register_buffer("mean", torch.as_tensor(mean).expand(out_dim).clone().float())
         self.register_buffer("std", torch.as_tensor(std).expand(out_dim).clone().float())
