@@ -6,6 +6,7 @@
     path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
     path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
+    path = build(dgl_graph_or_pyg_data, "some/store")            # or mine.npz, or edges.csv.gz with features, labels
 
     python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N]
 
@@ -22,6 +23,7 @@ import functools
 import gzip
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import pickle
@@ -269,7 +271,7 @@ NPZ = dict(
 )
 
 
-def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
+def build_npz(path, file, options, *, backend="mmap", progress=False, **graph_options) -> Path:
     """Build a store from an .npz file.
 
     The file holds `edge_index` [2, M]; `features`, `x` or `feat` [V, F], or a CSR matrix in `feat_indptr`,
@@ -284,7 +286,7 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
         path: directory of the store.
         file: path of the .npz file.
         options: dict with the keys of `NPZ` and `seed`, which draws the split.
-        backend, progress: as in `build_store`.
+        backend, progress, graph_options: as in `build_store`.
 
     Returns:
         The path of the store.
@@ -306,8 +308,8 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     if split["train"] is None:
         split = _split_per_class(labels, random)
     split = {name: ids for name, ids in split.items() if ids is not None}
-    symmetric = features is None
     if features is None:
+        graph_options.update(symmetrize=True, drop_duplicates=True)
         split["train"] = random.permutation(split["train"])
         known, split["train"] = np.split(split["train"], [len(split["train"]) // 2])
         features = np.zeros((len(labels), labels.max() + 1), np.float32)
@@ -318,7 +320,7 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     elif "feat_indptr" in data:
         features = _bag_of_words(data, file, options["row_normalize"])
     return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, backend=backend,
-                       symmetrize=symmetric, drop_duplicates=symmetric, source=source, progress=progress)
+                       source=source, progress=progress, **graph_options)
 
 
 def _read_npz(file) -> dict:
@@ -371,6 +373,91 @@ def _bag_of_words(data, file, row_normalize) -> Rows:
         return dense
 
     return Rows([num_nodes, width], np.float32, (rows(a, min(a + 4096, num_nodes)) for a in range(0, num_nodes, 4096)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a graph at hand: files, DGL, PyG
+
+
+def build(source, path, *, features=None, labels=None, split=None, seed=0, **options) -> Path:
+    """Build a store at a path of your own.
+
+    Args:
+        source: a DGLGraph (`feat`, `label` and the masks in its ndata); a PyG `Data` (`x`, `y` and the masks); an .npz file
+            (see `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
+        path: directory of the store.
+        features: [V, F], or for csv the file of a table with a line for each node. labels: [V], or such a file.
+        split: dict of node ids or masks, or for csv of files of ids; without one, 20 nodes per class train and 30 valid.
+        seed: draws the split where there is none.
+        options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, progress.
+
+    Returns:
+        The path of the store.
+
+    Raises:
+        StoreError: for a source that is none of these, or does not hold a graph.
+    """
+    if hasattr(source, "ndata") or hasattr(source, "edge_index"):
+        dgl = hasattr(source, "ndata")
+        get = source.ndata.get if dgl else lambda name: getattr(source, name, None)
+        features, labels = (get(name) if given is None else given
+                            for given, name in ((features, "feat" if dgl else "x"), (labels, "label" if dgl else "y")))
+        for name, given in (("features", features), ("labels", labels)):
+            if given is None:
+                raise StoreError(f"the {type(source).__name__} has no {name}: give them as {name}=")
+        masks = {name: get(mask) for name, mask in zip(store.SPLITS, ("train_mask", "val_mask", "test_mask"))}
+        split = split or {name: mask for name, mask in masks.items() if mask is not None}
+        edge_index = [array.numpy() for array in (source.edges() if dgl else source.edge_index)]
+        return _build(path, np.stack(edge_index), features, labels, split, seed, type(source).__name__, options)
+    file = str(source)
+    if file.endswith(".npz"):
+        return build_npz(path, file, dict(NPZ, seed=seed), **options)
+    if not file.endswith((".csv", ".csv.gz")):
+        raise StoreError(f"{file} is no source: give an .npz or .csv(.gz) file, a DGLGraph or a PyG Data")
+    if features is None or labels is None:
+        raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
+    path = Path(path)
+    spool = path.with_name(f".{path.name}.building.{store._host()}.{os.getpid()}.csv")  # which a later build clears away
+    try:
+        spool.mkdir(parents=True)
+        edges, rows, labels = (_spool_csv(spool / name, table, dtype) for name, table, dtype in (
+            ("edges", file, np.int64), ("features", features, np.float32), ("labels", labels, np.int64)))
+        if edges.shape[1] != 2:
+            raise StoreError(f"{file} has {edges.shape[1]} columns: two are needed, source and destination")
+        split = {name: np.concatenate(list(_table(ids, np.int64)))[:, 0] for name, ids in (split or {}).items()}
+        return _build(path, edges.T, rows, labels, split, seed, Path(file).name, options)
+    except OSError as error:
+        raise StoreError(f"cannot build {path} from {file}: {error}") from error
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def _build(path, edge_index, features, labels, split, seed, source, options) -> Path:
+    labels = np.asarray(labels).reshape(-1)
+    split = {name: np.flatnonzero(ids) if np.asarray(ids).dtype == bool else ids for name, ids in split.items()}
+    split = split or _split_per_class(labels, np.random.default_rng(seed))
+    return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split,
+                       source=dict(dataset=source, seed=seed), **options)
+
+
+def _table(file, dtype):
+    """Chunks of rows of a .csv or .csv.gz file; a first line that is no number names the columns."""
+    with gzip.open(file) if str(file).endswith(".gz") else open(file, "rb") as table:
+        try:
+            float(table.readline().partition(b",")[0])
+            table.seek(0)
+        except ValueError:
+            pass
+        yield from _csv_chunks(table, dtype)
+
+
+def _spool_csv(target, file, dtype) -> np.memmap:
+    """A table as a temporary array on disk, so that it never has to fit into memory."""
+    chunks = _table(file, dtype)
+    first = next(chunks, None)
+    if first is None:
+        raise StoreError(f"{file} is empty")
+    return _spool(target, (None, first.shape[1]), dtype, itertools.chain([first], chunks))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -693,6 +780,8 @@ def _spool(file, shape, dtype, chunks) -> np.memmap:
     """Put chunks into a temporary file, for an array that is read several times and does not fit into memory."""
     with open(file, "wb") as out:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
+    if shape[0] is None:
+        shape = (file.stat().st_size // (shape[1] * np.dtype(dtype).itemsize), shape[1])
     if file.stat().st_size != shape[0] * shape[1] * np.dtype(dtype).itemsize:
         raise StoreError(f"the edge list has {file.stat().st_size} bytes, which is not {list(shape)} numbers; remove "
                          "its archive to have it downloaded again")

@@ -12,6 +12,7 @@ are shared by all of them. Many small graphs (molecules, crystals) make a `Graph
     build_graphs("molecules", [block_diagonal(num_nodes, num_edges, edge_index, x, e, y)], split={"train": ...})
     batch = GraphDataset.open("molecules").batch(ids)
 
+    python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs datasets.py
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode, what fits, the mode to choose
@@ -1483,11 +1484,34 @@ def _fanout(text) -> list[int]:
     return fanout
 
 
+def _build_from(source, args):
+    """Build from a file; how files are read is what datasets.py is for."""
+    sys.modules.setdefault("store", sys.modules[__name__])  # so that its StoreError is the one caught below
+    try:
+        import datasets
+    except ImportError as error:
+        raise StoreError("build reads files with datasets.py, which is not beside this store.py") from error
+    split = {name: getattr(args, name) for name in SPLITS if getattr(args, name)}
+    datasets.build(source, args.path, features=args.features, labels=args.labels, split=split, seed=args.seed,
+                   backend=args.backend, symmetrize=args.symmetrize, drop_self_loops=args.drop_self_loops,
+                   drop_duplicates=args.drop_duplicates, progress=sys.stderr.isatty())
+
+
 def main(argv=None) -> int:
-    """The command line: `info`, `verify` or `estimate`; returns the exit code (0 fine, 1 damaged, 2 no store)."""
-    parser = argparse.ArgumentParser(prog="store.py", description="Look at a graph store.")
-    parser.add_argument("command", choices=["info", "verify", "estimate"])
-    parser.add_argument("path", help="directory of the store")
+    """The command line; returns the exit code (0 fine, 1 damaged, 2 no store)."""
+    parser = argparse.ArgumentParser(prog="store.py", description="Build a graph store, or look at one.")
+    parser.add_argument("command", choices=["build", "info", "verify", "estimate"])
+    parser.add_argument("path", nargs="+", help="directory of the store; before it, for build, the .npz or .csv(.gz) file")
+    group = parser.add_argument_group("build")
+    group.add_argument("--features", metavar="FILE", help="csv: a line of numbers for each node")
+    group.add_argument("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
+    for name in SPLITS:
+        group.add_argument(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
+    group.add_argument("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
+    group.add_argument("--symmetrize", action="store_true", help="add the reverse of every edge")
+    group.add_argument("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
+    group.add_argument("--drop-duplicates", action="store_true", help="keep one of several equal edges")
+    group.add_argument("--seed", type=int, default=0, help="draws the split where there is none (default 0)")
     group = parser.add_argument_group("estimate")
     group.add_argument("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
     group.add_argument("--procs", type=int, default=1, help="processes on CPU (default 1)")
@@ -1496,12 +1520,18 @@ def main(argv=None) -> int:
     group.add_argument("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
     group.add_argument("--free-gpu", type=float, metavar="GB", help="to ask about another machine's GPUs")
     args = parser.parse_args(argv)
+    if len(args.path) != (2 if args.command == "build" else 1):
+        parser.error("build takes a SOURCE and a PATH, every other command one PATH")
+    *source, args.path = args.path
     try:
-        if args.command == "info":
+        if args.command == "build":
+            _build_from(*source, args)
+        if args.command in ("build", "info"):
             print(_info(args.path))
             return 0
         if args.command == "estimate":
-            options = {k: v for k, v in vars(args).items() if k not in ("command", "path")}
+            names = ("gpus", "procs", "fanout", "batch_size", "hidden")
+            options = {name: getattr(args, name) for name in names}
             options["free_gpu"] = args.free_gpu and int(args.free_gpu * 1e9)
             print(_estimate_lines(GraphStore.open(args.path), options))
             return 0

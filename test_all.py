@@ -2524,6 +2524,50 @@ def test_datasets_real_crystals_and_molecules(tmp_path):
     assert len(molecules) == 1128 and molecules.batch(range(1128)).indices.numel() == 2 * 15428
 
 
+def test_store_build_from_csv_files(tmp_path):
+    args, csv = _graph(), {}
+    for name, array, form in (("edges", args["edge_index"].T, "%d"), ("x", args["features"], "%.9g"), ("y", args["labels"], "%d"),
+                              ("train", args["split"]["train"], "%d"), ("test", args["split"]["test"], "%d")):  # fmt: skip
+        csv[name] = tmp_path / (f"{name}.csv.gz" if name in "edges x" else f"{name}.csv")
+        np.savetxt(csv[name], array, form, delimiter=",", header="source,destination" if name == "edges" else "", comments="")
+    words = ["--features", csv["x"], "--labels", csv["y"], "--train", csv["train"], "--test", csv["test"]]
+    built = _run("store.py", "build", csv["edges"], tmp_path / "g", *words, "--symmetrize", "--drop-duplicates", "--drop-self-loops")
+    assert built.returncode == 0 and built.stderr == "" and "drop_duplicates, drop_self_loops, symmetrize" in built.stdout
+    options = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True)
+    same = build_store(tmp_path / "same", **dict(args, split={n: args["split"][n] for n in ("train", "test")}), **options)
+    assert {**_sums(tmp_path / "g"), "meta.json": 0} == {**_sums(same), "meta.json": 0}
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["g", "same"]
+    csv["x"].write_bytes(gzip.compress(b"1,2\n3\n"))
+    for bad, complaint in (([tmp_path / "e.txt", "h"], "is no source"), ([csv["edges"], tmp_path / "h"], "features and labels"),
+                           ([csv["edges"], tmp_path / "h", *words], "no table of 2 columns"),
+                           ([tmp_path / "none.csv", tmp_path / "h", *words], "none.csv"),
+                           ([csv["x"], tmp_path / "g", *words], "exists already|no table")):  # fmt: skip
+        refused = _run("store.py", "build", *bad)
+        assert refused.returncode == 2 and re.search(complaint, refused.stderr) and refused.stderr.count("\n") == 1, refused
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["g", "same"]
+
+
+def test_store_build_from_dgl_pyg_and_npz(tmp_path):
+    args = {**_graph(), "split": {"train": np.arange(50), "valid": np.arange(50, 60), "test": np.arange(60, 90)}}
+    args.pop("num_classes")
+    reference = _sums(build_store(tmp_path / "reference", **args, symmetrize=True))
+    x, y = torch.from_numpy(args["features"]), torch.from_numpy(args["labels"])
+    masks = {f"{name}_mask": torch.zeros(200, dtype=torch.bool) for name in ("train", "val", "test")}
+    for mask, ids in zip(masks.values(), args["split"].values()):
+        mask[ids] = True
+    graph = sampler.import_dgl().graph(tuple(torch.from_numpy(args["edge_index"])), num_nodes=200)
+    graph.ndata.update({"feat": x, "label": y, **masks})
+    data = types.SimpleNamespace(edge_index=torch.from_numpy(args["edge_index"]), x=x, y=y[:, None], **masks)  # as PyG's Data
+    np.savez(tmp_path / "g.npz", edge_index=args["edge_index"], x=args["features"], y=args["labels"],
+             **{f"{name}_idx": ids for name, ids in args["split"].items()})  # fmt: skip
+    for name, source in (("dgl", graph), ("pyg", data), ("npz", tmp_path / "g.npz")):
+        built = _sums(datasets.build(source, tmp_path / name, symmetrize=True))
+        assert {**built, "meta.json": 0} == {**reference, "meta.json": 0}, name
+    data.x = None
+    with pytest.raises(StoreError, match="SimpleNamespace has no features"):
+        datasets.build(data, tmp_path / "bad")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # train.py and ddp.py: the real script in a subprocess
 
