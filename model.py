@@ -1,12 +1,14 @@
-"""GraphSAGE over sampled blocks, and exact layer-wise inference over the whole graph.
+"""GraphSAGE over sampled blocks, exact layer-wise inference over the whole graph, a regressor for many small graphs.
 
 This file stands alone: copy it into your own code. A block is anything with the fields of `sampler.Block`.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> one row for each seed
     logits = inference(model, indptr, indices, x)   # all V nodes, all their neighbours
+    targets = Regressor(...)(graphs)                # one row for each graph of a block-diagonal batch
 
-Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; C classes.
+Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; C classes. G graphs
+of a batch have N nodes and E edges in all; W is the width inside the regressor, T the number of targets.
 
 On CPU three steps are C code, compiled at first use and called through ctypes: a layer's input (own row and mean of
 the neighbours in one pass), its gradient, and ReLU with dropout. Without a compiler, on CUDA, or after

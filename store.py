@@ -40,6 +40,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import platform
 import shutil
@@ -51,6 +52,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +73,7 @@ RANK_BYTES = 1 << 29  # of host memory, for each process
 EDGE_CHUNK = 1 << 22  # edges handled at a time
 SORT_EDGES = 1 << 27  # edges sorted at a time: 1 GiB of keys, whatever the size of the graph
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
 MAP_ROOM = 1 << 30  # address space beyond the end of an LMDB file; it doubles when that is used up
 BLOCK_HEADER = struct.Struct("<4sIIII")  # magic, rows, row width, bytes per element, CRC-32 of the rows behind it
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])  # before each graph
@@ -119,7 +122,7 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         symmetrize: add the reverse of every edge.
         drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one of several equal edges (after symmetrizing).
-        block_rows: rows per LMDB value; about 16 KiB worth when None.
+        block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar.
 
@@ -139,7 +142,7 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
     options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
                "drop_duplicates": bool(drop_duplicates)}
     row_bytes = width * _storage(dtype).itemsize
-    block_rows = max(1, (1 << 14) // row_bytes) if block_rows is None else int(block_rows)
+    block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
         raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
     meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
@@ -620,11 +623,13 @@ class GraphStore:
             raise StoreError(f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
                              f"to {self.num_edges}")
         shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
+        large = math.prod(shape) * dtype.itemsize > _free_host()
         if meta["backend"] == "mmap":
-            self.features = MmapFeatures(self._map("features.npy").view(dtype))
+            table = _map_npy(self.path, "features.npy", meta["files"]["features.npy"], ahead=not large)
+            self.features = MmapFeatures(table.view(dtype), large)
         else:
             file = _check_file(self.path, "features.lmdb", meta["files"]["features.lmdb"])
-            self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"])
+            self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
 
     @classmethod
     def open(cls, path) -> GraphStore:
@@ -645,25 +650,33 @@ class GraphStore:
         return _map_npy(self.path, name, self.meta["files"][name])
 
 
-def _map_npy(path, name, record) -> Tensor:
+def _map_npy(path, name, record, ahead=True) -> Tensor:
     """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
-    file = _check_file(path, name, record)
+    array = np.memmap(_check_file(path, name, record), record["dtype"], "r", offset=128, shape=tuple(record["shape"]))
+    if not ahead and hasattr(mmap, "MADV_RANDOM"):  # read what is asked for, not what lies beside it
+        array._mmap.madvise(mmap.MADV_RANDOM)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.memmap(file, record["dtype"], "r", offset=128, shape=tuple(record["shape"])))
+        return torch.from_numpy(array)
 
 
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
+    A table that is larger than the memory that is free is read by many threads, so that the disk has many requests to
+    work on, and without reading ahead.
+
     Attributes:
-        tensor: [V, F], read-only, without a copy.
+        large: True for such a table.
+        tensor: [V, F], read-only, without a copy; not there when large: rows go through `gather`.
         shape: (V, F).
         dtype: torch dtype.
     """
 
-    def __init__(self, tensor):
-        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+    def __init__(self, table, large=False):
+        self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
+        if not large:
+            self.tensor = table
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.
@@ -679,7 +692,13 @@ class MmapFeatures:
             IndexError: for an id that is no row.
         """
         out = _gather_target(self, ids, out)
-        return torch.index_select(self.tensor, 0, ids, out=out)
+        if not self.large:
+            return torch.index_select(self._table, 0, ids, out=out)
+        source, target, ids = _as_numpy(self._table), _as_numpy(out), ids.numpy()
+        cuts = np.linspace(0, len(ids), 4 * READ_THREADS + 1).astype(int).tolist()
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            list(pool.map(lambda a, b: np.take(source, ids[a:b], 0, target[a:b], "clip"), cuts, cuts[1:]))
+        return out
 
 
 class LmdbFeatures:
@@ -688,10 +707,11 @@ class LmdbFeatures:
     Attributes:
         shape: (V, F).
         dtype: torch dtype.
+        large: True when all rows together are more than the memory that is free.
     """
 
-    def __init__(self, path, shape, dtype, block_rows):
-        self.file, self.shape, self.dtype, self.block_rows = _Lmdb(path), shape, dtype, block_rows
+    def __init__(self, path, shape, dtype, block_rows, large=False):
+        self.file, self.shape, self.dtype, self.block_rows, self.large = _Lmdb(path), shape, dtype, block_rows, large
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""

@@ -2193,6 +2193,20 @@ def test_store_lmdb_forks_while_its_threads_read(tmp_path):
     assert torch.equal(features.gather(ids), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_store_larger_than_memory_is_gathered_on_threads(tmp_path, monkeypatch, dtype):
+    x = torch.randn(200, 5).to(dtype)
+    path = build_store(tmp_path / "g", **dict(_graph(), features=x))
+    assert torch.equal(GraphStore.open(path).features.tensor, x)
+    monkeypatch.setattr(store, "_free_host", lambda: 1000)
+    features = GraphStore.open(path).features
+    assert not hasattr(features, "tensor")
+    for ids in (torch.randint(200, (1000,)), torch.tensor([7], dtype=torch.int32), torch.tensor([], dtype=torch.int64)):
+        assert torch.equal(features.gather(ids), x[ids.long()])
+    with pytest.raises(IndexError, match="node 200"):
+        features.gather(torch.tensor([200]))
+
+
 def test_store_graphs_round_trip(tmp_path):
     batches = [_graphs(30), _graphs(12, first=30)]
     path = build_graphs(tmp_path / "many", batches, split={"train": [3, 1], "test": range(30, 42)}, source="a test")
@@ -2970,6 +2984,9 @@ from store import GraphStore, build_store, verify
 split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
+from store import GraphDataset, block_diagonal, build_graphs
+build_graphs("many", [block_diagonal([2, 1], [1, 0], [[0], [1]], torch.eye(3), torch.ones(1, 2), torch.eye(2))])
+assert GraphDataset.open("many").batch([1, 0]).indptr.tolist() == [0, 0, 0, 1] and verify("many") == []
 """,
     "ddp": """
 import ddp

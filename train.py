@@ -238,7 +238,12 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
 
 
 def exact_accuracy(store, model):
-    """Accuracy on every split from exact layer-wise inference -> {split: accuracy or None where it is empty}."""
+    """Accuracy on every split from exact layer-wise inference -> {split: accuracy or None where it is empty}.
+
+    None for all of them where the features are larger than the free memory.
+    """
+    if store.features.large:
+        return dict.fromkeys(store.split)
     features = store.features.tensor if hasattr(store.features, "tensor") else store.features.gather(torch.arange(store.num_nodes))
     predicted = inference(model, store.indptr, store.indices, features).argmax(1).cpu()
     right = predicted == store.labels
@@ -527,6 +532,7 @@ def run(ranks, args, path):
     elif ranks.leads:
         exact = exact_accuracy(store, model)
         line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
+        line += "; the features do not fit into memory" if store.features.large else ""
         report(ranks, args, {"exact": exact}, f"exact layer-wise accuracy  {line}")
     ranks.barrier()
     return 0
