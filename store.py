@@ -714,6 +714,7 @@ class LmdbFeatures:
 
     def __init__(self, path, shape, dtype, block_rows, large=False):
         self.file, self.shape, self.dtype, self.block_rows, self.large = _Lmdb(path), shape, dtype, block_rows, large
+        self._storage = _storage(str(dtype).removeprefix("torch."))
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
@@ -742,7 +743,7 @@ class LmdbFeatures:
         def change(txn):
             _forget_digest(self.file.path)
             for number, where, at in self._blocks(ids):
-                block = self._block(txn, number).copy()
+                block = self._block(txn, number, check=True).copy()
                 block[at] = source[where]
                 txn.put(_key(number), _block_value(block))
 
@@ -760,23 +761,22 @@ class LmdbFeatures:
         for a, b in zip(starts, [*starts[1:], len(ids)]):
             yield int(blocks[a]), order[a:b], rows[a:b]
 
-    def _block(self, txn, number) -> np.ndarray:
-        """Block `number` as [rows, F], without a copy, valid inside the transaction."""
-        value, dtype = txn.get(_key(number)), _storage(str(self.dtype).removeprefix("torch."))
-        rows = min(self.block_rows, self.shape[0] - number * self.block_rows)
-        size = BLOCK_HEADER.size + rows * self.shape[1] * dtype.itemsize
-        head = (b"RBK2", rows, self.shape[1], dtype.itemsize)
-        if value is None or len(value) != size or BLOCK_HEADER.unpack_from(value)[:4] != head:
-            raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild the store")
-        return np.frombuffer(value, dtype, offset=BLOCK_HEADER.size).reshape(rows, self.shape[1])
+    def _block(self, txn, number, check=False) -> np.ndarray:
+        """Block `number` as [rows, F], without a copy, valid inside the transaction; `check` compares its checksum."""
+        value, (rows, width, itemsize) = txn.get(_key(number)), (self.block_rows, self.shape[1], self._storage.itemsize)
+        rows = min(rows, self.shape[0] - number * rows)
+        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
+            *head, crc = BLOCK_HEADER.unpack_from(value)
+            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(rows, width)
+            if head == [b"RBK2", rows, width, itemsize] and not (check and zlib.crc32(block) != crc):
+                return block
+        raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild the store")
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
         with self.file.transaction() as txn:
             for number in range(-(-self.shape[0] // self.block_rows)):
-                block = self._block(txn, number)
-                if zlib.crc32(block) != BLOCK_HEADER.unpack_from(txn.get(_key(number)))[4]:
-                    raise StoreError(f"{self.file.path}: block {number} differs from its checksum; rebuild the store")
+                self._block(txn, number, check=True)
 
 
 class _Lmdb:
@@ -798,16 +798,18 @@ class _Lmdb:
     @contextlib.contextmanager
     def transaction(self, write=False):
         """A transaction at one state of the file; what is written becomes part of it at the end, or never."""
-        lmdb, txn = _import_lmdb(), self._begin(write)
+        lmdb = _import_lmdb()
         try:
-            with txn:
-                yield txn
+            txn = self._begin(write)
+            try:
+                with txn:
+                    yield txn
+            finally:
+                self._end()
         except lmdb.Error as error:
             if write:
                 raise
             raise StoreError(f"{self.path} cannot be read: {error}; rebuild the store") from error
-        finally:
-            self._end()
 
     def write(self, change):
         """Run change(txn) in a transaction, again in a larger map when this one is full."""
@@ -817,7 +819,8 @@ class _Lmdb:
                 with self.transaction(write=True) as txn:
                     return change(txn)
             except lmdb.MapFullError:
-                self._resize(2 * self._env.info()["map_size"])
+                if not self._env.reader_check():  # a reader that was killed holds on to pages that could be used again
+                    self._resize(2 * self._env.info()["map_size"])
             except lmdb.Error as error:
                 # a write that the disk takes in part is reported by LMDB as an input/output error
                 full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -887,7 +890,7 @@ class _Lmdb:
             stat, writable = os.stat(self.path), os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
-                if lock := writable and self.sync:  # without a lock where nobody can write
+                if (lock := writable and self.sync) and hasattr(os, "posix_fallocate"):
                     with open(f"{self.path}-lock", "ab") as file:  # LMDB maps it: on a full disk a hole in it would kill
                         os.posix_fallocate(file.fileno(), 0, 1 << 16)
                 self._env = self._open.get(key) or lmdb.open(

@@ -2539,7 +2539,7 @@ def test_datasets_real_crystals_and_molecules(tmp_path):
     assert len(molecules) == 1128 and molecules.batch(range(1128)).indices.numel() == 2 * 15428
 
 
-def test_store_build_from_csv_files(tmp_path):
+def test_store_build_from_csv_files(tmp_path, capsys):
     args, csv = _graph(), {}
     for name, array, form in (("edges", args["edge_index"].T, "%d"), ("x", args["features"], "%.9g"), ("y", args["labels"], "%d"),
                               ("train", args["split"]["train"], "%d"), ("test", args["split"]["test"], "%d")):  # fmt: skip
@@ -2557,8 +2557,9 @@ def test_store_build_from_csv_files(tmp_path):
                            ([csv["edges"], tmp_path / "h", *words], "no table of 2 columns"),
                            ([tmp_path / "none.csv", tmp_path / "h", *words], "none.csv"),
                            ([csv["x"], tmp_path / "g", *words], "exists already|no table")):  # fmt: skip
-        refused = _run("store.py", "build", *bad)
-        assert refused.returncode == 2 and re.search(complaint, refused.stderr) and refused.stderr.count("\n") == 1, refused
+        assert store.main(["build", *map(str, bad)]) == 2
+        refused = capsys.readouterr().err
+        assert re.search(complaint, refused) and refused.count("\n") == 1, refused
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["g", "same"]
 
 
