@@ -720,6 +720,10 @@ class LmdbFeatures:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
         out = _gather_target(self, ids, out)
         target = _as_numpy(out)
+        if self.large:  # have many threads wait for the disk first
+            blocks = np.unique(ids.numpy() // self.block_rows)
+            with ThreadPoolExecutor(READ_THREADS) as pool:
+                list(pool.map(self._touch, np.array_split(blocks, 4 * READ_THREADS)))
         with self.file.transaction() as txn:
             for number, where, rows in self._blocks(ids):
                 target[where] = self._block(txn, number)[rows]
@@ -749,6 +753,12 @@ class LmdbFeatures:
 
         with _nothing_changed(self.file.path):
             self.file.write(change)
+
+    def _touch(self, blocks):
+        """Bring blocks into memory: py-lmdb reads a page of each value after the other, other threads run meanwhile."""
+        with self.file.transaction() as txn:
+            for number in blocks.tolist():
+                txn.get(_key(number))
 
     def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""

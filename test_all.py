@@ -2144,6 +2144,19 @@ def test_store_put_rows(tmp_path, dtype):
     assert torch.equal(features.gather(torch.arange(200)), rows) and verify(path) == []
 
 
+def test_store_put_rows_does_not_hide_damage(tmp_path):
+    x = torch.rand(200, 5)
+    path = build_store(tmp_path / "g", backend="lmdb", block_rows=50, **dict(_graph(), features=x))
+    data = (path / "features.lmdb").read_bytes()
+    at = data.index(x[60].numpy().tobytes())
+    (path / "features.lmdb").write_bytes(data[:at] + b"\xff" + data[at + 1:])
+    features = GraphStore.open(path).features
+    with pytest.raises(StoreError, match="block 1 is missing or damaged"):
+        features.put_rows(torch.tensor([0, 70]), x[:2])
+    assert torch.equal(features.gather(torch.arange(50)), x[:50])  # nothing of it was done
+    assert "features.lmdb" in verify(path)[0]
+
+
 def test_store_readers_see_all_of_an_update_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MAP_ROOM", 0)  # so that the file outgrows its map, here and in the child
     rows = torch.zeros(400, 64)
@@ -2193,14 +2206,15 @@ def test_store_lmdb_forks_while_its_threads_read(tmp_path):
     assert torch.equal(features.gather(ids), x)
 
 
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_store_larger_than_memory_is_gathered_on_threads(tmp_path, monkeypatch, dtype):
+def test_store_larger_than_memory_is_gathered_on_threads(tmp_path, monkeypatch, dtype, backend):
     x = torch.randn(200, 5).to(dtype)
-    path = build_store(tmp_path / "g", **dict(_graph(), features=x))
-    assert torch.equal(GraphStore.open(path).features.tensor, x)
+    path = build_store(tmp_path / "g", backend=backend, **dict(_graph(), features=x))
+    assert not GraphStore.open(path).features.large
     monkeypatch.setattr(store, "_free_host", lambda: 1000)
     features = GraphStore.open(path).features
-    assert not hasattr(features, "tensor")
+    assert features.large and not hasattr(features, "tensor")
     for ids in (torch.randint(200, (1000,)), torch.tensor([7], dtype=torch.int32), torch.tensor([], dtype=torch.int64)):
         assert torch.equal(features.gather(ids), x[ids.long()])
     with pytest.raises(IndexError, match="node 200"):

@@ -176,7 +176,10 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, epoch
         t0 = clock.mark()
         with autocast(args, ranks):
             output = predict(ring, model, batch)
-        loss = ring.loss(output.float(), batch.y) if args.task == "graph" else F.cross_entropy(output.float(), batch.y, reduction="sum")
+        if args.task == "graph":
+            loss = ring.loss(output.float(), batch.y)
+        else:
+            loss = F.cross_entropy(output.float(), batch.y, reduction="sum")
         t1 = clock.mark()
         with nullcontext() if piece.last or ranks.world == 1 else model.no_sync():
             # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
