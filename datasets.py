@@ -383,11 +383,11 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
     """Build a store at a path of your own.
 
     Args:
-        source: a DGLGraph (`feat`, `label` and the masks in its ndata); a PyG `Data` (`x`, `y` and the masks); an .npz file
-            (see `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
+        source: a DGLGraph (`feat`, `label` and masks in its ndata); a PyG `Data` (`x`, `y` and masks); an .npz file (see
+            `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
         path: directory of the store.
         features: [V, F], or for csv the file of a table with a line for each node. labels: [V], or such a file.
-        split: dict of node ids or masks, or for csv of files of ids; without one, 20 nodes per class train and 30 valid.
+        split: dict of node ids or masks, for csv of files of ids; without one, 20 nodes per class train, 30 validate.
         seed: draws the split where there is none.
         options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, progress.
 
@@ -417,7 +417,7 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
     if features is None or labels is None:
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
     path = Path(path)
-    spool = path.with_name(f".{path.name}.building.{store._host()}.{os.getpid()}.csv")  # which a later build clears away
+    spool = path.with_name(f".{path.name}.building.{store._host()}.{os.getpid()}.csv")  # a later build clears it away
     try:
         spool.mkdir(parents=True)
         edges, rows, labels = (_spool_csv(spool / name, table, dtype) for name, table, dtype in (

@@ -307,7 +307,7 @@ def _edge_chunks(edge_index, indptr, indices, num_nodes, options) -> Iterator[tu
         b = min(a + EDGE_CHUNK, num_edges)
         if indptr is None:
             pairs = np.asarray(edge_index[:, a:b])
-            src, dst = pairs if pairs.dtype == np.int32 else _integers("edge_index", pairs)  # half the memory to go over
+            src, dst = pairs if pairs.dtype == np.int32 else _integers("edge_index", pairs)  # half the bytes to go over
         else:
             src = _integers("indices", indices[a:b])
             first, last = np.searchsorted(indptr, a, "right") - 1, np.searchsorted(indptr, b, "left")
@@ -901,7 +901,7 @@ class _Lmdb:
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
                 if (lock := writable and self.sync) and hasattr(os, "posix_fallocate"):
-                    with open(f"{self.path}-lock", "ab") as file:  # LMDB maps it: on a full disk a hole in it would kill
+                    with open(f"{self.path}-lock", "ab") as file:  # mapped by LMDB: a hole in it would kill on a full disk
                         os.posix_fallocate(file.fileno(), 0, 1 << 16)
                 self._env = self._open.get(key) or lmdb.open(
                     str(self.path), subdir=False, readahead=False, map_size=stat.st_size + MAP_ROOM, max_readers=1000,
@@ -1056,9 +1056,11 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     num_nodes, num_edges = _integers("num_nodes", num_nodes), _integers("num_edges", num_edges)
     src, dst = _integers("edge_index", edge_index)
     first = np.cumsum(num_nodes) - num_nodes
-    if num_nodes.shape != num_edges.shape or not num_nodes.all() or num_edges.sum() != len(src):
-        raise StoreError(f"num_nodes and num_edges have {len(num_nodes)} and {len(num_edges)} entries, {num_nodes.min(initial=1)} "
-                         f"and more nodes, {num_edges.sum()} edges for an edge_index of {len(src)}: they do not fit")
+    graphs, nodes, edges = {len(num_nodes), len(num_edges), len(y)}, num_nodes.sum(), {num_edges.sum(), len(src), len(e)}
+    if len(graphs) > 1 or len(edges) > 1 or nodes != len(x) or num_nodes.min(initial=1) < 1 or num_edges.min(initial=0) < 0:
+        raise StoreError(f"num_nodes holds {len(num_nodes)} numbers from {num_nodes.min(initial=1)} on with a sum of {nodes}, "
+                         f"num_edges {len(num_edges)} with a sum of {num_edges.sum()}; edge_index has {len(src)} columns, "
+                         f"x {len(x)} rows, e {len(e)}, y {len(y)}: they do not fit")
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
     if len(bad):
@@ -1096,7 +1098,10 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     parts = {"node": first.x, "edge": first.e, "target": first.y}
     meta = {"format": GRAPHS_FORMAT, "format_version": VERSION, "source": json.loads(json.dumps(source))}
     for name, rows in parts.items():
-        meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": str(rows.dtype).removeprefix("torch.")})
+        dtype = str(rows.dtype).removeprefix("torch.")
+        if rows.ndim != 2 or dtype not in DTYPES:
+            raise StoreError(f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of {', '.join(DTYPES)} are needed")
+        meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     with _complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs = GraphDataset(building, dict(meta, files={}), sync=False)
         with tqdm(desc="graphs", unit="graph", unit_scale=True, disable=not progress) as bar, \
@@ -1199,18 +1204,18 @@ class GraphDataset:
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
         lengths = (len(indptr) - 1, len(graph_ids), len(batch.x), len(indices), int(indptr[-1]), len(batch.e))
         if len(nodes) != len(batch.y) or len({*lengths[:3]}) > 1 or len({*lengths[3:]}) > 1 or not nodes.all():
-            raise StoreError(f"a batch has {lengths[0]} nodes in indptr, {lengths[1]} in graph_ids and {lengths[2]} in x, "
-                             f"{lengths[3]} edges in indices, {lengths[4]} in indptr and {lengths[5]} in e, "
-                             f"{len(nodes)} graphs in graph_ids and {len(batch.y)} in y: they do not fit")
+            raise StoreError("a batch has {} nodes in indptr, {} in graph_ids and {} in x, {} edges in indices, {} in indptr "
+                             "and {} in e, {} graphs in graph_ids and {} in y: they do not fit".format(
+                                 *lengths, len(nodes), len(batch.y)))
         last = np.cumsum(nodes)
         first = last - nodes
         edges = indptr[last] - indptr[first]
         start, limit = np.repeat(first, edges), np.repeat(nodes, edges)
         local = indices - start
         if (np.diff(graph_ids) < 0).any() or (np.diff(indptr) < 0).any() or ((local < 0) | (local >= limit)).any():
-            raise StoreError("a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs stand "
-                             "one after the other, each with edges of its own")
-        counts = np.empty(len(indptr) - 1 + len(nodes), np.int32)  # indptr of each graph alone: one number more than nodes
+            raise StoreError("a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs "
+                             "stand one after the other, each with edges of its own")
+        counts = np.empty(len(indptr) - 1 + len(nodes), np.int32)  # indptr of each graph alone, from 0
         counts[first + np.arange(len(nodes))] = 0
         counts[np.arange(len(indptr) - 1) + graph_ids + 1] = indptr[1:] - np.repeat(indptr[first], nodes)
         parts = [(counts, nodes + 1), (local.astype(np.int32), edges), (_as_numpy(batch.x), nodes),
@@ -1485,7 +1490,7 @@ def _info(path) -> str:
     if meta["format"] == GRAPHS_FORMAT:
         graphs = GraphDataset.open(path)
         lines = [("graphs", f"{len(graphs):,}")]
-        lines += [(f"{name}s", f"{meta[f'{name}_dim']} x {meta[f'{name}_dtype']}") for name in ("node", "edge", "target")]
+        lines += [(f"{part}s", f"{meta[f'{part}_dim']} x {meta[f'{part}_dtype']}") for part in ("node", "edge", "target")]
     else:
         graphs = GraphStore.open(path)
         degrees = np.diff(graphs.indptr.numpy())
@@ -1536,7 +1541,7 @@ def main(argv=None) -> int:
     """The command line; returns the exit code (0 fine, 1 damaged, 2 no store)."""
     parser = argparse.ArgumentParser(prog="store.py", description="Build a graph store, or look at one.")
     parser.add_argument("command", choices=["build", "info", "verify", "estimate"])
-    parser.add_argument("path", nargs="+", help="directory of the store; before it, for build, the .npz or .csv(.gz) file")
+    parser.add_argument("path", nargs="+", help="directory of the store; for build, the .npz or .csv(.gz) file before it")
     group = parser.add_argument_group("build")
     group.add_argument("--features", metavar="FILE", help="csv: a line of numbers for each node")
     group.add_argument("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")

@@ -2264,8 +2264,10 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("batches is empty", lambda: build_graphs(tmp_path / "b", [])),
         ("holds graph 5: graph ids", lambda: build_graphs(tmp_path / "b", [good], split={"train": [5]})),
         ("exists already", lambda: build_graphs(path, [good])),
-        ("edge 1 goes from node 0 to node 2", lambda: block_diagonal([2, 9], [2, 0], [[0, 0], [1, 2]], [], [], [])),
-        ("do not fit", lambda: block_diagonal([2, 0], [1, 0], [[0], [1]], [], [], [])),
+        ("edge 1 goes from node 0 to node 2", lambda: block_diagonal([2, 9], [2, 0], [[0, 0], [1, 2]], [0] * 11, [0] * 2, [0] * 2)),
+        ("do not fit", lambda: block_diagonal([2, 0], [1, 0], [[0], [1]], [0] * 2, [0], [0] * 2)),
+        ("do not fit", lambda: block_diagonal([2, 1], [1, 0], [[0], [1]], [0] * 3, [], [0] * 2)),
+        ("two dimensions", lambda: build_graphs(tmp_path / "b", [good._replace(y=good.y[:, 0])])),
     ):
         with pytest.raises(StoreError, match=words):
             call()
