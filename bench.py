@@ -688,7 +688,7 @@ def bench_store(args):
         cache = int(args.cache_gb * 1e9)
         trained, sizes = {}, {}
         for backend, ways in (("mmap", {"mmap": 0, "mmap, RAM cache": cache}), ("lmdb", {"LMDB": 0})):
-            path = datasets.prepare(dataset, folder, backend=backend, progress=sys.stderr.isatty())  # one at a time: disks end
+            path = datasets.prepare(dataset, folder, backend=backend)  # one at a time: disks end
             sizes[backend] = sum(file.stat().st_size for file in path.iterdir())
             for name, budget in ways.items():
                 trained[name] = _in_process(_train_from_disk, path, args, budget)

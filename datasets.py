@@ -383,8 +383,8 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
     """Build a store at a path of your own.
 
     Args:
-        source: a DGLGraph (`feat`, `label` and masks in its ndata); a PyG `Data` (`x`, `y` and masks); an .npz file (see
-            `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
+        source: a DGLGraph (`feat`, `label` and masks in its ndata); a PyG `Data` (`x`, `y` and masks); an .npz file
+            (see `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
         path: directory of the store.
         features: [V, F], or for csv the file of a table with a line for each node. labels: [V], or such a file.
         split: dict of node ids or masks, for csv of files of ids; without one, 20 nodes per class train, 30 validate.
@@ -804,7 +804,7 @@ def _download(url, target, progress):
             total = have + int(length) if length else None
             with open(part, "ab" if have else "wb") as file, \
                     tqdm(total=total, initial=have, desc=target.name, unit="B", unit_scale=True,
-                         disable=not progress) as bar:
+                         disable=None if progress else True) as bar:
                 while data := response.read(1 << 20):
                     file.write(data)
                     bar.update(len(data))

@@ -124,7 +124,7 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         drop_duplicates: keep one of several equal edges (after symmetrizing).
         block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
-        progress: show a bar.
+        progress: show a bar where stderr is a terminal.
 
     Returns:
         The path of the store.
@@ -345,7 +345,8 @@ def _sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.nda
     for _, dst in edges():
         ends[1:] += np.bincount(dst >> shift, minlength=len(ends) - 1)
     np.cumsum(ends, out=ends)
-    first, bar = 0, tqdm(total=int(ends[-1]), desc="edges", unit="edge", unit_scale=True, disable=not progress)
+    off = None if progress else True  # None: off where stderr is not a terminal
+    first, bar = 0, tqdm(total=int(ends[-1]), desc="edges", unit="edge", unit_scale=True, disable=off)
     while first < len(ends) - 1:
         last = max(first + 1, int(np.searchsorted(ends, ends[first] + SORT_EDGES, "right")) - 1)
         low, high = first << shift, min(last << shift, num_nodes)
@@ -409,7 +410,7 @@ def _chunks(array, rows, name, progress) -> Iterator:
     pieces = array.chunks if isinstance(array, Rows) else (
         array[a:a + rows] for a in range(0, array.shape[0], rows))
     first = 0
-    with tqdm(total=array.shape[0], desc=name, unit="row", unit_scale=True, disable=not progress) as bar:
+    with tqdm(total=array.shape[0], desc=name, unit="row", unit_scale=True, disable=None if progress else True) as bar:
         for chunk in pieces:
             yield first, chunk
             first += len(chunk)
@@ -901,7 +902,7 @@ class _Lmdb:
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
                 if (lock := writable and self.sync) and hasattr(os, "posix_fallocate"):
-                    with open(f"{self.path}-lock", "ab") as file:  # mapped by LMDB: a hole in it would kill on a full disk
+                    with open(f"{self.path}-lock", "ab") as file:  # LMDB maps it: on a full disk a hole would kill
                         os.posix_fallocate(file.fileno(), 0, 1 << 16)
                 self._env = self._open.get(key) or lmdb.open(
                     str(self.path), subdir=False, readahead=False, map_size=stat.st_size + MAP_ROOM, max_readers=1000,
@@ -1056,11 +1057,12 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     num_nodes, num_edges = _integers("num_nodes", num_nodes), _integers("num_edges", num_edges)
     src, dst = _integers("edge_index", edge_index)
     first = np.cumsum(num_nodes) - num_nodes
-    graphs, nodes, edges = {len(num_nodes), len(num_edges), len(y)}, num_nodes.sum(), {num_edges.sum(), len(src), len(e)}
-    if len(graphs) > 1 or len(edges) > 1 or nodes != len(x) or num_nodes.min(initial=1) < 1 or num_edges.min(initial=0) < 0:
-        raise StoreError(f"num_nodes holds {len(num_nodes)} numbers from {num_nodes.min(initial=1)} on with a sum of {nodes}, "
-                         f"num_edges {len(num_edges)} with a sum of {num_edges.sum()}; edge_index has {len(src)} columns, "
-                         f"x {len(x)} rows, e {len(e)}, y {len(y)}: they do not fit")
+    graphs, nodes = {len(num_nodes), len(num_edges), len(y)}, {num_nodes.sum(), len(x)}
+    edges, least = {num_edges.sum(), len(src), len(e)}, min(num_nodes.min(initial=1), num_edges.min(initial=0) + 1)
+    if max(len(graphs), len(nodes), len(edges)) > 1 or least < 1:
+        raise StoreError(f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
+                         f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, e {len(e)}, "
+                         f"y {len(y)}: they do not fit, or a graph has no node")
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
     if len(bad):
@@ -1083,7 +1085,7 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
         split: dict with graph numbers for "train", "valid" and "test", disjoint; each may be missing.
         source: where the graphs come from, kept in meta.json: a string or a dict of JSON values.
-        progress: show a bar.
+        progress: show a bar where stderr is a terminal.
 
     Returns:
         The path of the data set.
@@ -1100,11 +1102,12 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     for name, rows in parts.items():
         dtype = str(rows.dtype).removeprefix("torch.")
         if rows.ndim != 2 or dtype not in DTYPES:
-            raise StoreError(f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of {', '.join(DTYPES)} are needed")
+            raise StoreError(f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of "
+                             f"{', '.join(DTYPES)} are needed")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     with _complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs = GraphDataset(building, dict(meta, files={}), sync=False)
-        with tqdm(desc="graphs", unit="graph", unit_scale=True, disable=not progress) as bar, \
+        with tqdm(desc="graphs", unit="graph", unit_scale=True, disable=None if progress else True) as bar, \
                 contextlib.closing(graphs.file):
             for batch in itertools.chain([first], batches):
                 graphs.file.append(graphs._values(batch))
@@ -1204,9 +1207,9 @@ class GraphDataset:
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
         lengths = (len(indptr) - 1, len(graph_ids), len(batch.x), len(indices), int(indptr[-1]), len(batch.e))
         if len(nodes) != len(batch.y) or len({*lengths[:3]}) > 1 or len({*lengths[3:]}) > 1 or not nodes.all():
-            raise StoreError("a batch has {} nodes in indptr, {} in graph_ids and {} in x, {} edges in indices, {} in indptr "
-                             "and {} in e, {} graphs in graph_ids and {} in y: they do not fit".format(
-                                 *lengths, len(nodes), len(batch.y)))
+            what = "{} nodes in indptr, {} in graph_ids, {} in x, {} edges in indices, {} in indptr, {} in e"
+            raise StoreError(f"a batch has {what.format(*lengths)}, {len(nodes)} graphs in graph_ids, {len(batch.y)} "
+                             "in y: they do not fit, or a graph has no node")
         last = np.cumsum(nodes)
         first = last - nodes
         edges = indptr[last] - indptr[first]
@@ -1419,10 +1422,10 @@ def _free_host(root="/") -> int:
 
 
 def verify(path) -> list[str]:
-    """Read a whole store and compare it with its checksums and with what a graph has to be.
+    """Read a whole store, or a `GraphDataset`, and compare it with its checksums and with what a graph has to be.
 
     Args:
-        path: directory of the store.
+        path: directory of the store; nothing may be writing to it meanwhile.
 
     Returns:
         A sentence per problem, starting with the name of the file and a colon; empty when all is well.
@@ -1490,7 +1493,7 @@ def _info(path) -> str:
     if meta["format"] == GRAPHS_FORMAT:
         graphs = GraphDataset.open(path)
         lines = [("graphs", f"{len(graphs):,}")]
-        lines += [(f"{part}s", f"{meta[f'{part}_dim']} x {meta[f'{part}_dtype']}") for part in ("node", "edge", "target")]
+        lines += [(part, f"{meta[f'{part}_dim']} x {meta[f'{part}_dtype']}") for part in ("node", "edge", "target")]
     else:
         graphs = GraphStore.open(path)
         degrees = np.diff(graphs.indptr.numpy())
@@ -1534,15 +1537,15 @@ def _build_from(source, args):
     split = {name: getattr(args, name) for name in SPLITS if getattr(args, name)}
     datasets.build(source, args.path, features=args.features, labels=args.labels, split=split, seed=args.seed,
                    backend=args.backend, symmetrize=args.symmetrize, drop_self_loops=args.drop_self_loops,
-                   drop_duplicates=args.drop_duplicates, progress=sys.stderr.isatty())
+                   drop_duplicates=args.drop_duplicates, progress=True)
 
 
 def main(argv=None) -> int:
     """The command line; returns the exit code (0 fine, 1 damaged, 2 no store)."""
     parser = argparse.ArgumentParser(prog="store.py", description="Build a graph store, or look at one.")
     parser.add_argument("command", choices=["build", "info", "verify", "estimate"])
-    parser.add_argument("path", nargs="+", help="directory of the store; for build, the .npz or .csv(.gz) file before it")
-    group = parser.add_argument_group("build")
+    parser.add_argument("path", nargs="+", help="directory of the store; for build, its SOURCE before it")
+    group = parser.add_argument_group("build", "SOURCE is an .npz file or the .csv or .csv.gz file of the edges")
     group.add_argument("--features", metavar="FILE", help="csv: a line of numbers for each node")
     group.add_argument("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
     for name in SPLITS:
