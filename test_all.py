@@ -2183,6 +2183,46 @@ def test_store_readers_see_all_of_an_update_or_none(tmp_path, monkeypatch):
     assert verify(tmp_path / "g") == verify(tmp_path / "many") == []
 
 
+def test_store_a_transaction_keeps_its_state_while_others_write(tmp_path):
+    rows = torch.zeros(400, 64)
+    args = dict(_graph(num_nodes=400), features=rows)
+    features = GraphStore.open(build_store(tmp_path / "g", backend="lmdb", block_rows=9, **args)).features
+
+    with features.file.transaction() as txn:
+        child = subprocess.run([sys.executable, "-c", f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import torch, store
+features = store.GraphStore.open({str(tmp_path / "g")!r}).features
+for number in range(1, 8):  # without regard for readers LMDB would use pages again after two of them
+    features.put_rows(torch.arange(400), torch.full((400, 64), float(number)))
+"""])
+        assert child.returncode == 0
+        assert all(not features._block(txn, number, check=True).any() for number in range(45))
+    assert features.gather(torch.arange(400)).eq(7).all()
+
+
+def test_store_map_grows_while_threads_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAP_ROOM", 0)
+    graphs, done = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(50)])), threading.Event()
+
+    def read():
+        while not done.is_set():
+            assert graphs.batch(range(50)).y[:, 0].tolist() == list(range(50))
+
+    def work():
+        with ThreadPoolExecutor(4) as pool:
+            reading = [pool.submit(read) for _ in range(4)]
+            for number in range(1, 100):
+                graphs.append(_graphs(50, first=50 * number))
+            done.set()
+            [future.result() for future in reading]
+        assert len(graphs) == 5000
+
+    assert _in_child(work) == 0
+    assert verify(tmp_path / "many") == []
+
+
 def test_store_lmdb_forks_while_its_threads_read(tmp_path):
     args = _graph()
     features = GraphStore.open(build_store(tmp_path / "g", backend="lmdb", block_rows=3, **args)).features
@@ -2327,7 +2367,8 @@ def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(tmp_path):
 def _damaged(good, random):
     """Copies of a file's bytes, each with one thing wrong: a flipped bit, a cut, something else altogether."""
     yield from (b"", good[:-1], good + b"\0", b"x" * len(good), good[:len(good) // 2])
-    for position in {0, len(good) - 1, *range(0, min(len(good), 160), 3), *random.integers(0, len(good), 60).tolist()}:
+    heads = [at + i for at in (0, 4096) for i in range(0, 160, 2) if at + i < len(good)]  # LMDB's two head pages as well
+    for position in {0, len(good) - 1, *heads, *random.integers(0, len(good), 60).tolist()}:
         bad = bytearray(good)
         bad[position] ^= 1 << int(random.integers(8))
         yield bytes(bad)
@@ -2364,9 +2405,11 @@ def test_store_damage_is_named_and_never_crashes(tmp_path):
                     file.write_bytes(bad)
                     problems = verify(path)
                     assert all(problem.startswith(f"{file.name}: ") for problem in problems), (file, problems)
+                    assert "already open" not in str(problems)  # nothing here holds on to the file before
                     try:
-                        graph = (GraphDataset if path == many else GraphStore).open(path)
-                        len(graph) if path == many else None
+                        opened = (GraphDataset if path == many else GraphStore).open(path)
+                        len(opened) if path == many else opened.features.gather(torch.tensor([], dtype=torch.int64))
+                        del opened
                     except StoreError as error:
                         assert file.name in str(error) or "store format" in str(error), (file, error)
                     if not problems:  # only bytes of an LMDB file that nobody reads
