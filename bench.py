@@ -5,6 +5,8 @@
     python bench.py step                             # one training step against DGL's, and what each trick is worth
     python bench.py features                         # the ring against a plain copy; four processes on one store
     python bench.py scaling --procs 1,2,4            # epochs of train.py with as many processes, equal total batch
+    python bench.py store                            # building, training from disk, many small graphs
+    python bench.py store --edges 200000000 --features-gb 32 --graphs 1000000 --json results/store.json
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -23,15 +25,19 @@ import json
 import multiprocessing
 import os
 import platform
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -40,7 +46,7 @@ import features
 import model
 import sampler
 import train
-from store import GraphStore, StoreError
+from store import GraphDataset, GraphStore, StoreError, block_diagonal, build_graphs, build_store
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 
@@ -626,10 +632,176 @@ def epochs_of(args, procs):
         return [json.loads(line) for line in open(f"{folder}/log")][1:4]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# store
+
+
+class Watch:
+    """What a process takes while the body runs: .seconds, .peak and .grown bytes of anonymous memory, .mapped bytes of
+    files, .faults that waited for the disk."""
+
+    def __enter__(self):
+        self.before, self.peak, self.done = self._memory(), 0, threading.Event()
+        self.faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        self.thread = threading.Thread(target=self._sample)
+        self.thread.start()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc):
+        self.seconds = time.perf_counter() - self.start
+        self.done.set()
+        self.thread.join()
+        self.faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - self.faults_before
+        after = self._memory()
+        self.grown, self.mapped = after["RssAnon"] - self.before["RssAnon"], after["RssFile"]
+
+    def _sample(self):
+        while not self.done.wait(0.02):
+            self.peak = max(self.peak, self._memory()["RssAnon"])
+
+    @staticmethod
+    def _memory():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+
+
+def _in_process(function, *args):
+    """Run function(*args) in a process of its own, so that its memory is its own -> what it returns."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def _forget(path):
+    """Have the kernel drop a store's pages from memory, so that it is read from the disk."""
+    for file in Path(path).iterdir():
+        with open(file, "rb") as data:
+            os.fsync(data.fileno())
+            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _build_edges(folder, num_edges):
+    """Build a store of random edges, with the reverse of each -> figures."""
+    num_nodes, random = max(2, num_edges // 25), np.random.default_rng(0)
+    edges = np.memmap(folder / "edges", np.int32, "w+", shape=(2, num_edges))
+    for a in range(0, num_edges, 1 << 22):
+        b = min(a + (1 << 22), num_edges)
+        edges[:, a:b] = random.integers(0, num_nodes, (2, b - a), np.int32)
+    edges.flush()
+    edges = np.memmap(folder / "edges", np.int32, "r", shape=(2, num_edges))
+    rest = {"features": np.zeros((num_nodes, 1), np.float32), "labels": np.zeros(num_nodes, np.int64), "split": {"train": [0]}}
+    with Watch() as watch:
+        build_store(folder / "built", edge_index=edges, symmetrize=True, **rest)
+    stored = GraphStore.open(folder / "built").num_edges
+    return {"input_edges": num_edges, "stored_edges": stored, "seconds": watch.seconds,
+            "input_edges_per_s": num_edges / watch.seconds, "peak_anonymous": watch.peak}  # fmt: skip
+
+
+def _train_from_disk(path, args, cache):
+    """Train `--batches` batches with the features where they are on disk -> figures."""
+    torch.set_num_threads(args.threads)
+    store = GraphStore.open(path)
+    table = getattr(store.features, "tensor", store.features)
+    if cache:
+        visits = features.expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
+        table = features.CachedFeatures(store.features, visits, cache)
+    train.keep_freed_memory()
+    ours = sampler.NeighborSampler(store.indptr, store.indices, args.fanout, check=False, threads=args.threads)
+    ring = features.FeatureRing(table, store.labels, slots=3, log=lambda line: None, aggregate=model.self_and_mean)
+    torch.manual_seed(0)
+    net = model.SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=len(args.fanout))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
+    nodes = store.split["train"][torch.randperm(len(store.split["train"]))]
+    batches = [(i, nodes[torch.arange(i * args.batch_size, (i + 1) * args.batch_size) % len(nodes)].unique())
+               for i in range(args.batches)]  # fmt: skip
+    if not cache:
+        _forget(path)
+
+    def load(item, slot):
+        return ring.fetch(slot, ours.sample(item[1], item[0], relabel_outer=not ring.first_hop))
+
+    with Watch() as watch:
+        for batch in features.prefetch(load, batches, depth=2):
+            loss = F.cross_entropy(net(batch.blocks, batch.x, aggregated=ring.first_hop), batch.y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {"batches_per_s": args.batches / watch.seconds, "peak_anonymous": watch.peak, "mapped": watch.mapped,
+            "major_faults": watch.faults, "loss": loss.item(), "cache_hit_rate": getattr(table, "hit_rate", None)}  # fmt: skip
+
+
+def _write_graphs(path, count):
+    """Write random graphs of about 30 nodes in batches of 4,096 -> figures; making them is not timed."""
+    random, making = np.random.default_rng(0), 0.0
+
+    def batches():
+        nonlocal making
+        for first in range(0, count, 4096):
+            start = time.perf_counter()
+            nodes = random.integers(20, 41, min(4096, count - first))
+            ends = random.integers(0, np.repeat(nodes, 2 * nodes), (2, 2 * nodes.sum()))
+            x, e = random.integers(0, 100, (nodes.sum(), 9), np.uint8), random.integers(0, 5, (2 * nodes.sum(), 3), np.uint8)
+            batch = block_diagonal(nodes, 2 * nodes, ends, x, e, random.random((len(nodes), 1), np.float32))
+            making += time.perf_counter() - start
+            yield batch
+
+    with Watch() as watch:
+        build_graphs(path, batches())
+    return {"graphs": count, "graphs_per_s": count / (watch.seconds - making), "peak_anonymous": watch.peak, "grown": watch.grown}
+
+
+def _read_graphs(path, batch_size=256):
+    """Read every graph once, in random order -> figures."""
+    graphs = GraphDataset.open(path)
+    order = torch.randperm(len(graphs)).split(batch_size)
+    for ids in order[:8]:
+        graphs.batch(ids)
+    with Watch() as watch:
+        for ids in order:
+            graphs.batch(ids)
+    return {"graphs_per_s": len(graphs) / watch.seconds, "peak_anonymous": watch.peak, "grown": watch.grown, "mapped": watch.mapped}
+
+
+def bench_store(args):
+    """Build, train from disk, and many small graphs; each in a process of its own; returns the figures."""
+    gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
+    Path(args.root).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
+        folder = Path(folder)
+        built = _in_process(_build_edges, folder, args.edges)
+        print(f"build: {built['input_edges']:,} edges -> {built['stored_edges']:,} in {built['seconds']:.1f} s, "
+              f"{built['input_edges_per_s'] / 1e6:.1f} M input edges/s, at most {gb(built['peak_anonymous'])} anonymous memory")  # fmt: skip
+        shutil.rmtree(folder / "built")
+        (folder / "edges").unlink()
+
+        size = int(args.features_gb * 1e9)
+        dataset = f"synthetic:nodes={max(1000, size // 1024)},degree=8,features=256,classes=47"
+        cache = int(args.cache_gb * 1e9)
+        trained, sizes = {}, {}
+        for backend, ways in (("mmap", {"mmap": 0, "mmap, RAM cache": cache}), ("lmdb", {"LMDB": 0})):
+            path = datasets.prepare(dataset, folder, backend=backend)  # one at a time: disks end
+            sizes[backend] = sum(file.stat().st_size for file in path.iterdir())
+            for name, budget in ways.items():
+                trained[name] = _in_process(_train_from_disk, path, args, budget)
+            shutil.rmtree(path)
+        print_table(
+            [[name, f"{f['batches_per_s']:.2f}", gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
+             for name, f in trained.items()],
+            [f"{args.features_gb:g} GB of features", "batches/s", "anonymous", "mapped", "major page faults"],
+        )  # fmt: skip
+
+        graphs = {"write": _in_process(_write_graphs, folder / "many", args.graphs)}
+        graphs["read"] = _in_process(_read_graphs, folder / "many")
+        for name, f in graphs.items():
+            print(f"graphs: {name} {f['graphs_per_s']:,.0f}/s of {args.graphs:,}, anonymous memory at most "
+                  f"{gb(f['peak_anonymous'])}, {f['grown'] / 1e6:+.0f} MB from first to last")  # fmt: skip
+    return {"build": built, "training": trained, "store_bytes": sizes, "cache_bytes": cache, "graphs": graphs}
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sampler", "step", "features", "scaling"])
+    parser.add_argument("what", choices=["sampler", "step", "features", "scaling", "store"])
     parser.add_argument("--dataset", help=f"default: {WORKLOAD}, for scaling: synthetic")
     parser.add_argument("--root", default="data", help="folder for built stores")
     parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
@@ -641,6 +813,11 @@ def main(argv=None):
     parser.add_argument("--procs", default="1,2", type=lambda text: [int(k) for k in text.split(",")],
                         help="scaling: numbers of processes; --batch-size is the total batch then")  # fmt: skip
     parser.add_argument("--gpus", action="store_true", help="scaling: a GPU for each process")
+    parser.add_argument("--edges", type=int, default=10_000_000, help="store: edges to build from, their reverses are added")
+    parser.add_argument("--features-gb", type=float, default=0.5, help="store: size of the feature table to train from")
+    parser.add_argument("--cache-gb", type=float, default=0.1, help="store: size of the cache before it")
+    parser.add_argument("--batches", type=int, default=10, help="store: batches of the training run")
+    parser.add_argument("--graphs", type=int, default=50_000, help="store: number of small graphs")
     parser.add_argument("--rounds", type=int, help="default: 20, for scaling 5 runs of 4 epochs")
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
@@ -653,7 +830,9 @@ def main(argv=None):
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
-        figures = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling}[args.what](args)
+        run = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling,
+               "store": bench_store}  # fmt: skip
+        figures = run[args.what](args)
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

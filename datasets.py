@@ -6,6 +6,7 @@
     path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
     path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
+    path = build(dgl_graph_or_pyg_data, "some/store")            # or mine.npz, or edges.csv.gz with features, labels
 
     python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N]
 
@@ -22,6 +23,7 @@ import functools
 import gzip
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import pickle
@@ -263,10 +265,13 @@ def _ahead(function, stop, step):
 # ---------------------------------------------------------------------------------------------------------------------
 # .npz
 
-NPZ = dict(row_normalize=1)  # divide word counts by their sum
+NPZ = dict(
+    row_normalize=1,  # divide word counts by their sum
+    radius=4.0,  # of the neighbourhood of an atom in a crystal, angstrom
+)
 
 
-def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
+def build_npz(path, file, options, *, backend="mmap", progress=False, **graph_options) -> Path:
     """Build a store from an .npz file.
 
     The file holds `edge_index` [2, M]; `features`, `x` or `feat` [V, F], or a CSR matrix in `feat_indptr`,
@@ -275,11 +280,13 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     test. A CSR matrix of integers is a bag of words: counts become 1, and each row is divided by its sum. Without
     features, half of the training nodes get their label as a one-hot feature, the other half stay for training.
 
+    A file with `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`.
+
     Args:
         path: directory of the store.
         file: path of the .npz file.
         options: dict with the keys of `NPZ` and `seed`, which draws the split.
-        backend, progress: as in `build_store`.
+        backend, progress, graph_options: as in `build_store`.
 
     Returns:
         The path of the store.
@@ -289,6 +296,9 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     """
     data = _read_npz(file)
     random = np.random.default_rng(options["seed"])
+    for name, build in (("node_offsets", build_molecules), ("atom_offsets", build_crystals)):
+        if name in data:
+            return build(path, data, file, options, progress=progress)
     edge_index = _first(data, file, "edge_index")
     labels = _first(data, file, "labels", "y").reshape(-1).astype(np.int64, casting="safe")
     features = _first(data, file, "features", "x", "feat", "feat_indptr", default=None)
@@ -298,8 +308,8 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     if split["train"] is None:
         split = _split_per_class(labels, random)
     split = {name: ids for name, ids in split.items() if ids is not None}
-    symmetric = features is None
     if features is None:
+        graph_options.update(symmetrize=True, drop_duplicates=True)
         split["train"] = random.permutation(split["train"])
         known, split["train"] = np.split(split["train"], [len(split["train"]) // 2])
         features = np.zeros((len(labels), labels.max() + 1), np.float32)
@@ -310,7 +320,7 @@ def build_npz(path, file, options, *, backend="mmap", progress=False) -> Path:
     elif "feat_indptr" in data:
         features = _bag_of_words(data, file, options["row_normalize"])
     return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, backend=backend,
-                       symmetrize=symmetric, drop_duplicates=symmetric, source=source, progress=progress)
+                       source=source, progress=progress, **graph_options)
 
 
 def _read_npz(file) -> dict:
@@ -363,6 +373,205 @@ def _bag_of_words(data, file, row_normalize) -> Rows:
         return dense
 
     return Rows([num_nodes, width], np.float32, (rows(a, min(a + 4096, num_nodes)) for a in range(0, num_nodes, 4096)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a graph at hand: files, DGL, PyG
+
+
+def build(source, path, *, features=None, labels=None, split=None, seed=0, **options) -> Path:
+    """Build a store at a path of your own.
+
+    Args:
+        source: a DGLGraph (`feat`, `label` and masks in its ndata); a PyG `Data` (`x`, `y` and masks); an .npz file
+            (see `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
+        path: directory of the store.
+        features: [V, F], or for csv the file of a table with a line for each node. labels: [V], or such a file.
+        split: dict of node ids or masks, for csv of files of ids; without one, 20 nodes per class train, 30 validate.
+        seed: draws the split where there is none.
+        options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, progress.
+
+    Returns:
+        The path of the store.
+
+    Raises:
+        StoreError: for a source that is none of these, or does not hold a graph.
+    """
+    if hasattr(source, "ndata") or hasattr(source, "edge_index"):
+        dgl = hasattr(source, "ndata")
+        get = source.ndata.get if dgl else lambda name: getattr(source, name, None)
+        features, labels = (get(name) if given is None else given
+                            for given, name in ((features, "feat" if dgl else "x"), (labels, "label" if dgl else "y")))
+        for name, given in (("features", features), ("labels", labels)):
+            if given is None:
+                raise StoreError(f"the {type(source).__name__} has no {name}: give them as {name}=")
+        masks = {name: get(mask) for name, mask in zip(store.SPLITS, ("train_mask", "val_mask", "test_mask"))}
+        split = split or {name: mask for name, mask in masks.items() if mask is not None}
+        edge_index = [array.numpy() for array in (source.edges() if dgl else source.edge_index)]
+        return _build(path, np.stack(edge_index), features, labels, split, seed, type(source).__name__, options)
+    file = str(source)
+    if file.endswith(".npz"):
+        return build_npz(path, file, dict(NPZ, seed=seed), **options)
+    if not file.endswith((".csv", ".csv.gz")):
+        raise StoreError(f"{file} is no source: give an .npz or .csv(.gz) file, a DGLGraph or a PyG Data")
+    if features is None or labels is None:
+        raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
+    path = Path(path)
+    spool = path.with_name(f".{path.name}.building.{store._host()}.{os.getpid()}.csv")  # a later build clears it away
+    try:
+        spool.mkdir(parents=True)
+        edges, rows, labels = (_spool_csv(spool / name, table, dtype) for name, table, dtype in (
+            ("edges", file, np.int64), ("features", features, np.float32), ("labels", labels, np.int64)))
+        if edges.shape[1] != 2:
+            raise StoreError(f"{file} has {edges.shape[1]} columns: two are needed, source and destination")
+        split = {name: np.concatenate(list(_table(ids, np.int64)))[:, 0] for name, ids in (split or {}).items()}
+        return _build(path, edges.T, rows, labels, split, seed, Path(file).name, options)
+    except OSError as error:
+        raise StoreError(f"cannot build {path} from {file}: {error}") from error
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def _build(path, edge_index, features, labels, split, seed, source, options) -> Path:
+    labels = np.asarray(labels).reshape(-1)
+    split = {name: np.flatnonzero(ids) if np.asarray(ids).dtype == bool else ids for name, ids in split.items()}
+    split = split or _split_per_class(labels, np.random.default_rng(seed))
+    return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split,
+                       source=dict(dataset=source, seed=seed), **options)
+
+
+def _table(file, dtype):
+    """Chunks of rows of a .csv or .csv.gz file; a first line that is no number names the columns."""
+    with gzip.open(file) if str(file).endswith(".gz") else open(file, "rb") as table:
+        try:
+            float(table.readline().partition(b",")[0])
+            table.seek(0)
+        except ValueError:
+            pass
+        yield from _csv_chunks(table, dtype)
+
+
+def _spool_csv(target, file, dtype) -> np.memmap:
+    """A table as a temporary array on disk, so that it never has to fit into memory."""
+    chunks = _table(file, dtype)
+    first = next(chunks, None)
+    if first is None:
+        raise StoreError(f"{file} is empty")
+    return _spool(target, (None, first.shape[1]), dtype, itertools.chain([first], chunks))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# many small graphs
+
+
+def build_molecules(path, data, file, options, *, progress=False) -> Path:
+    """Build a `GraphDataset` of molecules, or of any graphs in the same layout.
+
+    Args:
+        path: directory of the data set.
+        data: arrays: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
+            `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
+            `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx`.
+        file: where they come from. options: kept in meta.json; `seed` draws the split where there is none.
+        progress: show a bar.
+
+    Returns:
+        The path of the data set.
+
+    Raises:
+        StoreError: for arrays that do not make such graphs.
+    """
+    nodes, bonds = (data[name].astype(np.int64) for name in ("node_offsets", "bond_offsets"))
+    y = _targets(_first(data, file, "targets", "labels"))
+    x, e, ends = (_first(data, file, name) for name in ("atom_feat", "bond_feat", "bond_index_local"))
+
+    def batch(first):
+        last = min(first + 4096, len(y))
+        a, b = bonds[first], bonds[last]
+        counts = np.diff(bonds[first:last + 1])
+        twice = np.repeat(np.arange(b - a), 2)  # each bond, then its reverse
+        edge_index = ends[:, a:b].astype(np.int64)[:, twice]
+        edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
+        return store.block_diagonal(np.diff(nodes[first:last + 1]), 2 * counts, edge_index,
+                                    x[nodes[first]:nodes[last]], e[a:b][twice], y[first:last])
+
+    return store.build_graphs(path, (batch(first) for first in range(0, len(y), 4096)), progress=progress,
+                              split=_graph_split(data, file, len(y), options["seed"]),
+                              source=dict(dataset=Path(file).name, edges="both directions of each bond", **options))
+
+
+def build_crystals(path, data, file, options, *, progress=False) -> Path:
+    """Build a `GraphDataset` of periodic cells, to learn the energy per atom.
+
+    Args:
+        path: directory of the data set.
+        data: arrays: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice` [G, 3, 3] (rows are
+            vectors, angstrom), `energy` [G] (of the cell), perhaps `train_idx`, `val_idx`, `test_idx`.
+        file: where they come from. options: `radius` of the neighbourhoods; `seed` draws the split where there is none.
+        progress: show a bar.
+
+    Returns:
+        The path of the data set; x is the atomic number, e the distance.
+
+    Raises:
+        StoreError: for arrays that do not make such cells.
+    """
+    offsets, lattice = data["atom_offsets"].astype(np.int64), _first(data, file, "lattice").astype(np.float64)
+    coords, numbers = _first(data, file, "frac_coords").astype(np.float64), _first(data, file, "Z").astype(np.uint8)
+    atoms = np.diff(offsets)
+    y = _targets(_first(data, file, "energy") / atoms)
+
+    def batch(first):
+        cells = range(first, min(first + 64, len(y)))
+        found = [periodic_neighbours(coords[offsets[i]:offsets[i + 1]], lattice[i], options["radius"]) for i in cells]
+        edge_index, distance = (np.concatenate(part, -1) for part in zip(*found))
+        return store.block_diagonal(atoms[cells], [len(d) for _, d in found], edge_index,
+                                    numbers[offsets[first]:offsets[cells[-1] + 1], None],
+                                    distance[:, None].astype(np.float32), y[cells])
+
+    return store.build_graphs(path, _ahead(batch, len(y), 64), progress=progress,
+                              split=_graph_split(data, file, len(y), options["seed"]),
+                              source=dict(dataset=Path(file).name, target="energy per atom", **options))
+
+
+def periodic_neighbours(coords, lattice, radius):
+    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well.
+
+    Args:
+        coords: float64 [n, 3] fractional coordinates. lattice: float64 [3, 3], rows are the vectors of the cell.
+        radius: in the unit of the lattice.
+
+    Returns:
+        (edge_index int64 [2, E], distance float64 [E]); a pair occurs once for each image within the radius, an atom
+        among the neighbours of itself only as an image.
+    """
+    coords = coords - np.floor(coords)
+    heights = 1 / np.linalg.norm(np.linalg.inv(lattice), axis=0)  # distances of opposite faces
+    images = [np.arange(-n, n + 1) for n in np.ceil(radius / heights).astype(int)]
+    images = np.stack(np.meshgrid(*images, indexing="ij"), -1).reshape(-1, 3)
+    place = coords @ lattice
+    sources = (place + (images @ lattice)[:, None]).reshape(-1, 3)  # [images * n, 3]
+    squared = (sources**2).sum(1)[:, None] + (place**2).sum(1) - 2 * sources @ place.T
+    src, dst = (squared <= radius**2 + 1e-6).nonzero()
+    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above has lost digits
+    keep = (distance <= radius) & (src != dst + (~images.any(1)).argmax() * len(coords))
+    return np.stack([src[keep] % len(coords), dst[keep]]), distance[keep]
+
+
+def _targets(values) -> np.ndarray:
+    return np.asarray(values, np.float32).reshape(len(values), -1)
+
+
+def _graph_split(data, file, count, seed) -> dict:
+    """The split in the file; where it has none (or no valid part), a tenth of the graphs is drawn for it."""
+    random = np.random.default_rng(seed)
+    train, test = (_first(data, file, f"{name}_idx", default=None) for name in ("train", "test"))
+    valid = _first(data, file, "val_idx", "valid_idx", default=None)
+    if train is None:
+        test, train = np.split(random.permutation(count), [count // 10])
+    if valid is None:
+        valid, train = np.split(random.permutation(train), [count // 10])
+    return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test if test is not None else []).astype(int))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -571,6 +780,8 @@ def _spool(file, shape, dtype, chunks) -> np.memmap:
     """Put chunks into a temporary file, for an array that is read several times and does not fit into memory."""
     with open(file, "wb") as out:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
+    if shape[0] is None:
+        shape = (file.stat().st_size // (shape[1] * np.dtype(dtype).itemsize), shape[1])
     if file.stat().st_size != shape[0] * shape[1] * np.dtype(dtype).itemsize:
         raise StoreError(f"the edge list has {file.stat().st_size} bytes, which is not {list(shape)} numbers; remove "
                          "its archive to have it downloaded again")
@@ -593,7 +804,7 @@ def _download(url, target, progress):
             total = have + int(length) if length else None
             with open(part, "ab" if have else "wb") as file, \
                     tqdm(total=total, initial=have, desc=target.name, unit="B", unit_scale=True,
-                         disable=not progress) as bar:
+                         disable=None if progress else True) as bar:
                 while data := response.read(1 << 20):
                     file.write(data)
                     bar.update(len(data))

@@ -1,12 +1,14 @@
-"""GraphSAGE over sampled blocks, and exact layer-wise inference over the whole graph.
+"""GraphSAGE over sampled blocks, exact layer-wise inference over the whole graph, a regressor for many small graphs.
 
 This file stands alone: copy it into your own code. A block is anything with the fields of `sampler.Block`.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> one row for each seed
     logits = inference(model, indptr, indices, x)   # all V nodes, all their neighbours
+    targets = Regressor(...)(graphs)                # one row for each graph of a block-diagonal batch
 
-Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; C classes.
+Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; C classes. G graphs
+of a batch have N nodes and E edges in all; W is the width inside the regressor, T the number of targets.
 
 On CPU three steps are C code, compiled at first use and called through ctypes: a layer's input (own row and mean of
 the neighbours in one pass), its gradient, and ReLU with dropout. Without a compiler, on CUDA, or after
@@ -470,3 +472,76 @@ def _compile(source, compiler, flags):
         subprocess.run([compiler, *flags, code, "-o", library, "-lm"], capture_output=True, text=True, check=True)
         os.replace(library, target)
     return target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many small graphs: a number (or several) for each graph of a block-diagonal batch, as `store.GraphBatch` is one.
+
+
+class EdgeGatedConv(nn.Module):
+    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it.
+
+    An edge's gate is made of its own features and those of its ends; a node adds up its neighbours' messages, each
+    channel weighed by the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch.
+    """
+
+    def __init__(self, width, last=False):
+        super().__init__()
+        self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
+        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
+
+    def forward(self, src, dst, h, e):
+        """h [N, W], e [E, W] of the edges src [E] -> dst [E] -> both after the layer; the last one needs no e."""
+        own, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
+        gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
+        weight = gate.sigmoid()
+        both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
+        total, weights = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both).chunk(2, 1)
+        h = h + F.silu(self.node_norm(own + total / (weights + 1e-6)))
+        return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
+
+
+class Categories(nn.Module):
+    """uint8 [n, columns] -> [n, width]: the sum of an embedding for each column."""
+
+    def __init__(self, columns, width):
+        super().__init__()
+        self.table = nn.Embedding(256 * columns, width)
+        self.register_buffer("first", 256 * torch.arange(columns), persistent=False)
+
+    def forward(self, x):
+        return self.table(x + self.first).sum(1)
+
+
+class Regressor(nn.Module):
+    """Edge-gated convolutions, the mean over the nodes of each graph, and a small head.
+
+    Args:
+        node_dim, edge_dim: F, D. node_dtype, edge_dtype: uint8 for categories, otherwise numbers.
+        hidden: width W. out_dim: T. num_layers: convolutions. dropout: probability, before the head.
+        mean, std: float [T] of the targets, so that the network itself works on standardised ones.
+    """
+
+    def __init__(self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers=4, dropout=0.0,
+                 mean=0.0, std=1.0):  # fmt: skip
+        super().__init__()
+        self.nodes, self.edges = (
+            Categories(dim, hidden) if dtype == torch.uint8 else
+            nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+            for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
+        )  # fmt: skip
+        self.layers = nn.ModuleList(EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers))
+        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim))
+        self.register_buffer("mean", torch.as_tensor(mean).expand(out_dim).clone().float())
+        self.register_buffer("std", torch.as_tensor(std).expand(out_dim).clone().float())
+
+    def forward(self, graph):
+        """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
+        dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
+        h, e = (enter(rows if rows.dtype == torch.uint8 else rows.float())
+                for enter, rows in ((self.nodes, graph.x), (self.edges, graph.e)))
+        for layer in self.layers:
+            h, e = layer(graph.indices, dst, h, e)
+        pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
+        sizes = graph.graph_ids.bincount(minlength=len(graph.y)).clamp(min=1)
+        return self.head(pooled / sizes.unsqueeze(1)) * self.std + self.mean

@@ -4,6 +4,7 @@
     python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
+    python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
 
@@ -37,10 +38,10 @@ from tqdm import tqdm
 
 import datasets
 import ddp
-from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from model import SAGE, gather_rows, inference, self_and_mean
+from features import Batch, CachedFeatures, CudaCopies, FeatureRing, expected_visits, place, prefetch, share
+from model import SAGE, Regressor, gather_rows, inference, self_and_mean
 from sampler import NeighborSampler, mix
-from store import MODES, GraphStore, StoreError, choose_mode
+from store import MODES, GraphBatch, GraphDataset, GraphStore, StoreError, choose_mode
 
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
 
@@ -177,8 +178,11 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
         t0 = clock.mark()
-        logits = predict(ranks, args, ring, model, batch)
-        loss = F.cross_entropy(logits, batch.y, reduction="sum")
+        output = predict(ranks, args, ring, model, batch)
+        if args.task == "graph":
+            loss = ring.loss(output, batch.y)
+        else:
+            loss = F.cross_entropy(output, batch.y, reduction="sum")
         t1 = clock.mark()
         with nullcontext() if piece.last or ranks.world == 1 else model.no_sync():
             # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
@@ -211,11 +215,14 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
 
 
 def predict(ranks, args, ring, model, batch):
-    """Logits [S, C] of a batch's seeds, computed in --precision; float32, or float64 with fp64."""
-    x = batch.x.double() if args.precision == "fp64" else batch.x
+    """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64."""
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-        logits = model(batch.blocks, x, aggregated=ring.first_hop)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if isinstance(ring, GraphReader):
+            output = model(batch.blocks[0])
+        else:
+            x = batch.x.double() if args.precision == "fp64" else batch.x
+            output = model(batch.blocks, x, aggregated=ring.first_hop)
+    return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -238,11 +245,91 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
 
 
 def exact_accuracy(store, model):
-    """Accuracy on every split from exact layer-wise inference -> {split: accuracy or None where it is empty}."""
+    """Accuracy on every split from exact layer-wise inference -> {split: accuracy or None where it is empty}.
+
+    None for all of them where the features are larger than the free memory.
+    """
+    if store.features.large:
+        return dict.fromkeys(store.split)
     features = store.features.tensor if hasattr(store.features, "tensor") else store.features.gather(torch.arange(store.num_nodes))
     predicted = inference(model, store.indptr, store.indices, features).argmax(1).cpu()
     right = predicted == store.labels
     return {name: right[nodes].double().mean().item() if nodes.numel() else None for name, nodes in store.split.items()}
+
+
+class GraphReader:
+    """Many small graphs in the place of sampler and ring: a batch of seeds is a batch of graphs, read from the store.
+
+    Attributes:
+        binary: True where every training target is 0 or 1: then outputs are logits and the loss is cross-entropy.
+        mean, std: [T] of the training targets, which losses are measured in.
+    """
+
+    first_hop, features = False, None
+
+    def __init__(self, graphs, device, streams):
+        self.graphs, self.copies = graphs, CudaCopies(device, streams) if device.type == "cuda" else None
+        y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
+        self.binary = bool(((y == 0) | (y == 1)).all())
+        self.mean, self.std = y.mean(0).float(), y.std(0, correction=0).clamp(min=1e-12).float()
+        self.scale = self.std.to(device)
+
+    def stream(self, slot):
+        """A context, as that of `FeatureRing`."""
+        return self.copies.stream(slot) if self.copies else nullcontext()
+
+    def sample(self, seeds, key, relabel_outer=True):
+        """The graphs numbered `seeds`; nothing is drawn."""
+        return [self.graphs.batch(seeds)]
+
+    def fetch(self, slot, blocks):
+        """Bring the graphs to the training device -> Batch."""
+        (graph,) = blocks
+        if not self.copies:
+            return Batch(blocks, graph.x, graph.y)
+        with self.copies.stream(slot):
+            graph = GraphBatch(*(self.copies.copy(tensor.pin_memory()) for tensor in graph))
+            return Batch([graph], graph.x, graph.y, self.copies.event())
+
+    def loss(self, output, y):
+        """Summed over the graphs: cross-entropy, or squared error in units of the targets' standard deviation."""
+        if self.binary:
+            return F.binary_cross_entropy_with_logits(output, y.float(), reduction="sum")
+        return ((output - y) / self.scale).square().sum()
+
+    @torch.no_grad()
+    def scores(self, args, model, ids):
+        """Figures for the graphs `ids` -> {name: value}; None without graphs. ROC-AUC where targets are 0 or 1."""
+        if not ids.numel():
+            return None
+        model.eval()
+        load = lambda part, slot: self.fetch(slot, self.sample(part, 0))  # noqa: E731
+        output, y = [], []
+        for batch in prefetch(load, ids.split(args.batch_size), depth=args.prefetch, threads=args.sample_threads):
+            batch.wait()
+            output.append(model(batch.blocks[0]).float().cpu())
+            y.append(batch.y.float().cpu())
+        output, y = torch.cat(output), torch.cat(y)
+        if self.binary:
+            return {"roc_auc": roc_auc(output.flatten(), y.flatten())}
+        error, plain = output - y, self.mean - y
+        return {"rmse": error.square().mean().sqrt().item(), "mae": error.abs().mean().item(),
+                "rmse_of_the_mean": plain.square().mean().sqrt().item()}  # fmt: skip
+
+
+def roc_auc(score, y):
+    """Chance that a graph with target 1 scores higher than one with target 0, ties counting half; nan without both."""
+    values, rank = score.double().unique(return_inverse=True)
+    ones = torch.zeros(len(values), dtype=torch.float64).index_add_(0, rank, y.double())
+    zeros = rank.bincount(minlength=len(values)) - ones
+    below = zeros.cumsum(0) - zeros / 2
+    return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
+
+
+def scores_line(scores):
+    """{'rmse': 0.71, 'mae': 0.5} -> 'RMSE 0.7100  MAE 0.5000'; None -> 'n/a'."""
+    return "n/a" if scores is None else "  ".join(f"{name.replace('rmse', 'RMSE').replace('mae', 'MAE').replace('_', ' ')} "
+                                                  f"{value:.4f}" for name, value in scores.items())  # fmt: skip
 
 
 def peak_memory(ranks):
@@ -346,25 +433,35 @@ def epoch_line(args, figures):
     """The dense line of one epoch. Sampling and fetching run beside the rest; `stall` is what they cost."""
     stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in (*STAGES, "exchange") if stage in figures)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
+    valid = scores_line(figures["valid"]) if "valid" in figures else f"{percent(figures['valid_sampled'])} (sampled)"
     return (
-        f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
-        f"valid {percent(figures['valid_sampled'])} (sampled)  {figures['seconds']:.2f} s  "
+        f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  {figures['seconds']:.2f} s  "
         f"{figures['seeds_per_s']:,.0f} seeds/s  [{stages} s]  peak {figures['peak_bytes'] / 2**30:.2f} GiB"
     )
 
 
 def describe(ranks, args, store, model):
     """Print every derived quantity before the work starts."""
+    parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in store.split.items())
     threads = f"{torch.get_num_threads()} CPU threads each"
     if ranks.gpus and ranks.world > 1:
         threads += f", rank 0 on cores {min(os.sched_getaffinity(0))}-{max(os.sched_getaffinity(0))}, next to its GPU"
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
+    if args.task == "graph":
+        lines = (
+            f"graphs  {store.path}: {len(store):,} graphs; {split}",
+            f"model   edge-gated regressor, {args.num_layers} layers, hidden {args.hidden}, {parameters}",
+        )
+    else:
+        lines = (
+            f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
+            f"{store.feature_dim} features, {store.num_classes} classes; {split}",
+            f"model   SAGE, {args.num_layers} layers, hidden {args.hidden}, {parameters}; "
+            f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
+        )
     for line in (
-        f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
-        f"{store.feature_dim} features, {store.num_classes} classes; {split}",
-        f"model   SAGE, {args.num_layers} layers, hidden {args.hidden}, {sum(p.numel() for p in model.parameters()):,} "
-        f"parameters; fanout {','.join(map(str, args.fanout))} from the seeds outward",
+        *lines,
         f"run     {where}, mode {args.mode}, {args.precision}, {threads}; batch {args.batch_size} x "
         f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch",
         f"links   {ddp.gpu_links(ranks.gpus) or 'nvidia-smi topo -m does not say'}" if ranks.gpus > 1 else None,
@@ -442,10 +539,15 @@ def open_data(ranks, args, path):
             path = prepare(args)
         ranks.barrier()
         path = path or prepare(args)
+    args.total_batch = args.batch_size * args.accumulate * ranks.world
+    if args.task == "graph":
+        args.mode, graphs = "store", GraphDataset.open(path)
+        args.steps = -(-graphs.split["train"].numel() // args.total_batch)
+        reader = GraphReader(graphs, ranks.device, args.sample_threads)
+        return graphs, reader, reader
     store = GraphStore.open(path)
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
-    args.total_batch = args.batch_size * args.accumulate * ranks.world
     args.steps = -(-store.split["train"].numel() // args.total_batch)
     if ranks.leads:
         print(f"memory  {line}")
@@ -482,15 +584,20 @@ def run(ranks, args, path):
     tune(ranks, args)
     store, sampler, ring = open_data(ranks, args, path)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
-    model = SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=args.num_layers, dropout=args.dropout,
-                 recompute=args.checkpoint_activations)  # fmt: skip
+    if args.task == "graph":
+        mean, std = (0.0, 1.0) if ring.binary else (ring.mean, ring.std)
+        model = Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
+                          edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean, std=std)  # fmt: skip
+    else:
+        model = SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=args.num_layers, dropout=args.dropout,
+                     recompute=args.checkpoint_activations)  # fmt: skip
     model.to(ranks.device, torch.float64 if args.precision == "fp64" else torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     start, first = load_checkpoint(args, ranks, model, optimizer)
     parallel = ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
-    if ranks.world > 1 and (line := advice(ranks, args, store, model)) and ranks.leads:
+    if ranks.world > 1 and args.task == "node" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
 
     def save(epoch, step):
@@ -509,8 +616,11 @@ def run(ranks, args, path):
             if args.timeline and second and ranks.leads:
                 draw_timeline(laps, args.timeline)
             if not stopped:
-                valid = sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])
-                figures = {"epoch": epoch + 1, **figures, "valid_sampled": valid, "peak_bytes": peak_memory(ranks)}
+                if args.task == "graph":  # exact, on one rank
+                    valid = {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
+                else:
+                    valid = {"valid_sampled": sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])}
+                figures = {"epoch": epoch + 1, **figures, **valid, "peak_bytes": peak_memory(ranks)}
                 if isinstance(ring.features, CachedFeatures):
                     figures["cache_hit_rate"] = ring.features.hit_rate
                 report(ranks, args, figures, epoch_line(args, figures))
@@ -522,9 +632,14 @@ def run(ranks, args, path):
                 return stop.exit_code
             first = 0
     ranks.check_equal(model)
-    if ranks.leads:
+    if ranks.leads and args.task == "graph":
+        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()}
+        line = "\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items())
+        report(ranks, args, {"scores": scores}, line)
+    elif ranks.leads:
         exact = exact_accuracy(store, model)
         line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
+        line += "; the features do not fit into memory" if store.features.large else ""
         report(ranks, args, {"exact": exact}, f"exact layer-wise accuracy  {line}")
     ranks.barrier()
     return 0
@@ -589,6 +704,8 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(description="Train GraphSAGE by neighbour sampling.", formatter_class=_Defaults)
     count, number = positive(int), positive(float)
     # data
+    parser.add_argument("--task", default="node", choices=["node", "graph"], help="node: classes of the nodes of one graph, by "
+                        "sampling; graph: targets of many small graphs, a batch of them at a time")  # fmt: skip
     parser.add_argument("--dataset", default="synthetic", help="name or path: synthetic, synthetic:nodes=..., a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M")
     parser.add_argument("--root", default="data", help="folder for downloads and built stores")
     parser.add_argument("--backend", default="mmap", choices=["mmap", "lmdb"], help="how a newly built store keeps features")
