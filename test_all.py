@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -39,7 +40,7 @@ import store
 import train
 from datasets import prepare
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from model import SAGE, inference
+from model import GNN, SAGE, inference
 from sampler import Block, NeighborSampler
 from store import GraphStore, Rows, StoreError, build_store, choose_mode, estimate, verify
 
@@ -1283,6 +1284,287 @@ def test_native_dropout_keeps_what_its_random_bytes_say():
     assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())
 
 
+def _dgl():
+    pytest.importorskip("scipy")
+    try:
+        return sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+
+
+def _dgl_twin(layer):
+    """DGL's layer with the weights of ours."""
+    nn = importlib.import_module("dgl.nn")
+    F = layer.self_linear.in_features if hasattr(layer, "self_linear") else None
+    if isinstance(layer, model.SAGEConv):
+        twin = nn.SAGEConv(F, layer.out_dim, "mean")
+        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear"}
+    elif isinstance(layer, model.SAGEPoolConv):
+        twin = nn.SAGEConv(F, layer.out_dim, "pool")
+        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
+    elif isinstance(layer, model.GCNConv):
+        twin, names = nn.GraphConv(layer.linear.in_features, layer.out_dim, norm="both"), {}
+        twin.weight.data, twin.bias.data = layer.linear.weight.data.t().clone(), layer.bias.data.clone()
+    elif isinstance(layer, model.GATv2Conv):
+        twin = nn.GATv2Conv(layer.src_linear.in_features, layer.attn.shape[1], layer.heads)
+        twin.attn.data, names = layer.attn.data[None].clone(), {"fc_src": "src_linear", "fc_dst": "dst_linear"}
+    else:
+        mlp = torch.nn.Sequential(*(type(m)(*m.weight.shape[::-1]) if hasattr(m, "weight") else m for m in layer.mlp))
+        mlp.load_state_dict(layer.mlp.state_dict())
+        return nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
+    for theirs, ours in names.items():
+        getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
+    return twin
+
+
+def _gradients(module, output, weight, *inputs):
+    """Gradients of a weighted sum of the output: of the inputs, then of every parameter by its sorted absolute sum."""
+    module.zero_grad()
+    grads = torch.autograd.grad((output * weight).sum(), [*inputs, *module.parameters()])
+    return grads[: len(inputs)], sorted(g.abs().sum().item() for g in grads[len(inputs) :])
+
+
+LAYERS = {
+    "sage": lambda a, b: model.SAGEConv(a, b),
+    "sage-pool": lambda a, b: model.SAGEPoolConv(a, b),
+    "gcn": lambda a, b: model.GCNConv(a, b),
+    "gat": lambda a, b: model.GATv2Conv(a, b, heads=3),
+    "gat, mean": lambda a, b: model.GATv2Conv(a, b, heads=2, mean=True),
+    "gin": lambda a, b: model.GINConv(a, b),
+}
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_model_layers_equal_dgls(name, ids):
+    """Forward and gradients on a sampled block with destinations without edges, a wide and a narrow input."""
+    _dgl()
+    torch.manual_seed(3)
+    indptr, indices = _random_graph(np.random.default_rng(8), 120, 7, ids)
+    block = NeighborSampler(indptr, indices, [5]).sample(torch.arange(40).to(ids), 0)[0]
+    theirs = block.to_dgl()
+    if name.startswith(("gcn", "gat")):
+        edges = [e for s in range(40) for e in [s, *block.indices[block.indptr[s] : block.indptr[s + 1]].tolist()]]
+        looped = block._replace(indptr=block.indptr + torch.arange(41, dtype=ids), indices=torch.tensor(edges, dtype=ids))
+        theirs = looped.to_dgl()
+    for width, out_dim in ((24, 6), (6, 24)):
+        layer = LAYERS[name](width, out_dim)
+        for parameter in layer.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        twin = _dgl_twin(layer)
+        h = torch.randn(block.num_src, width, requires_grad=True)
+        ours, expected = layer(block, h), twin(theirs, h)
+        if name.startswith("gat"):
+            expected = expected.mean(1) if layer.mean else expected.flatten(1)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        weight = torch.randn_like(ours)
+        (to_h,), sizes = _gradients(layer, ours, weight, h)
+        (to_h_theirs,), sizes_theirs = _gradients(twin, expected, weight, h)
+        torch.testing.assert_close(to_h, to_h_theirs, rtol=1e-4, atol=1e-5)
+        assert sizes == pytest.approx(sizes_theirs, rel=1e-4, abs=1e-4)
+
+
+def test_model_blocks_run_dgls_and_pygs_layers():
+    indptr, indices = _random_graph(np.random.default_rng(9), 100, 6)
+    blocks = NeighborSampler(indptr, indices, [4, 3]).sample(torch.arange(10), 0)
+    x, ours = torch.randn(blocks[0].num_src, 12), SAGE(12, 8, 3, num_layers=2).eval()
+    expected = ours(blocks, x)
+    try:
+        pyg = importlib.import_module("torch_geometric.nn")
+    except ImportError:
+        pyg = None
+    for library in ("dgl", "pyg"):
+        h = x
+        if library == "dgl":
+            _dgl()
+            layers = [_dgl_twin(layer) for layer in ours.layers]
+        elif pyg is None:
+            pytest.skip("torch_geometric is not there")
+        for i, (layer, block) in enumerate(zip(ours.layers, blocks)):
+            if library == "dgl":
+                h = layers[i](block.to_dgl(), h)
+            else:
+                edge_index, _, (_, S) = block.to_pyg()
+                conv = pyg.SAGEConv(layer.self_linear.in_features, layer.out_dim, "mean")
+                conv.lin_l.weight.data, conv.lin_l.bias.data = layer.neigh_linear.weight.data, layer.self_linear.bias.data
+                conv.lin_r.weight.data = layer.self_linear.weight.data
+                h = conv((h, h[:S]), edge_index)
+            h = h.relu() if i == 0 else h
+        torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
+
+
+MODELS = {
+    "sage": {},
+    "sage-pool": {"norm": "layer"},
+    "gcn": {"residual": True},
+    "gat": {"heads": 2, "residual": True},
+    "gin": {"norm": "batch"},
+}
+
+
+def _net(conv, widths=(12, 8, 5), **options):
+    torch.manual_seed(4)
+    net = GNN(*widths, conv=conv, num_layers=3, **{**MODELS[conv], **options})
+    for norm in net.norms:
+        if isinstance(norm, torch.nn.BatchNorm1d):
+            norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+class _GatherOnly:
+    """Features that are no tensor."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype, self.asked = x, x.shape, x.dtype, 0
+
+    def gather(self, ids, out=None):
+        self.asked = max(self.asked, ids.numel())
+        return torch.index_select(self.x, 0, ids, out=out)
+
+
+@pytest.mark.parametrize("conv", MODELS)
+def test_model_inference_is_one_forward_pass_over_the_whole_graph(conv, tmp_path, monkeypatch):
+    """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or an object."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files = []
+    monkeypatch.setattr(model, "_nameless_file", lambda make=model._nameless_file: files.append(make()) or files[-1])
+    indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
+    hub = torch.randint(0, 90, (200,), dtype=indices.dtype)
+    indices = torch.cat([indices[: indptr[50]], hub, indices[indptr[50] :]])
+    indptr, everyone = torch.cat([indptr[:51], indptr[51:] + len(hub)]), torch.arange(90)
+    assert (indptr.diff() == 0).sum() > 5 and indptr[-1] == indices.numel()
+    x = torch.randn(90, 12)
+    for widths in ((12, 8, 5), (12, 16, 20)):
+        net = _net(conv, widths).eval()
+        block = Block(indptr.to(indices.dtype), indices, everyone)
+        expected = net([block] * 3, x)
+        net.train()
+        for options in ({}, {"chunk": 7}, {"chunk_edges": 20}, {"chunk": 13, "chunk_edges": 64, "memory": 0}):
+            torch.testing.assert_close(inference(net, indptr, indices, x, **options), expected, rtol=1e-5, atol=1e-5)
+        rows = _GatherOnly(x.double())
+        torch.testing.assert_close(inference(net, indptr, indices, rows, chunk=10), expected, rtol=1e-5, atol=1e-5)
+        assert rows.asked == 10 and net.training
+        if net.degrees is None and net.layers[0].uses_degree:
+            net.degrees = model.graph_degrees(indptr, indices)
+            torch.testing.assert_close(net.eval()([block] * 3, x), expected, rtol=1e-5, atol=1e-5)
+    assert len(files) >= 6 and not list(tmp_path.iterdir())
+    alone = inference(net, torch.zeros(91, dtype=torch.int64), indices[:0], x)  # no edges at all
+    assert alone.shape == (90, 20) and alone.isfinite().all()
+
+
+def _infers(rank, indptr, indices, x, nets, memory, barrier, table, results):
+    def total(*values):
+        table[rank, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        barrier.wait()
+        sums = table[:, : len(values)].sum(0).tolist()
+        barrier.wait()
+        return sums
+
+    torch.set_num_threads(1)
+    for net in nets:
+        logits = inference(net, indptr, indices, x, chunk=16, chunk_edges=100, memory=memory, rank=rank, world=2, total=total)
+        results.put(logits.numpy().copy())
+        barrier.wait()
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+def test_model_inference_with_two_ranks(memory):
+    indptr, indices = _random_graph(np.random.default_rng(12), 150, 5)
+    x, nets = torch.randn(150, 12), [_net(conv) for conv in MODELS]
+    context = multiprocessing.get_context("spawn")
+    barrier, results, table = context.Barrier(2), context.Queue(), torch.zeros(2, 4, dtype=torch.float64).share_memory_()
+    shared = [indptr, indices, x, nets, memory, barrier, table, results]
+    processes = [context.Process(target=_infers, args=(rank, *shared)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for net in nets:
+        expected = inference(net, indptr, indices, x)
+        for _ in range(2):
+            logits = torch.from_numpy(results.get(timeout=60))
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+_BOUNDED = f"""
+import resource, sys
+sys.path.insert(0, {str(HERE)!r})
+import torch
+from model import GNN, inference
+
+V, hub = 200_000, 1_500_000
+torch.manual_seed(0)
+degree = torch.full((V,), 4)
+degree[7] = hub
+indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+indices = torch.randint(V, (int(indptr[-1]),), dtype=torch.int32)
+x, net = torch.randn(V, 64), GNN(64, 64, 4, conv=sys.argv[1], num_layers=2, heads=2)
+torch.set_num_threads(1)
+options = dict(chunk=2048, chunk_edges=1 << 14, memory=0)
+inference(net, torch.tensor([0, 2, 2]), indices[:2] % 2, x[:2], **options)
+anonymous = lambda: [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")][0] * 1024
+before, peak = anonymous(), 0
+finish = net.finish
+def watched(*args):
+    global peak
+    peak = max(peak, anonymous())
+    return finish(*args)
+net.finish = watched
+inference(net, indptr, indices, x, **options)
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("conv, times", [("sage", 1), ("sage-pool", 1), ("gcn", 1), ("gat", 10)])
+def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_path):
+    """Edges of the hub as [E, width] alone would take 384 MB; the three tables, in files, 51 MB each."""
+    done = subprocess.run([sys.executable, "-c", _BOUNDED, conv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 25e6 * times, f"{int(done.stdout) / 1e6:.0f} MB"
+
+
+def test_model_sampled_gcn_and_gin_are_right_on_average():
+    """One layer over many sampled blocks: its mean is the layer over all neighbours."""
+    indptr, indices = _random_graph(np.random.default_rng(13), 60, 12)
+    x, ids = torch.randn(60, 6), torch.arange(60)
+    for conv in ("gcn", "gin"):
+        torch.manual_seed(5)
+        net = GNN(6, 8, 4, conv=conv, num_layers=1)
+        layer = net.layers[0]
+        if conv == "gin":
+            layer.mlp = torch.nn.Linear(6, 4)  # an average passes through what is linear
+        net.degrees = model.graph_degrees(indptr, indices)
+        sample = NeighborSampler(indptr, indices, [3]).sample
+        mean = torch.zeros(60, 4, dtype=torch.float64)
+        with torch.no_grad():
+            for step in range(3000):
+                blocks = sample(ids, step)
+                mean += net(blocks, x[blocks[0].src_nodes]) / 3000
+        exact = inference(net, indptr, indices, x).double()
+        assert (mean - exact).abs().mean() < 0.06 * exact.abs().mean()  # without the degrees: 0.5
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+@pytest.mark.parametrize("conv", MODELS)
+def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
+    indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
+    net = GNN(6, 8, 3, conv=conv, num_layers=2, norm=norm, residual=True, heads=2, input_dropout=0.1, attention_dropout=0.1)
+    for seeds in (torch.arange(0), torch.arange(1)):
+        blocks = NeighborSampler(indptr, indices, [3, 3]).sample(seeds, 0)
+        logits = net(blocks, torch.randn(blocks[0].num_src, 6))
+        assert logits.shape == (len(seeds), 3)
+        net.zero_grad()
+        torch.nn.functional.cross_entropy(logits, seeds % 3, reduction="sum").backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_model_heads_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="width 10 cannot be shared by 4 heads"):
+        GNN(6, 10, 3, conv="gat", heads=4)
+
+
 def test_a_batch_without_seeds_gives_zero_gradients():
     indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
     net = SAGE(6, 8, 3, num_layers=2)
@@ -2424,7 +2706,7 @@ assert [b.y.item() for b in prefetch(lambda item, slot: ring.fetch(slot, item), 
 """,
     "model": """
 import torch
-from model import SAGE, inference
+from model import GNN, SAGE, inference
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,
