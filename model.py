@@ -384,11 +384,12 @@ class GNN(nn.Module):
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
         conv: "sage", "sage-pool", "gcn", "gat" or "gin".
-        num_layers: one for each block. dropout: probability, applied after each inner layer.
+        num_layers: one for each block.
+        dropout: probability, applied after each inner layer, and to the attention weights of "gat". input_dropout:
+            the same for the features.
         heads: of "gat": side by side in the inner layers, `hidden` wide together; averaged in the last.
         norm: "none", "layer" or "batch", after each inner layer.
         residual: add each layer's input to what it gives, by way of a matrix where the widths differ.
-        input_dropout: probability for each input feature. attention_dropout: of "gat", for each attention weight.
         recompute: keep only each layer's input for the backward pass and compute the rest again (Chen et al., arXiv
             1604.06174): less memory, more time.
 
@@ -400,11 +401,11 @@ class GNN(nn.Module):
     degrees = None
 
     def __init__(self, in_dim, hidden, out_dim, *, conv="sage", num_layers=3, dropout=0.5, heads=1, norm="none",
-                 residual=False, input_dropout=0.0, attention_dropout=0.0, recompute=False):  # fmt: skip
+                 residual=False, input_dropout=0.0, recompute=False):  # fmt: skip
         super().__init__()
         widths = [in_dim] + [hidden] * (num_layers - 1) + [out_dim]
         pairs, inner = list(pairwise(widths)), num_layers - 1
-        options = {"heads": heads, "dropout": attention_dropout} if conv == "gat" else {}
+        options = {"heads": heads, "dropout": dropout} if conv == "gat" else {}
         last = {**options, "mean": True} if conv == "gat" else {}
         self.layers = nn.ModuleList(CONVS[conv](*pair, **options) for pair in pairs[:-1])
         self.layers.append(CONVS[conv](*pairs[-1], **last))

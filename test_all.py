@@ -1,5 +1,6 @@
 """Every test of ringblock: pytest test_all.py. Tests on real graphs skip where ../shared/data is not there."""
 
+import argparse
 import collections
 import ctypes
 import gzip
@@ -1550,7 +1551,7 @@ def test_model_sampled_gcn_and_gin_are_right_on_average():
 @pytest.mark.parametrize("conv", MODELS)
 def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
     indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
-    net = GNN(6, 8, 3, conv=conv, num_layers=2, norm=norm, residual=True, heads=2, input_dropout=0.1, attention_dropout=0.1)
+    net = GNN(6, 8, 3, conv=conv, num_layers=2, norm=norm, residual=True, heads=2, input_dropout=0.1)
     for seeds in (torch.arange(0), torch.arange(1)):
         blocks = NeighborSampler(indptr, indices, [3, 3]).sample(seeds, 0)
         logits = net(blocks, torch.randn(blocks[0].num_src, 6))
@@ -2497,6 +2498,98 @@ def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
         assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", model.CONVS)
+def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_path):
+    words = ["--dataset", tiny, "--model", name, "--fanout", "5,5", "--hidden", 16, "--heads", 2, "--norm", "layer",
+             "--residual", "--epochs", 4, "--lr", 0.01, "--batch-size", 100]  # fmt: skip
+    log, _ = _run_here(tmp_path, *words)
+    assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    with pytest.raises(SystemExit) as stop:  # what the checkpoint fixes is not said again
+        train.main(["--resume", str(tmp_path / "here.pt"), "--predict", str(tmp_path / "classes.npy")])
+    assert not stop.value.code
+    classes, graph = np.load(tmp_path / "classes.npy"), GraphStore.open(tiny)
+    assert classes.dtype == np.int64 and classes.shape == (3000,)
+    right = (torch.from_numpy(classes) == graph.labels)[graph.split["test"]].double().mean().item()
+    assert right == pytest.approx(log[-1]["exact"]["test"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.npy", "here.pt", "log"]
+
+
+@pytest.mark.parametrize("name, norm", [("gcn", "batch"), ("gat", "none")])
+def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
+    """Each computes its part of the nodes; from one checkpoint two predict what one predicts, batch norm or not."""
+    common = ["--gpus", 0, "--resume", tmp_path / "two.pt"]
+    _train("--dataset", tiny, "--model", name, "--norm", norm, "--fanout", "4,4", "--hidden", 16, "--epochs", 2, "--lr", 0.01,
+           "--batch-size", 60, "--gpus", 0, "--procs", 2, "--checkpoint", tmp_path / "two.pt", "--log", tmp_path / "log",
+           "--predict", tmp_path / "trained.npy")  # fmt: skip
+    _train(*common, "--procs", 2, "--predict", tmp_path / "two.npy")
+    _train(*common, "--predict", tmp_path / "one.npy")
+    trained, one, two = (np.load(tmp_path / f"{name}.npy") for name in ("trained", "one", "two"))
+    assert (one == two).mean() > 0.999 and (trained == two).all() and _log(tmp_path / "log")[-1]["exact"]["test"] > 0.4
+
+
+def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):
+    common = ["--dataset", tiny, "--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--lr", 0.05, "--early-stop", 3]
+    log, last = _run_here(tmp_path, *common, "--epochs", 60)
+    valid = [entry["valid_sampled"] for entry in log[:-1]]
+    assert 4 <= len(valid) < 60 and np.argmax(valid) == len(valid) - 4
+    best = torch.load(tmp_path / "here.pt", weights_only=True)["best"]
+    assert best["epoch"] == len(valid) - 3 and best["accuracy"] == max(valid)
+    graph = GraphStore.open(tiny)
+    net = SAGE(16, 16, 4, num_layers=2)
+    net.load_state_dict(best["model"])
+    right = inference(net, graph.indptr, graph.indices, graph.features.tensor).argmax(1) == graph.labels
+    assert log[-1]["exact"]["test"] == pytest.approx(right[graph.split["test"]].double().mean().item(), abs=1e-3)
+    # stopped in between and resumed, it stops where the straight run stops
+    _run_here(tmp_path, *common, "--epochs", 3)
+    resumed, weights = _run_here(tmp_path, "--resume", tmp_path / "here.pt", *common, "--epochs", 60)
+    assert resumed[-2]["epoch"] == len(valid) and all(torch.equal(last[name], weights[name]) for name in last)
+
+
+def test_train_runs_give_mean_and_standard_deviation(tiny, tmp_path, capsys):
+    log = tmp_path / "log"
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--dataset", tiny, "--fanout", "3,3", "--epochs", "1", "--runs", "3", "--seed", "5", "--log", str(log)])
+    assert not stop.value.code
+    runs = [entry for entry in _log(log) if "exact" in entry]
+    test = [entry["exact"]["test"] for entry in runs]
+    assert [entry["seed"] for entry in runs] == [5, 6, 7] and len(set(test)) > 1
+    assert _log(log)[-1]["mean"]["test"] == pytest.approx(np.mean(test))
+    assert _log(log)[-1]["std"]["test"] == pytest.approx(np.std(test, ddof=1))
+    assert f"test {100 * np.mean(test):.2f} +- {100 * np.std(test, ddof=1):.2f}%" in capsys.readouterr().out
+
+
+def test_train_cosine_schedule_is_kept_in_the_checkpoint(tiny, tmp_path):
+    common = ["--dataset", tiny, "--fanout", "3,3", "--epochs", 4, "--lr", 0.01, "--lr-schedule", "cosine"]
+    log, straight = _run_here(tmp_path, *common)
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx([0.01 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)])
+    process = _start(*common, "--checkpoint", tmp_path / "c.pt", "--procs", 1)
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith("epoch   2"):
+            process.terminate()
+    process.wait()
+    log, resumed = _run_here(tmp_path, *common, "--resume", tmp_path / "c.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_train_tensorboard(tiny, tmp_path):
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not there")
+    _run_here(tmp_path, "--dataset", tiny, "--fanout", "3,3", "--epochs", 2, "--tensorboard", tmp_path / "board")
+    assert list((tmp_path / "board").glob("events.out.tfevents*"))
+
+
+def test_train_help_fits_two_screens_and_says_units_and_defaults():
+    environment = {**os.environ, "COLUMNS": "110"}
+    done = subprocess.run([sys.executable, HERE / "train.py", "--help"], capture_output=True, text=True, env=environment)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) <= 80 and max(map(len, lines)) <= 110
+    groups = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
+    assert groups == ["options:", "data:", "sampling:", "model:", "optimisation:", "processes and placement:", "files:"]
+    for action in train.make_parser()._actions:
+        assert action.help and (action.default in (None, False) or action.default == argparse.SUPPRESS
+                                or "default" in train._Defaults("")._get_help_string(action)), action.dest  # fmt: skip
+
+
 def test_uneven_last_batches_do_not_hang(tiny):
     # 600 seeds, 3 ranks x 299: the last step has one seed for three ranks... two of them have none
     output = _train("--dataset", tiny, "--gpus", 0, "--procs", 3, "--batch-size", 199, "--epochs", 1, "--fanout", "3,3")
@@ -2665,6 +2758,11 @@ def test_a_killed_parent_leaves_no_orphans(tiny):
         (["--timeline", "steps.gif"], "--timeline steps.gif: .* ends in .png"),
         (["--gpu-cache", "lots"], "'lots' is no size; write it as 4GiB"),
         (["--dropout", "1"], "--dropout 1"),
+        (["--model", "gat", "--hidden", "10"], "--hidden 10 cannot be shared by --heads 4"),
+        (["--norm", "batch", "--checkpoint-activations"], "use --norm layer"),
+        (["--runs", "3", "--checkpoint", "c.pt"], "--checkpoint c.pt is for one run, --runs is 3"),
+        (["--predict", "classes.csv"], "--predict classes.csv: .* ends in .npy"),
+        (["--predict", "nowhere/c.npy"], "--predict nowhere/c.npy: the folder .* does not exist"),
         (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file"),
         (["--resume", str(HERE / "LICENSE")], "LICENSE is not a checkpoint"),
         (["--checkpoint", "nowhere/c.pt"], "--checkpoint nowhere/c.pt: the folder .* does not exist"),

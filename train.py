@@ -440,7 +440,7 @@ def open_data(ranks, args, path):
     dtype = torch.bfloat16 if args.precision == "bf16" else store.features.dtype
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype,
-                       aggregate=self_and_mean if args.model == "sage" else None)  # fmt: skip
+                       aggregate=self_and_mean if args.model == "sage" and not args.input_dropout else None)  # fmt: skip
     return store, sampler, ring
 
 
@@ -460,8 +460,8 @@ def build_model(ranks, args, store):
     """The model with the initial weights of --seed, the same on every rank."""
     torch.manual_seed(args.seed)
     model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
-                dropout=args.dropout, heads=args.heads, norm=args.norm, residual=args.residual,
-                recompute=args.checkpoint_activations).to(ranks.device)  # fmt: skip
+                dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
+                residual=args.residual, recompute=args.checkpoint_activations).to(ranks.device)  # fmt: skip
     if any(layer.uses_degree for layer in model.layers):
         model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device)
     return model
@@ -630,12 +630,13 @@ def make_parser():
     add("--heads", type=count, default=4, metavar="N", help="attention heads of gat")
     add("--norm", default="none", choices=["none", "layer", "batch"], help="after each inner layer")
     add("--residual", action="store_true", help="add each layer's input to its output")
-    add("--dropout", type=from_zero, default=0.5, metavar="P", help="probability after each inner layer")
+    add("--dropout", type=from_zero, default=0.5, metavar="P", help="probability after each inner layer and of gat's attention")
+    add("--input-dropout", type=from_zero, default=0.0, metavar="P", help="probability of the features (default: 0)")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--lr", type=number, default=0.003, metavar="RATE", help="Adam's learning rate")
     add("--lr-schedule", default="constant", choices=["constant", "cosine"], help="cosine: falls to 0 over --epochs")
-    add("--weight-decay", type=from_zero, default=0.0, metavar="X", help="Adam's L2 term")
+    add("--weight-decay", type=from_zero, default=0.0, metavar="X", help="Adam's L2 term (default: 0)")
     add("--epochs", type=count, default=10, metavar="N", help="passes over the training nodes")
     add("--early-stop", type=count, metavar="N", help="end after N epochs without a better sampled validation accuracy and take "
         "the best epoch's weights (default: off)")  # fmt: skip
@@ -689,8 +690,9 @@ def check_args(parser, args):
     if len(args.fanout) != args.num_layers:
         parser.error(f"--fanout {','.join(map(str, args.fanout))} has {len(args.fanout)} hops, --num-layers is "
                      f"{args.num_layers}; give one fanout for each layer")  # fmt: skip
-    if args.dropout >= 1:
-        parser.error(f"--dropout {args.dropout} must be below 1")
+    for flag in ("dropout", "input_dropout"):
+        if getattr(args, flag) >= 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be below 1")
     if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
         parser.error(f"--gpu-cache is for --mode cpu-cuda (or an lmdb store on CPU); {args.mode} reads features in place")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
