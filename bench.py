@@ -4,6 +4,9 @@
     python bench.py sampler --larger synthetic:nodes=24490290,degree=50,features=1,classes=47 --json results/sampler.json
     python bench.py step                             # one training step against DGL's, and what each trick is worth
     python bench.py features                         # the ring against a plain copy; four processes on one store
+    python bench.py inference --rounds 3             # exact inference against DGL's layer-wise loop; --model gat and others
+    python bench.py accuracy --threads 1             # ten seeds on real graphs against published figures; --dataset cora
+    python bench.py picture results/*.json           # throughput against DGL, drawn from what the others wrote
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -16,18 +19,22 @@ machine meets all of them.
 """
 
 import argparse
+import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -534,10 +541,232 @@ def memory_of_processes(args, procs=4):
     return {"processes": procs, "feature_bytes": feature_bytes, "pss": sums[0], "own": sums[1], "ratio": ratio}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# inference
+
+
+def dgl_twin(layer):
+    """DGL's layer of the same name, with the weights of ours."""
+    sampler.import_dgl()
+    import dgl.nn
+
+    if isinstance(layer, model.GINConv):
+        mlp = torch.nn.Sequential(*(type(m)(*m.weight.shape[::-1]) if hasattr(m, "weight") else m for m in layer.mlp))
+        mlp.load_state_dict(layer.mlp.state_dict())
+        return dgl.nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
+    if isinstance(layer, model.GCNConv):
+        twin = dgl.nn.GraphConv(layer.linear.in_features, layer.out_dim, norm="both")
+        twin.weight.data, twin.bias.data = layer.linear.weight.data.t().clone(), layer.bias.data.clone()
+        return twin
+    if isinstance(layer, model.GATv2Conv):
+        twin = dgl.nn.GATv2Conv(layer.src_linear.in_features, layer.attn.shape[1], layer.heads)
+        twin.attn.data, names = layer.attn.data[None].clone(), {"fc_src": "src_linear", "fc_dst": "dst_linear"}
+    else:
+        kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
+        twin = dgl.nn.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind)
+        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
+    for theirs, ours in names.items():
+        if hasattr(layer, ours):
+            getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
+    return twin
+
+
+def dgl_inference(graph, x, layers, widths, batch_size):
+    """Layer-wise inference as DGL's own example (node_classification.py) writes it -> logits [V, C]."""
+    dgl = sampler.import_dgl()
+    everyone = torch.arange(graph.num_nodes())
+    for layer, width in zip(layers, widths):
+        full = dgl.dataloading.MultiLayerFullNeighborSampler(1)
+        loader = dgl.dataloading.DataLoader(graph, everyone, full, batch_size=batch_size, num_workers=0)
+        y = torch.empty(graph.num_nodes(), width)
+        for sources, targets, blocks in loader:
+            h = layer(blocks[0], x[sources])
+            if h.dim() == 3:  # heads: side by side, averaged in the last layer
+                h = h.mean(1) if layer is layers[-1] else h.flatten(1)
+            y[targets[0] : targets[-1] + 1] = h if layer is layers[-1] else F.relu(h)
+        x = y
+    return x
+
+
+def bench_inference(args):
+    """Time exact inference on every node with the same weights; returns the figures and how far the logits are apart.
+
+    GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
+    """
+    train.keep_freed_memory()
+    store = GraphStore.open(datasets.prepare(args.dataset, args.root))
+    x, depth = in_memory(store.features.tensor), len(args.fanout)
+    torch.manual_seed(0)
+    net = model.GNN(x.shape[1], args.hidden, store.num_classes, conv=args.model, num_layers=depth, heads=4).eval()
+    indptr, indices, logits = in_memory(store.indptr), in_memory(store.indices), {}
+    contenders = {"ours": lambda: model.inference(net, indptr, indices, x),
+                  "ours, tables in files": lambda: model.inference(net, indptr, indices, x, memory=0)}  # fmt: skip
+    try:
+        dgl = sampler.import_dgl()
+        layers = [dgl_twin(layer) for layer in net.layers]
+        looped = model.with_self_loops(indptr, indices) if args.model == "gat" else (indptr, indices.long())
+        graph = dgl.graph(("csc", (*looped, torch.empty(0, dtype=torch.int64))), num_nodes=store.num_nodes)
+        for batch in (4096, 65536) if args.model != "gcn" else ():
+            loop = functools.partial(dgl_inference, graph, x, layers, [layer.out_dim for layer in net.layers], batch)
+            contenders[f"DGL, {batch} nodes at a time"] = loop
+    except ImportError as error:
+        print(f"left out: DGL ({error})")
+
+    def contender(name):
+        def one(i):
+            with torch.no_grad():
+                logits[name] = contenders[name]()
+
+        return one
+
+    times = interleave({name: contender(name) for name in contenders}, args.rounds, warmup=1)
+    median = {name: statistics.median(seconds) for name, seconds in times.items()}
+    apart = {name: (out - logits["ours"]).abs().max().item() for name, out in logits.items()}
+    print_table([[name, f"{s:.2f}", f"{min(times[name]):.2f}", f"{s / median['ours']:.2f}", f"{apart[name]:.1e}"]
+                 for name, s in median.items()], ["inference", "median s", "min s", "time / ours", "logits apart"])  # fmt: skip
+    return {"median_s": median, "min_s": {name: min(s) for name, s in times.items()}, "logits_apart": apart}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# accuracy
+
+REAL = {  # data set: flags for every model
+    "cora": "--hidden 64 --lr 0.01 --weight-decay 5e-4 --epochs 200 --early-stop 50",
+    "citeseer": "--hidden 64 --lr 0.01 --weight-decay 5e-4 --epochs 200 --early-stop 50",
+    "amazon_computers": "--hidden 64 --lr 0.01 --weight-decay 5e-4 --epochs 200 --early-stop 50",
+    "coauthor_cs": "--hidden 64 --lr 0.01 --weight-decay 5e-4 --epochs 100 --early-stop 20",
+    "ogbn_arxiv_nofeat": "--hidden 128 --lr 0.01 --epochs 30 --early-stop 8",
+}
+FOR_MODEL = {"gat": "--heads 8", "gin": "--norm layer"}
+FOR_BOTH = {("cora", "gat"): "--dropout 0.6 --input-dropout 0.6 --lr 0.005"}
+PUBLISHED = {  # test accuracy and its standard deviation where one is published, in percent; ../shared/data/README.md
+    ("cora", "gcn"): (81.5, None), ("cora", "gat"): (83.0, None), ("citeseer", "gcn"): (70.3, None),
+    ("amazon_computers", "gcn"): (82.6, 2.4), ("amazon_computers", "sage"): (82.4, 1.8),
+    ("coauthor_cs", "gcn"): (91.1, 0.5), ("coauthor_cs", "sage"): (91.3, 2.8),
+}  # fmt: skip
+
+
+def bench_accuracy(args):
+    """Train through train.py with seeds 0 .. --runs - 1: every model on full batches, two of them sampled, and an MLP.
+
+    A full batch is all training nodes with all their neighbours. The MLP is GraphSAGE on the graph without edges.
+    Amazon Computers is its largest connected component, as in the paper that published the figures (arXiv 1811.05868).
+    """
+    names = [args.dataset] if args.dataset in REAL else [n for n in REAL if Path(args.data, f"{n}.npz").is_file()]
+    figures, rows = {}, []
+    for name in names:
+        full, sampled = "--fanout -1,-1 --batch-size 1000000", "--fanout 10,10 --batch-size 64"
+        if name == "ogbn_arxiv_nofeat":
+            full, sampled = "--fanout -1,-1 --batch-size 8192", "--fanout 10,10 --batch-size 1024"
+        cases = [("mlp", "no edges", full)] + [(conv, "full batch", full) for conv in model.CONVS]
+        cases += [(conv, "sampled", sampled) for conv in ("sage", "gcn")]
+        for conv, how, batches in cases:
+            if args.models and conv not in args.models.split(","):
+                continue
+            words = ["--model", conv.replace("mlp", "sage"), *REAL[name].split(), *batches.split()]
+            words += f"{FOR_MODEL.get(conv, '')} {FOR_BOTH.get((name, conv), '')}".split()
+            figure = {"flags": " ".join(words), **accuracy_of(args, name, words, edges=conv != "mlp")}
+            published, spread = PUBLISHED.get((name, conv), (None, None))
+            figures[f"{name}, {conv}, {how}"] = {**figure, "published": published, "published_std": spread}
+            rows.append([name, conv, how, f"{figure['test']:.2f} +- {figure['std']:.2f}",
+                         f"{published or '-'}{f' +- {spread}' if spread else ''}", f"{figure['seconds']:.0f}"])  # fmt: skip
+            print("  ".join(rows[-1]), flush=True)
+    print_table(rows, ["data set", "model", "training", f"test %, n = {args.runs}", "published", "seconds"])
+    return {"accuracy": figures}
+
+
+def accuracy_of(args, name, words, edges=True):
+    """Run train.py in this process -> test accuracy in percent: mean, standard deviation, seconds of all runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        data, log = Path(scratch, f"{name}.npz"), Path(scratch, "log")
+        write_graph(Path(args.data, f"{name}.npz"), data, component=name == "amazon_computers", edges=edges)
+        common = ["--dataset", str(data) + (":row_normalize=0" if name == "amazon_computers" else ""), "--root", scratch]
+        start = time.perf_counter()
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            try:
+                train.main([*common, *words, "--runs", str(args.runs), "--log", str(log)])
+            except SystemExit as stop:
+                if stop.code:
+                    raise StoreError(f"train.py {' '.join(words)} ended with code {stop.code}") from None
+        last = json.loads(log.read_text().splitlines()[-1])
+    return {"test": 100 * last["mean"]["test"], "std": 100 * last["std"]["test"], "seconds": time.perf_counter() - start}
+
+
+def write_graph(source, target, *, component, edges):
+    """Copy an .npz graph, cut down to its largest connected component or without its edges."""
+    with np.load(source, allow_pickle=False) as file:
+        data = dict(file)
+    if component:
+        src, dst = data["edge_index"]
+        label = np.arange(len(data["labels"]))
+        while (label[src] != label[dst]).any():  # every node takes the smallest number around it
+            np.minimum.at(label, dst, label[src])
+            np.minimum.at(label, src, label[dst])
+            label = label[label]
+        keep = label == np.bincount(label).argmax()
+        lengths = np.diff(data["feat_indptr"])
+        data["edge_index"] = (np.cumsum(keep) - 1)[data["edge_index"][:, keep[src]]]
+        data["feat_indices"] = data["feat_indices"][np.repeat(keep, lengths)]
+        data["feat_indptr"] = np.concatenate([[0], np.cumsum(lengths[keep])])
+        data["feat_shape"], data["labels"] = np.array([keep.sum(), data["feat_shape"][1]]), data["labels"][keep]
+    if not edges:
+        data["edge_index"] = data["edge_index"][:, :0]
+    np.savez(target, **data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# picture
+
+
+def bench_picture(args):
+    """Draw times against DGL from result files -> results/throughput.png, or --png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = {}
+    for file in args.files or sorted(str(path) for path in Path("results").glob("*.json")):
+        content = json.loads(Path(file).read_text())
+        found.setdefault(content["arguments"]["what"], content)  # of two the first
+    charts = []  # (title, {name: (times as fast as the slowest, milliseconds)}, ours)
+    if "sampler" in found:
+        times = {name: f["median_ms"] for name, f in found["sampler"]["contenders"].items()}
+        keep = ["native", "torch ops", "DGL fused, int64", "DGL unfused, int64"]
+        charts.append(("sampling a batch", {name: times[name] for name in keep if name in times}))
+    if "step" in found:
+        keep = {"bf16": "ringblock, bf16", "all tricks": "ringblock, fp32", "DGL, malloc kept": "DGL, malloc kept",
+                "DGL as shipped": "DGL as shipped"}  # fmt: skip
+        charts.append(("a training step, dropout 0.5",
+                       {label: found["step"]["median_ms"][name] for name, label in keep.items() if name in found["step"]["median_ms"]}))  # fmt: skip
+    if "inference" in found:
+        charts.append(("exact inference, all nodes", {name: 1e3 * s for name, s in found["inference"]["median_s"].items()}))
+    if not charts:
+        raise StoreError(f"nothing to draw in {args.files}: give what bench.py sampler, step or inference --json wrote")
+    figure, axes = pyplot.subplots(1, len(charts), figsize=(4.2 * len(charts), 2.4), layout="constrained", squeeze=False)
+    for axis, (title, times) in zip(axes[0], charts):
+        colors = ["C7" if name.startswith("DGL") else "C0" for name in times]
+        bars = axis.barh(list(times), [1e3 / ms for ms in times.values()], color=colors)
+        axis.bar_label(bars, [f" {ms:.0f} ms" if ms < 1e4 else f" {ms / 1e3:.0f} s" for ms in times.values()], fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.25)
+        axis.tick_params(labelsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("times a second (longer is faster)", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.png, dpi=110)
+    pyplot.close(figure)
+    print(f"drawn: {args.png}")
+    return {}
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sampler", "step", "features"])
+    runs = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "inference": bench_inference,
+            "accuracy": bench_accuracy, "picture": bench_picture}  # fmt: skip
+    parser.add_argument("what", choices=list(runs))
+    parser.add_argument("files", nargs="*", help="picture: what the others wrote with --json (default: results/*.json)")
     parser.add_argument("--dataset", default=WORKLOAD)
     parser.add_argument("--root", default="data", help="folder for built stores")
     parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
@@ -547,16 +776,25 @@ def main(argv=None):
     parser.add_argument("--shared", default="synthetic:nodes=2500000,degree=1,features=400", metavar="DATASET",
                         help="features: the store that four processes share, 4 GB")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--model", default="sage", choices=list(model.CONVS), help="inference: the model")
+    parser.add_argument("--data", default="../shared/data", metavar="DIR", help="accuracy: folder of the real graphs; --dataset "
+                        "names one of them, else it is all")  # fmt: skip
+    parser.add_argument("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin")
+    parser.add_argument("--runs", type=int, default=10, help="accuracy: seeds")
+    parser.add_argument("--png", default="results/throughput.png", metavar="FILE", help="picture: where it goes")
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
     args = parser.parse_args(argv)
+    if args.files and args.what != "picture":
+        parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     machine = hardware()
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
+    if args.what in ("sampler", "step", "features", "inference"):
+        print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
-        figures = {"sampler": bench_sampler, "step": bench_step, "features": bench_features}[args.what](args)
+        figures = runs[args.what](args)
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
