@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import datasets
 import features
 import model
@@ -1293,31 +1294,6 @@ def _dgl():
         pytest.skip(str(missing))
 
 
-def _dgl_twin(layer):
-    """DGL's layer with the weights of ours."""
-    nn = importlib.import_module("dgl.nn")
-    F = layer.self_linear.in_features if hasattr(layer, "self_linear") else None
-    if isinstance(layer, model.SAGEConv):
-        twin = nn.SAGEConv(F, layer.out_dim, "mean")
-        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear"}
-    elif isinstance(layer, model.SAGEPoolConv):
-        twin = nn.SAGEConv(F, layer.out_dim, "pool")
-        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
-    elif isinstance(layer, model.GCNConv):
-        twin, names = nn.GraphConv(layer.linear.in_features, layer.out_dim, norm="both"), {}
-        twin.weight.data, twin.bias.data = layer.linear.weight.data.t().clone(), layer.bias.data.clone()
-    elif isinstance(layer, model.GATv2Conv):
-        twin = nn.GATv2Conv(layer.src_linear.in_features, layer.attn.shape[1], layer.heads)
-        twin.attn.data, names = layer.attn.data[None].clone(), {"fc_src": "src_linear", "fc_dst": "dst_linear"}
-    else:
-        mlp = torch.nn.Sequential(*(type(m)(*m.weight.shape[::-1]) if hasattr(m, "weight") else m for m in layer.mlp))
-        mlp.load_state_dict(layer.mlp.state_dict())
-        return nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
-    for theirs, ours in names.items():
-        getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
-    return twin
-
-
 def _gradients(module, output, weight, *inputs):
     """Gradients of a weighted sum of the output: of the inputs, then of every parameter by its sorted absolute sum."""
     module.zero_grad()
@@ -1352,7 +1328,7 @@ def test_model_layers_equal_dgls(name, ids):
         layer = LAYERS[name](width, out_dim)
         for parameter in layer.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
-        twin = _dgl_twin(layer)
+        twin = bench.dgl_twin(layer)
         h = torch.randn(block.num_src, width, requires_grad=True)
         ours, expected = layer(block, h), twin(theirs, h)
         if name.startswith("gat"):
@@ -1378,7 +1354,7 @@ def test_model_blocks_run_dgls_and_pygs_layers():
         h = x
         if library == "dgl":
             _dgl()
-            layers = [_dgl_twin(layer) for layer in ours.layers]
+            layers = [bench.dgl_twin(layer) for layer in ours.layers]
         elif pyg is None:
             pytest.skip("torch_geometric is not there")
         for i, (layer, block) in enumerate(zip(ours.layers, blocks)):
@@ -2780,6 +2756,98 @@ def test_bad_flags_get_one_sentence_and_code_2(words, complaint, tiny, tmp_path,
     assert stop.value.code == 2 and re.search(complaint, captured.err), captured.err
     assert len(captured.err.strip().splitlines()[-1]) < 500
     assert not list(tmp_path.rglob("*.npy"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench.py and README.md
+
+
+def test_bench_inference_equals_dgls_loop(tmp_path):
+    _dgl()
+    words = ["inference", "--dataset", TINY, "--root", str(tmp_path), "--hidden", "8", "--fanout", "1,1", "--rounds", "1"]
+    for conv in ("sage", "gat", "gin"):
+        out = tmp_path / f"{conv}.json"
+        assert bench.main([*words, "--model", conv, "--json", str(out)]) == 0
+        figures = json.loads(out.read_text())
+        assert len(figures["median_s"]) == 4 and max(figures["logits_apart"].values()) < 1e-3
+    torch.set_num_threads(2)
+
+
+def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch):
+    """Two components of three and two nodes and one alone: the largest is kept, with its features and labels."""
+    features = {"feat_indptr": [0, 1, 3, 3, 4, 5, 6], "feat_indices": [0, 1, 2, 3, 0, 1], "feat_shape": [6, 4]}
+    np.savez(tmp_path / "six.npz", edge_index=[[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]], labels=[0, 1, 2, 3, 4, 5], **features)
+    bench.write_graph(tmp_path / "six.npz", tmp_path / "three.npz", component=True, edges=True)
+    three = np.load(tmp_path / "three.npz")
+    assert three["edge_index"].tolist() == [[0, 2, 1], [2, 1, 0]] and three["labels"].tolist() == [0, 2, 4]
+    assert three["feat_indptr"].tolist() == [0, 1, 1, 2] and three["feat_indices"].tolist() == [0, 0]
+    assert three["feat_shape"].tolist() == [3, 4]
+    if not DATA.is_dir():
+        pytest.skip(f"{DATA} is not there")
+    monkeypatch.setitem(bench.REAL, "cora", "--hidden 16 --lr 0.02 --weight-decay 5e-4 --epochs 50")
+    out = tmp_path / "out.json"
+    words = ["accuracy", "--dataset", "cora", "--data", str(DATA), "--runs", "2", "--threads", "1", "--json", str(out)]
+    assert bench.main([*words, "--models", "mlp,gcn"]) == 0
+    torch.set_num_threads(2)
+    figures = json.loads(out.read_text())["accuracy"]
+    assert 40 < figures["cora, mlp, no edges"]["test"] < 65
+    assert all(figures[f"cora, gcn, {how}"]["test"] > 76 for how in ("full batch", "sampled"))
+
+
+def test_bench_picture_draws_what_is_committed(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [str(path) for path in (HERE / "results").glob("*.json")]
+    assert bench.main(["picture", *files, "--png", str(tmp_path / "speed.png")]) == 0
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _readme_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (HERE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _readme_commands():
+    """README's shell commands that need no GPU, no download and no second graph, without their comments."""
+    lines = [line.split("  #")[0].strip() for block in _readme_blocks("bash") for line in block.splitlines()]
+    away = ("ogbn-", "cora", "--gpus 4", "pip install", "my_graph", "my_store", "PATH")
+    return [line for line in lines if line.startswith("python ") and not any(word in line for word in away)]
+
+
+def test_readme_commands_run_word_for_word(tmp_path):
+    """Each in one folder, in the order of README, with small settings behind it where it takes them."""
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(HERE / "results", tmp_path / "results")
+    commands, flags = _readme_commands(), set(train.make_parser()._option_string_actions)
+    assert len(commands) > 4
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= flags, command
+        if "bench.py" in command and "picture" not in command:
+            continue  # they take hours; the tests above run them small
+        if "train.py" in command and "--resume" not in command and "--help" not in command:
+            command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
+        elif any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
+            continue
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_readme_python_blocks_run(tmp_path, monkeypatch):
+    """README's Python, in its order, on a small graph under the names that it uses; DGL's and PyG's where they are."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    names = {
+        "edge_index": rng.integers(0, 400, (2, 4000)), "x": rng.normal(size=(400, 8)).astype(np.float32),
+        "y": rng.integers(0, 3, 400), "a": range(200), "b": range(200, 300), "c": range(300, 400),
+    }  # fmt: skip
+    blocks = _readme_blocks("python")
+    assert len(blocks) >= 4
+    for block in blocks:
+        if "dgl" in block:
+            _dgl()
+        if "torch_geometric" in block:
+            pytest.importorskip("torch_geometric")
+        exec(compile(block, "README.md", "exec"), names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
