@@ -643,7 +643,12 @@ REAL = {  # data set: (flags for every model, those of full batches, those of sa
                           "--fanout -1,-1 --batch-size 8192", "--fanout 10,10 --batch-size 2048"),
 }  # fmt: skip
 FOR_MODEL = {"gat": "--heads 8", "gin": "--norm layer"}
-FOR_BOTH = {("cora", "gat"): "--dropout 0.6 --input-dropout 0.6 --lr 0.005 --epochs 300 --early-stop 100"}
+FOR_BOTH = {
+    ("cora", "gat"): "--dropout 0.6 --input-dropout 0.6 --lr 0.005 --epochs 300 --early-stop 100",
+    ("amazon_computers", "gcn"): "--lr 0.01 --weight-decay 5e-4 --dropout 0.5",
+    ("amazon_computers", "gat"): "--lr 0.01 --weight-decay 5e-4 --dropout 0.5",
+}
+BINARY = {("amazon_computers", "gcn"), ("amazon_computers", "gat")}  # words as 0 and 1; else each row is divided by its sum
 PUBLISHED = {  # test accuracy and its standard deviation where one is published, in percent; ../shared/data/README.md
     ("cora", "gcn"): (81.5, None), ("cora", "gat"): (83.0, None), ("citeseer", "gcn"): (70.3, None),
     ("amazon_computers", "gcn"): (82.6, 2.4), ("amazon_computers", "sage"): (82.4, 1.8),
@@ -669,7 +674,7 @@ def bench_accuracy(args):
                 continue
             words = ["--model", conv.replace("mlp", "sage"), *flags.split(), *batches.split()]
             words += f"{FOR_MODEL.get(conv, '')} {FOR_BOTH.get((name, conv), '')}".split()
-            figure = {"flags": " ".join(words), **accuracy_of(args, name, words, edges=conv != "mlp")}
+            figure = {"flags": " ".join(words), **accuracy_of(args, name, conv, words)}
             published, spread = PUBLISHED.get((name, conv), (None, None))
             figures[f"{name}, {conv}, {how}"] = {**figure, "published": published, "published_std": spread}
             rows.append([name, conv, how, f"{figure['test']:.2f} +- {figure['std']:.2f}",
@@ -679,12 +684,13 @@ def bench_accuracy(args):
     return {"accuracy": figures}
 
 
-def accuracy_of(args, name, words, edges=True):
+def accuracy_of(args, name, conv, words):
     """Run train.py in this process -> test accuracy in percent: mean, standard deviation, seconds of all runs."""
     with tempfile.TemporaryDirectory() as scratch:
         data, log = Path(scratch, f"{name}.npz"), Path(scratch, "log")
-        write_graph(Path(args.data, f"{name}.npz"), data, component=name == "amazon_computers", edges=edges)
-        start, common = time.perf_counter(), ["--dataset", str(data), "--root", scratch]
+        write_graph(Path(args.data, f"{name}.npz"), data, component=name == "amazon_computers", edges=conv != "mlp")
+        data = f"{data}:row_normalize=0" if (name, conv) in BINARY else str(data)
+        start, common = time.perf_counter(), ["--dataset", data, "--root", scratch]
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             try:
                 train.main([*common, *words, "--runs", str(args.runs), "--log", str(log)])
@@ -732,23 +738,26 @@ def bench_picture(args):
     for file in args.files or sorted(str(path) for path in Path("results").glob("*.json")):
         content = json.loads(Path(file).read_text())
         found.setdefault(content["arguments"]["what"], content)  # of two the first
-    charts = []  # (title, {name: (times as fast as the slowest, milliseconds)}, ours)
-    if "sampler" in found:
-        times = {name: f["median_ms"] for name, f in found["sampler"]["contenders"].items()}
-        keep = ["native", "torch ops", "DGL fused, int64", "DGL unfused, int64"]
-        charts.append(("sampling a batch", {name: times[name] for name in keep if name in times}))
-    if "step" in found:
-        keep = {"bf16": "ringblock, bf16", "all tricks": "ringblock, fp32", "DGL, malloc kept": "DGL, malloc kept",
-                "DGL as shipped": "DGL as shipped"}  # fmt: skip
-        charts.append(("a training step, dropout 0.5",
-                       {label: found["step"]["median_ms"][name] for name, label in keep.items() if name in found["step"]["median_ms"]}))  # fmt: skip
-    if "inference" in found:
-        charts.append(("exact inference, all nodes", {name: 1e3 * s for name, s in found["inference"]["median_s"].items()}))
+    labels = {"native": "ringblock", "torch ops": "ringblock, torch ops", "all tricks": "ringblock, fp32", "bf16": "ringblock, bf16",
+              "ours": "ringblock", "ours, tables in files": "ringblock, tables in files"}  # fmt: skip
+    draws = {  # section: (title, milliseconds of each contender, those that are drawn)
+        "sampler": ("sampling a batch", lambda f: {name: c["median_ms"] for name, c in f["contenders"].items()},
+                    ["native", "torch ops", "DGL fused, int64", "DGL unfused, int64", "GraphBolt"]),
+        "step": ("a training step, dropout 0.5", lambda f: f["median_ms"],
+                 ["bf16", "all tricks", "DGL, malloc kept", "DGL as shipped"]),
+        "inference": ("exact inference, all nodes", lambda f: {name: 1e3 * s for name, s in f["median_s"].items()},
+                      ["ours", "ours, tables in files", "DGL, 65536 nodes at a time", "DGL, 4096 nodes at a time"]),
+    }  # fmt: skip
+    charts = []
+    for section, (title, read, names) in draws.items():
+        if section in found:
+            times = read(found[section])
+            charts.append((title, {labels.get(name, name): times[name] for name in names if name in times}))
     if not charts:
         raise StoreError(f"nothing to draw in {args.files}: give what bench.py sampler, step or inference --json wrote")
     figure, axes = pyplot.subplots(1, len(charts), figsize=(4.2 * len(charts), 2.4), layout="constrained", squeeze=False)
     for axis, (title, times) in zip(axes[0], charts):
-        colors = ["C7" if name.startswith("DGL") else "C0" for name in times]
+        colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]
         bars = axis.barh(list(times), [1e3 / ms for ms in times.values()], color=colors)
         axis.bar_label(bars, [f" {ms:.0f} ms" if ms < 1e4 else f" {ms / 1e3:.0f} s" for ms in times.values()], fontsize=8)
         axis.invert_yaxis()
