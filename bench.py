@@ -738,8 +738,8 @@ def bench_picture(args):
     for file in args.files or sorted(str(path) for path in Path("results").glob("*.json")):
         content = json.loads(Path(file).read_text())
         found.setdefault(content["arguments"]["what"], content)  # of two the first
-    labels = {"native": "ringblock", "torch ops": "ringblock, torch ops", "all tricks": "ringblock, fp32", "bf16": "ringblock, bf16",
-              "ours": "ringblock", "ours, tables in files": "ringblock, tables in files"}  # fmt: skip
+    labels = {"native": "ringblock", "torch ops": "ringblock, torch ops", "all tricks": "ringblock, fp32",
+              "bf16": "ringblock, bf16", "ours": "ringblock", "ours, tables in files": "ringblock, tables in files"}  # fmt: skip
     draws = {  # section: (title, milliseconds of each contender, those that are drawn)
         "sampler": ("sampling a batch", lambda f: {name: c["median_ms"] for name, c in f["contenders"].items()},
                     ["native", "torch ops", "DGL fused, int64", "DGL unfused, int64", "GraphBolt"]),

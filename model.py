@@ -140,8 +140,8 @@ class Conv(nn.Module):
         combine(indptr, indices, message, rows, h_dst, degree): -> [S, D]; `rows` [S] says which messages are the
             destinations' own (None: the first S), h_dst [S, F] are their rows.
 
-    degree is float [n, 2], or [S, 2]: the out- and in-degrees that these nodes have in the whole graph; None takes those
-    of the block. Layers that average, choose or attend do not look at it.
+    degree is float [n, 2], or [S, 2]: the out- and in-degrees that these nodes have in the whole graph; None takes
+    those of the block. Layers that average, choose or attend do not look at it.
     """
 
     message_dim, uses_degree = None, False
@@ -183,7 +183,7 @@ class SAGEConv(Conv):
         self.out_dim = out_dim
         self.self_linear = nn.Linear(in_dim, out_dim)
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
-        self.message_dim = out_dim if in_dim > out_dim else None  # the mean commutes with W_neigh: send what is narrower
+        self.message_dim = out_dim if in_dim > out_dim else None  # the mean commutes with W_neigh: send the narrower
 
     def forward(self, block, h, degree=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
@@ -226,7 +226,7 @@ class SAGEPoolConv(Conv):
 
 
 class GCNConv(Conv):
-    """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v itself included.
+    """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
     The sum is estimated as the mean over the edges of the block times the in-degree: in a sampled block, with the
     degrees of the graph, that is right on average, so that inference computes what training estimates. With the
@@ -276,7 +276,7 @@ class GINConv(Conv):
 
 
 class GATv2Conv(Conv):
-    """Graph attention layer (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), each destination among its sources.
+    """Graph attention layer (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), v among its own neighbours.
 
     Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
 
@@ -311,8 +311,8 @@ class GATv2Conv(Conv):
         weights = edge_softmax(_EdgeScores.apply(source, target, self.attn, indices, dst), dst, S)
         weights = F.dropout(weights, self.dropout, self.training).to(source.dtype)
         head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]: one bag for each head and destination
-        out = F.embedding_bag((indices * K + head).view(-1), message.view(-1, D),
-                              (indptr[:-1] + head * E).view(-1), mode="sum", per_sample_weights=weights.t().reshape(-1))  # fmt: skip
+        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)  # [K S], [K E]
+        out = F.embedding_bag(edges, message.view(-1, D), bags, mode="sum", per_sample_weights=weights.t().reshape(-1))
         out = out.view(K, S, D).transpose(0, 1)
         return out.mean(1) if self.mean else out.reshape(S, self.out_dim)
 
@@ -360,8 +360,7 @@ class _EdgeScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         source, target, attn, indices, dst = ctx.saved_tensors
-        to_source, to_target = torch.zeros_like(source, dtype=torch.float32), torch.zeros_like(target, dtype=torch.float32)
-        to_attn = torch.zeros_like(attn)
+        to_source, to_target, to_attn = (torch.zeros_like(t, dtype=torch.float32) for t in (source, target, attn))
         for part, u, v, z in _EdgeScores.pieces(source, target, indices, dst):
             g = grad[part].unsqueeze(2)
             to_attn += (F.leaky_relu(z, 0.2) * g).sum(0)
@@ -394,8 +393,8 @@ class GNN(nn.Module):
             1604.06174): less memory, more time.
 
     Attributes:
-        degrees: float [V, 2] of `graph_degrees` on the model's device, which "gcn" and "gin" need to be trained on sampled
-            blocks; None takes each block for the whole graph. Not part of the state.
+        degrees: float [V, 2] of `graph_degrees` on the model's device, which "gcn" and "gin" need to be trained on
+            sampled blocks; None takes each block for the whole graph. Not part of the state.
     """
 
     degrees = None
@@ -438,7 +437,8 @@ class GNN(nn.Module):
         layer = self.layers[i]
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2])
-        degree = self.degrees.index_select(0, block.src_nodes) if layer.uses_degree and self.degrees is not None else None
+        known = layer.uses_degree and self.degrees is not None
+        degree = self.degrees.index_select(0, block.src_nodes) if known else None
         return self.finish(i, layer(block, x, degree), x[: block.indptr.numel() - 1])
 
     def finish(self, i, h, h_dst):
@@ -464,7 +464,8 @@ class SAGE(GNN):
 
 
 @torch.no_grad()
-def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, memory=4 << 30, rank=0, world=1, total=None):
+def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, memory=4 << 30, rank=0, world=1,
+              total=None):  # fmt: skip
     """Exact predictions of all nodes from all their neighbours, layer by layer.
 
     Beside the graph and the features there are at most three float32 tables, [V, width], one of them a layer's input,
@@ -490,7 +491,8 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
     degrees = model.degrees
     if degrees is None and any(layer.uses_degree for layer in model.layers):
         degrees = graph_degrees(indptr, indices)
-    ends = [int(torch.searchsorted(indptr, int(indptr[-1]) * r // world)) for r in range(1, world)]  # as many edges each
+    M = int(indptr[-1])
+    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # as many edges each
     first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
     h = x
     for i, layer in enumerate(model.layers):
