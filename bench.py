@@ -636,7 +636,7 @@ REAL = {  # data set: (flags for every model, those of full batches, those of sa
     "citeseer": ("--hidden 64 --lr 0.01 --weight-decay 5e-4 --input-dropout 0.5 --epochs 200 --early-stop 50",
                  "--fanout -1,-1 --batch-size 120", "--fanout 10,10 --batch-size 64"),
     "amazon_computers": ("--hidden 64 --lr 0.03 --weight-decay 1e-4 --dropout 0.7 --epochs 300 --early-stop 50",
-                         "--fanout -1,-1 --batch-size 200", "--fanout 10,10 --batch-size 64"),
+                         "--fanout -1,-1 --batch-size 200", "--fanout 10,10 --batch-size 200"),
     "coauthor_cs": ("--hidden 64 --lr 0.03 --weight-decay 1e-4 --epochs 40 --early-stop 10",
                     "--fanout -1,-1 --batch-size 100", "--fanout 10,10 --batch-size 100"),
     "ogbn_arxiv_nofeat": ("--hidden 128 --lr 0.01 --dropout 0.3 --epochs 20 --early-stop 4",
@@ -660,11 +660,12 @@ def bench_accuracy(args):
     """Train through train.py with seeds 0 .. --runs - 1: every model on all neighbours, two of them sampled, and an MLP.
 
     On the three small data sets all neighbours means full batches: every training node in one step. The MLP is GraphSAGE
-    on the graph without edges.
-    Amazon Computers is its largest connected component, as in the paper that published the figures (arXiv 1811.05868).
+    on the graph without edges. Amazon Computers is its largest connected component, as in the paper that published the
+    figures (arXiv 1811.05868). --json FILE is written after each row, and keeps the rows that it had.
     """
     names = [args.dataset] if args.dataset in REAL else [n for n in REAL if Path(args.data, f"{n}.npz").is_file()]
-    figures, rows = {}, []
+    figures = json.loads(Path(args.json).read_text())["accuracy"] if args.json and Path(args.json).exists() else {}
+    rows = []
     for name in names:
         flags, full, sampled = REAL[name]
         cases = [("mlp", "no edges", full)] + [(conv, "all neighbours", full) for conv in model.CONVS]
@@ -676,7 +677,8 @@ def bench_accuracy(args):
             words += f"{FOR_MODEL.get(conv, '')} {FOR_BOTH.get((name, conv), '')}".split()
             figure = {"flags": " ".join(words), **accuracy_of(args, name, conv, words)}
             published, spread = PUBLISHED.get((name, conv), (None, None))
-            figures[f"{name}, {conv}, {how}"] = {**figure, "published": published, "published_std": spread}
+            figures[f"{name}, {conv}, {how}"] = {**figure, "n": args.runs, "published": published, "published_std": spread}
+            keep_figures(args, {"accuracy": figures})
             rows.append([name, conv, how, f"{figure['test']:.2f} +- {figure['std']:.2f}",
                          f"{published or '-'}{f' +- {spread}' if spread else ''}", f"{figure['seconds']:.0f}"])  # fmt: skip
             print("  ".join(rows[-1]), flush=True)
@@ -698,7 +700,8 @@ def accuracy_of(args, name, conv, words):
                 if stop.code:
                     raise StoreError(f"train.py {' '.join(words)} ended with code {stop.code}") from None
         last = json.loads(log.read_text().splitlines()[-1])
-    return {"test": 100 * last["mean"]["test"], "std": 100 * last["std"]["test"], "seconds": time.perf_counter() - start}
+    return {"test": 100 * last["mean"]["test"], "std": 100 * last["std"]["test"], "valid": 100 * last["mean"]["valid"],
+            "seconds": time.perf_counter() - start}  # fmt: skip
 
 
 def write_graph(source, target, *, component, edges):
@@ -772,6 +775,13 @@ def bench_picture(args):
     return {}
 
 
+def keep_figures(args, figures):
+    """Write the figures to --json, with the machine and the arguments."""
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps({"machine": hardware(), "arguments": vars(args), **figures}, indent=1) + "\n")
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -801,8 +811,7 @@ def main(argv=None):
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
-    machine = hardware()
-    print("  ".join(f"{name} {value}" for name, value in machine.items()))
+    print("  ".join(f"{name} {value}" for name, value in hardware().items()))
     if args.what in ("sampler", "step", "features", "inference"):
         print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
@@ -810,9 +819,7 @@ def main(argv=None):
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps({"machine": machine, "arguments": vars(args), **figures}, indent=1) + "\n")
+    keep_figures(args, figures)
     return 0
 
 
