@@ -7,6 +7,9 @@
     python bench.py scaling --procs 1,2,4            # epochs of train.py with as many processes, equal total batch
     python bench.py store                            # building, training from disk, many small graphs
     python bench.py store --edges 200000000 --features-gb 32 --graphs 1000000 --json results/store.json
+    python bench.py inference --rounds 3             # exact inference against DGL's layer-wise loop; --model gat and others
+    python bench.py accuracy --threads 1             # ten seeds on real graphs against published figures; --dataset cora
+    python bench.py picture results/*.json           # throughput against DGL, drawn from what the others wrote
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -19,6 +22,7 @@ machine meets all of them.
 """
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import json
@@ -798,11 +802,255 @@ def bench_store(args):
     return {"build": built, "training": trained, "store_bytes": sizes, "cache_bytes": cache, "graphs": graphs}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# inference
+
+
+def dgl_twin(layer):
+    """DGL's layer of the same name, with the weights of ours."""
+    sampler.import_dgl()
+    import dgl.nn
+
+    if isinstance(layer, model.GINConv):
+        mlp = torch.nn.Sequential(*(type(m)(*m.weight.shape[::-1]) if hasattr(m, "weight") else m for m in layer.mlp))
+        mlp.load_state_dict(layer.mlp.state_dict())
+        return dgl.nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
+    if isinstance(layer, model.GCNConv):
+        twin = dgl.nn.GraphConv(layer.linear.in_features, layer.out_dim, norm="both")
+        twin.weight.data, twin.bias.data = layer.linear.weight.data.t().clone(), layer.bias.data.clone()
+        return twin
+    if isinstance(layer, model.GATv2Conv):
+        twin = dgl.nn.GATv2Conv(layer.src_linear.in_features, layer.attn.shape[1], layer.heads)
+        twin.attn.data, names = layer.attn.data[None].clone(), {"fc_src": "src_linear", "fc_dst": "dst_linear"}
+    else:
+        kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
+        twin = dgl.nn.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind)
+        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
+    for theirs, ours in names.items():
+        if hasattr(layer, ours):
+            getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
+    return twin
+
+
+def dgl_inference(graph, x, layers, widths, batch_size):
+    """Layer-wise inference as DGL's own example (node_classification.py) writes it -> logits [V, C]."""
+    dgl = sampler.import_dgl()
+    everyone = torch.arange(graph.num_nodes())
+    for layer, width in zip(layers, widths):
+        full = dgl.dataloading.MultiLayerFullNeighborSampler(1)
+        loader = dgl.dataloading.DataLoader(graph, everyone, full, batch_size=batch_size, num_workers=0)
+        y = torch.empty(graph.num_nodes(), width)
+        for sources, targets, blocks in loader:
+            h = layer(blocks[0], x[sources])
+            if h.dim() == 3:  # heads: side by side, averaged in the last layer
+                h = h.mean(1) if layer is layers[-1] else h.flatten(1)
+            y[targets[0] : targets[-1] + 1] = h if layer is layers[-1] else F.relu(h)
+        x = y
+    return x
+
+
+def bench_inference(args):
+    """Time exact inference on every node with the same weights; returns the figures and how far the logits are apart.
+
+    GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
+    """
+    train.keep_freed_memory()
+    store = GraphStore.open(datasets.prepare(args.dataset, args.root))
+    x, depth = in_memory(store.features.tensor), len(args.fanout)
+    torch.manual_seed(0)
+    net = model.GNN(x.shape[1], args.hidden, store.num_classes, conv=args.model, num_layers=depth, heads=4).eval()
+    indptr, indices, logits = in_memory(store.indptr), in_memory(store.indices), {}
+    contenders = {"ours": lambda: model.inference(net, indptr, indices, x),
+                  "ours, tables in files": lambda: model.inference(net, indptr, indices, x, memory=0)}  # fmt: skip
+    try:
+        dgl = sampler.import_dgl()
+        layers = [dgl_twin(layer) for layer in net.layers]
+        looped = model.with_self_loops(indptr, indices) if args.model == "gat" else (indptr, indices.long())
+        graph = dgl.graph(("csc", (*looped, torch.empty(0, dtype=torch.int64))), num_nodes=store.num_nodes)
+        for batch in (4096, 65536) if args.model != "gcn" else ():
+            loop = functools.partial(dgl_inference, graph, x, layers, [layer.out_dim for layer in net.layers], batch)
+            contenders[f"DGL, {batch} nodes at a time"] = loop
+    except ImportError as error:
+        print(f"left out: DGL ({error})")
+
+    def contender(name):
+        def one(i):
+            with torch.no_grad():
+                logits[name] = contenders[name]()
+
+        return one
+
+    times = interleave({name: contender(name) for name in contenders}, args.rounds, warmup=1)
+    median = {name: statistics.median(seconds) for name, seconds in times.items()}
+    apart = {name: (out - logits["ours"]).abs().max().item() for name, out in logits.items()}
+    print_table([[name, f"{s:.2f}", f"{min(times[name]):.2f}", f"{s / median['ours']:.2f}", f"{apart[name]:.1e}"]
+                 for name, s in median.items()], ["inference", "median s", "min s", "time / ours", "logits apart"])  # fmt: skip
+    return {"median_s": median, "min_s": {name: min(s) for name, s in times.items()}, "logits_apart": apart}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# accuracy
+
+REAL = {  # data set: (flags for every model, those of full batches, those of sampled ones)
+    "cora": ("--hidden 64 --lr 0.01 --weight-decay 5e-4 --input-dropout 0.5 --epochs 200 --early-stop 50",
+             "--fanout -1,-1 --batch-size 140", "--fanout 10,10 --batch-size 64"),
+    "citeseer": ("--hidden 64 --lr 0.01 --weight-decay 5e-4 --input-dropout 0.5 --epochs 200 --early-stop 50",
+                 "--fanout -1,-1 --batch-size 120", "--fanout 10,10 --batch-size 64"),
+    "amazon_computers": ("--hidden 64 --lr 0.03 --weight-decay 1e-4 --dropout 0.7 --epochs 300 --early-stop 50",
+                         "--fanout -1,-1 --batch-size 200", "--fanout 10,10 --batch-size 200"),
+    "coauthor_cs": ("--hidden 64 --lr 0.03 --weight-decay 1e-4 --epochs 40 --early-stop 10",
+                    "--fanout -1,-1 --batch-size 100", "--fanout 10,10 --batch-size 100"),
+    "ogbn_arxiv_nofeat": ("--hidden 128 --lr 0.01 --dropout 0.3 --epochs 20 --early-stop 4",
+                          "--fanout -1,-1 --batch-size 8192", "--fanout 10,10 --batch-size 2048"),
+}  # fmt: skip
+FOR_MODEL = {"gat": "--heads 8", "gin": "--norm layer"}
+FOR_BOTH = {
+    ("cora", "gat"): "--dropout 0.6 --input-dropout 0.6 --lr 0.005 --epochs 300 --early-stop 100",
+    ("amazon_computers", "gcn"): "--lr 0.01 --weight-decay 5e-4 --dropout 0.5",
+    ("amazon_computers", "gat"): "--lr 0.01 --weight-decay 5e-4 --dropout 0.5",
+}
+BINARY = {("amazon_computers", "gcn"), ("amazon_computers", "gat")}  # words as 0 and 1; else each row is divided by its sum
+PUBLISHED = {  # test accuracy and its standard deviation where one is published, in percent; ../shared/data/README.md
+    ("cora", "gcn"): (81.5, None), ("cora", "gat"): (83.0, None), ("citeseer", "gcn"): (70.3, None),
+    ("amazon_computers", "gcn"): (82.6, 2.4), ("amazon_computers", "sage"): (82.4, 1.8),
+    ("coauthor_cs", "gcn"): (91.1, 0.5), ("coauthor_cs", "sage"): (91.3, 2.8),
+}  # fmt: skip
+
+
+def bench_accuracy(args):
+    """Train through train.py with seeds 0 .. --runs - 1: every model on all neighbours, two of them sampled, and an MLP.
+
+    On the three small data sets all neighbours means full batches: every training node in one step. The MLP is GraphSAGE
+    on the graph without edges. Amazon Computers is its largest connected component, as in the paper that published the
+    figures (arXiv 1811.05868). --json FILE is written after each row, and keeps the rows that it had.
+    """
+    names = [args.dataset] if args.dataset in REAL else [n for n in REAL if Path(args.data, f"{n}.npz").is_file()]
+    figures = json.loads(Path(args.json).read_text())["accuracy"] if args.json and Path(args.json).exists() else {}
+    rows = []
+    for name in names:
+        flags, full, sampled = REAL[name]
+        cases = [("mlp", "no edges", full)] + [(conv, "all neighbours", full) for conv in model.CONVS]
+        cases += [(conv, "sampled", sampled) for conv in ("sage", "gcn")]
+        for conv, how, batches in cases:
+            if args.models and conv not in args.models.split(","):
+                continue
+            words = ["--model", conv.replace("mlp", "sage"), *flags.split(), *batches.split()]
+            words += f"{FOR_MODEL.get(conv, '')} {FOR_BOTH.get((name, conv), '')}".split()
+            figure = {"flags": " ".join(words), **accuracy_of(args, name, conv, words)}
+            published, spread = PUBLISHED.get((name, conv), (None, None))
+            figures[f"{name}, {conv}, {how}"] = {**figure, "n": args.runs, "published": published, "published_std": spread}
+            keep_figures(args, {"accuracy": figures})
+            rows.append([name, conv, how, f"{figure['test']:.2f} +- {figure['std']:.2f}",
+                         f"{published or '-'}{f' +- {spread}' if spread else ''}", f"{figure['seconds']:.0f}"])  # fmt: skip
+            print("  ".join(rows[-1]), flush=True)
+    print_table(rows, ["data set", "model", "training", f"test %, n = {args.runs}", "published", "seconds"])
+    return {"accuracy": figures}
+
+
+def accuracy_of(args, name, conv, words):
+    """Run train.py in this process -> test accuracy in percent: mean, standard deviation, seconds of all runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        data, log = Path(scratch, f"{name}.npz"), Path(scratch, "log")
+        write_graph(Path(args.data, f"{name}.npz"), data, component=name == "amazon_computers", edges=conv != "mlp")
+        data = f"{data}:row_normalize=0" if (name, conv) in BINARY else str(data)
+        start, common = time.perf_counter(), ["--dataset", data, "--root", scratch]
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            try:
+                train.main([*common, *words, "--runs", str(args.runs), "--log", str(log)])
+            except SystemExit as stop:
+                if stop.code:
+                    raise StoreError(f"train.py {' '.join(words)} ended with code {stop.code}") from None
+        last = json.loads(log.read_text().splitlines()[-1])
+    return {"test": 100 * last["mean"]["test"], "std": 100 * last["std"]["test"], "valid": 100 * last["mean"]["valid"],
+            "seconds": time.perf_counter() - start}  # fmt: skip
+
+
+def write_graph(source, target, *, component, edges):
+    """Copy an .npz graph, cut down to its largest connected component or without its edges."""
+    with np.load(source, allow_pickle=False) as file:
+        data = dict(file)
+    if component:
+        src, dst = data["edge_index"]
+        label = np.arange(len(data["labels"]))
+        while (label[src] != label[dst]).any():  # every node takes the smallest number around it
+            np.minimum.at(label, dst, label[src])
+            np.minimum.at(label, src, label[dst])
+            label = label[label]
+        keep = label == np.bincount(label).argmax()
+        lengths = np.diff(data["feat_indptr"])
+        data["edge_index"] = (np.cumsum(keep) - 1)[data["edge_index"][:, keep[src]]]
+        data["feat_indices"] = data["feat_indices"][np.repeat(keep, lengths)]
+        data["feat_indptr"] = np.concatenate([[0], np.cumsum(lengths[keep])])
+        data["feat_shape"], data["labels"] = np.array([keep.sum(), data["feat_shape"][1]]), data["labels"][keep]
+    if not edges:
+        data["edge_index"] = data["edge_index"][:, :0]
+    np.savez(target, **data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# picture
+
+
+def bench_picture(args):
+    """Draw times against DGL from result files -> results/throughput.png, or --png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = {}
+    for file in args.files or sorted(str(path) for path in Path("results").glob("*.json")):
+        content = json.loads(Path(file).read_text())
+        found.setdefault(content["arguments"]["what"], content)  # of two the first
+    labels = {"native": "ringblock", "torch ops": "ringblock, torch ops", "all tricks": "ringblock, fp32",
+              "bf16": "ringblock, bf16", "ours": "ringblock", "ours, tables in files": "ringblock, tables in files"}  # fmt: skip
+    draws = {  # section: (title, milliseconds of each contender, those that are drawn)
+        "sampler": ("sampling a batch", lambda f: {name: c["median_ms"] for name, c in f["contenders"].items()},
+                    ["native", "torch ops", "DGL fused, int64", "DGL unfused, int64", "GraphBolt"]),
+        "step": ("a training step, dropout 0.5", lambda f: f["median_ms"],
+                 ["bf16", "all tricks", "DGL, malloc kept", "DGL as shipped"]),
+        "inference": ("exact inference, all nodes", lambda f: {name: 1e3 * s for name, s in f["median_s"].items()},
+                      ["ours", "ours, tables in files", "DGL, 65536 nodes at a time", "DGL, 4096 nodes at a time"]),
+    }  # fmt: skip
+    charts = []
+    for section, (title, read, names) in draws.items():
+        if section in found:
+            times = read(found[section])
+            charts.append((title, {labels.get(name, name): times[name] for name in names if name in times}))
+    if not charts:
+        raise StoreError(f"nothing to draw in {args.files}: give what bench.py sampler, step or inference --json wrote")
+    figure, axes = pyplot.subplots(1, len(charts), figsize=(4.2 * len(charts), 2.4), layout="constrained", squeeze=False)
+    for axis, (title, times) in zip(axes[0], charts):
+        colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]
+        bars = axis.barh(list(times), [1e3 / ms for ms in times.values()], color=colors)
+        axis.bar_label(bars, [f" {ms:.0f} ms" if ms < 1e4 else f" {ms / 1e3:.0f} s" for ms in times.values()], fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.25)
+        axis.tick_params(labelsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("times a second (longer is faster)", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.png, dpi=110)
+    pyplot.close(figure)
+    print(f"drawn: {args.png}")
+    return {}
+
+
+def keep_figures(args, figures):
+    """Write the figures to --json, with the machine and the arguments."""
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps({"machine": hardware(), "arguments": vars(args), **figures}, indent=1) + "\n")
+
+
 def main(argv=None):
     """Run the command line -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sampler", "step", "features", "scaling", "store"])
-    parser.add_argument("--dataset", help=f"default: {WORKLOAD}, for scaling: synthetic")
+    runs = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling,
+            "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy, "picture": bench_picture}  # fmt: skip
+    parser.add_argument("what", choices=list(runs))
+    parser.add_argument("files", nargs="*", help="picture: what the others wrote with --json (default: results/*.json)")
+    parser.add_argument("--dataset", help=f"default: {WORKLOAD}, for scaling: synthetic, for accuracy: all")
     parser.add_argument("--root", default="data", help="folder for built stores")
     parser.add_argument("--fanout", default="15,10,5", type=lambda text: [int(k) for k in text.split(",")])
     parser.add_argument("--batch-size", type=int, default=1024)
@@ -819,26 +1067,30 @@ def main(argv=None):
     parser.add_argument("--batches", type=int, default=10, help="store: batches of the training run")
     parser.add_argument("--graphs", type=int, default=50_000, help="store: number of small graphs")
     parser.add_argument("--rounds", type=int, help="default: 20, for scaling 5 runs of 4 epochs")
+    parser.add_argument("--model", default="sage", choices=list(model.CONVS), help="inference: the model")
+    parser.add_argument("--data", default="../shared/data", metavar="DIR", help="accuracy: folder of the real graphs; --dataset "
+                        "names one of them, else it is all")  # fmt: skip
+    parser.add_argument("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin")
+    parser.add_argument("--runs", type=int, default=10, help="accuracy: seeds")
+    parser.add_argument("--png", default="results/throughput.png", metavar="FILE", help="picture: where it goes")
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
     args = parser.parse_args(argv)
+    if args.files and args.what != "picture":
+        parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
     args.rounds = args.rounds or (5 if args.what == "scaling" else 20)
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
-    machine = hardware()
-    print("  ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
+    print("  ".join(f"{name} {value}" for name, value in hardware().items()))
+    if args.what in ("sampler", "step", "features", "inference"):
+        print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")
     try:
-        run = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling,
-               "store": bench_store}  # fmt: skip
-        figures = run[args.what](args)
+        figures = runs[args.what](args)
     except StoreError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps({"machine": machine, "arguments": vars(args), **figures}, indent=1) + "\n")
+    keep_figures(args, figures)
     return 0
 
 

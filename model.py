@@ -1,13 +1,14 @@
-"""GraphSAGE over sampled blocks, exact layer-wise inference over the whole graph, a regressor for many small graphs.
+"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, exact layer-wise inference, a regressor for many small graphs.
 
 This file stands alone: copy it into your own code. A block is anything with the fields of `sampler.Block`.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
+    model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
     logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> one row for each seed
     logits = inference(model, indptr, indices, x)   # all V nodes, all their neighbours
     targets = Regressor(...)(graphs)                # one row for each graph of a block-diagonal batch
 
-Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; C classes. G graphs
+Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes. G graphs
 of a batch have N nodes and E edges in all; W is the width inside the regressor, T the number of targets.
 
 On CPU three steps are C code, compiled at first use and called through ctypes: a layer's input (own row and mean of
@@ -16,9 +17,11 @@ the neighbours in one pass), its gradient, and ReLU with dropout. Without a comp
 """
 
 import atexit
+import copy
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -193,16 +197,66 @@ class _ReluDropout(torch.autograd.Function):
         return out, None, None, None, None
 
 
-class SAGEConv(nn.Module):
+# ---------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+class Conv(nn.Module):
+    """What all layers share. A layer is a message, which a row makes by itself, and a combination over edges.
+
+    Training makes the messages of a block's sources, inference those of all nodes, once; both combine them by the same
+    code. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
+
+        message(h, degree): [n, F] -> [n, message_dim]
+        combine(indptr, indices, message, rows, h_dst, degree): -> [S, D]; `rows` [S] says which messages are the
+            destinations' own (None: the first S), h_dst [S, F] are their rows.
+
+    degree is float [n, 2], or [S, 2]: the out- and in-degrees that these nodes have in the whole graph; None takes
+    those of the block. Layers that average, choose or attend do not look at it.
+    """
+
+    message_dim, uses_degree = None, False
+
+    def forward(self, block, h, degree=None):
+        """h [N, F] of the block's sources -> [S, D] of its destinations."""
+        S = block.indptr.numel() - 1
+        if degree is None and self.uses_degree:
+            degree = block_degrees(block)
+        own = None if degree is None else degree[:S]
+        return self.combine(block.indptr, block.indices, self.message(h, degree), None, h[:S], own)
+
+    def message(self, h, degree=None):
+        """The row itself."""
+        return h
+
+
+def graph_degrees(indptr, indices, step=1 << 24):
+    """Out- and in-degree of every node -> float32 [V, 2], in host memory; reads `step` edges at a time."""
+    out = torch.zeros(indptr.numel() - 1, dtype=torch.int64, device=indices.device)
+    for part in indices.split(step):
+        out += torch.bincount(part, minlength=out.numel())
+    return torch.stack([out.cpu(), indptr.diff().cpu()], 1).float()
+
+
+def block_degrees(block):
+    """Out- and in-degree within a block -> float32 [N, 2], in which GCN counts self-loops of destinations only."""
+    S, N = block.indptr.numel() - 1, block.src_nodes.numel()
+    out = torch.bincount(block.indices, minlength=N)
+    out[S:] = (out[S:] - 1).clamp(min=0)
+    return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
+
+
+class SAGEConv(Conv):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u)."""
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
+        self.out_dim = out_dim
         self.self_linear = nn.Linear(in_dim, out_dim)
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
-        self.project_first = in_dim > out_dim  # the mean commutes with W_neigh: inference aggregates the narrower side
+        self.message_dim = out_dim if in_dim > out_dim else None  # the mean commutes with W_neigh: send the narrower
 
-    def forward(self, block, h):
+    def forward(self, block, h, degree=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
@@ -211,85 +265,403 @@ class SAGEConv(nn.Module):
         weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
         return linear(pair, weight, self.self_linear.bias)
 
-    def message(self, h):
-        """What neighbours send in inference: [V, F] -> [V, D] when projecting first, else h itself."""
-        return self.neigh_linear(h) if self.project_first else h
+    def message(self, h, degree=None):
+        """W_neigh h where that is narrower than h."""
+        return h if self.message_dim is None else self.neigh_linear(h)
 
-    def combine(self, indptr, indices, message, h_dst):
-        """Aggregate messages [V, .] over the edges and join them with the destinations' own h_dst [S, F]."""
-        mean = mean_neighbours(indptr, indices, message)
-        return self.self_linear(h_dst) + (mean if self.project_first else self.neigh_linear(mean))
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None):
+        """See `Conv`."""
+        if self.message_dim is None:
+            return self.apply_linear(self_and_mean(indptr, indices, message, rows))
+        return self.self_linear(h_dst) + mean_neighbours(indptr, indices, message)
 
 
-class SAGE(nn.Module):
-    """GraphSAGE: num_layers convolutions with ReLU and dropout between them.
+class SAGEPoolConv(Conv):
+    """GraphSAGE layer, max-pooling aggregator (arXiv 1706.02216): W_self h_v + W_neigh max(relu(W_pool h_u + b))."""
+
+    def __init__(self, in_dim, out_dim):
+        super().__init__()
+        self.out_dim, self.message_dim = out_dim, in_dim
+        self.pool_linear = nn.Linear(in_dim, in_dim)
+        self.self_linear = nn.Linear(in_dim, out_dim)
+        self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
+
+    def message(self, h, degree=None):
+        """relu(W_pool h + b)."""
+        return F.relu(self.pool_linear(h))
+
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None):
+        """See `Conv`; the maximum is zero for a destination without edges."""
+        pooled = F.embedding_bag(indices, message, indptr, mode="max", include_last_offset=True)
+        return self.self_linear(h_dst) + self.neigh_linear(pooled)
+
+
+class GCNConv(Conv):
+    """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
+
+    The sum is estimated as the mean over the edges of the block times the in-degree: in a sampled block, with the
+    degrees of the graph, that is right on average, so that inference computes what training estimates. With the
+    block's own degrees (degree=None) it is DGL's GraphConv(norm="both") on the block with self-loops.
+    """
+
+    uses_degree = True
+
+    def __init__(self, in_dim, out_dim):
+        super().__init__()
+        self.out_dim = out_dim
+        self.linear = nn.Linear(in_dim, out_dim, bias=False)
+        self.bias = nn.Parameter(torch.zeros(out_dim))
+        nn.init.xavier_uniform_(self.linear.weight)
+        self.project_first = in_dim > out_dim
+        self.message_dim = min(in_dim, out_dim)
+
+    def message(self, h, degree):
+        """W h or h, whichever is narrower, over the square root of the out-degree."""
+        return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
+
+    def combine(self, indptr, indices, message, rows, h_dst, degree):
+        """See `Conv`."""
+        own, mean = self_and_mean(indptr, indices, message, rows).chunk(2, 1)
+        total = (own + mean * degree[:, 1:]) / (degree[:, 1:] + 1).sqrt()
+        return (total if self.project_first else self.linear(total)) + self.bias
+
+
+class GINConv(Conv):
+    """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
+
+    In a sampled block the sum is the mean over the edges times the in-degree in the graph, as in `GCNConv`.
+    """
+
+    uses_degree = True
+
+    def __init__(self, in_dim, out_dim):
+        super().__init__()
+        self.out_dim = out_dim
+        self.mlp = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
+        self.eps = nn.Parameter(torch.zeros(1))
+
+    def combine(self, indptr, indices, message, rows, h_dst, degree):
+        """See `Conv`."""
+        own, mean = self_and_mean(indptr, indices, message, rows).chunk(2, 1)
+        return self.mlp((1 + self.eps) * own + mean * degree[:, 1:])
+
+
+class GATv2Conv(Conv):
+    """Graph attention layer (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), v among its own neighbours.
+
+    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
+
+    Args:
+        in_dim, out_dim: F, D. heads: K.
+        mean: average the heads, each D wide; else they stand side by side, each D / K wide.
+        dropout: probability for each attention weight.
+    """
+
+    def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0):
+        super().__init__()
+        if not mean and out_dim % heads:
+            raise ValueError(f"width {out_dim} cannot be shared by {heads} heads: give a multiple of {heads}")
+        self.out_dim, self.heads, self.mean, self.dropout = out_dim, heads, mean, dropout
+        width = out_dim if mean else out_dim // heads
+        self.message_dim = heads * width
+        self.src_linear, self.dst_linear = nn.Linear(in_dim, heads * width), nn.Linear(in_dim, heads * width)
+        self.attn = nn.Parameter(torch.empty(heads, width))
+        for weight in (self.src_linear.weight, self.dst_linear.weight, self.attn):
+            nn.init.xavier_uniform_(weight)
+
+    def message(self, h, degree=None):
+        """W_src h."""
+        return self.src_linear(h)
+
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None):
+        """See `Conv`; what is made for each edge has one number a head."""
+        indptr, indices = with_self_loops(indptr, indices, rows)
+        S, E, (K, D) = h_dst.shape[0], indices.numel(), self.attn.shape
+        source, target = message.view(-1, K, D), self.dst_linear(h_dst).view(S, K, D)
+        dst = torch.repeat_interleave(torch.arange(S, device=h_dst.device), indptr.diff(), output_size=E)
+        weights = edge_softmax(_EdgeScores.apply(source, target, self.attn, indices, dst), dst, S)
+        weights = F.dropout(weights, self.dropout, self.training).to(source.dtype)
+        head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]: one bag for each head and destination
+        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)  # [K S], [K E]
+        out = F.embedding_bag(edges, message.view(-1, D), bags, mode="sum", per_sample_weights=weights.t().reshape(-1))
+        out = out.view(K, S, D).transpose(0, 1)
+        return out.mean(1) if self.mean else out.reshape(S, self.out_dim)
+
+
+def with_self_loops(indptr, indices, rows=None):
+    """Put an edge from each destination to itself before its others -> indptr int64 [S+1], indices int64 [E + S]."""
+    S, device = indptr.numel() - 1, indices.device
+    number = torch.arange(S + 1, device=device)
+    looped = indptr + number
+    edges = torch.empty(indices.numel() + S, dtype=torch.int64, device=device)
+    other = torch.ones(edges.numel(), dtype=torch.bool, device=device)
+    other[looped[:-1]] = False
+    edges[looped[:-1]] = number[:-1] if rows is None else rows.long()
+    edges[other] = indices.long()
+    return looped.long(), edges
+
+
+def edge_softmax(scores, dst, num_dst):
+    """Softmax of scores [E, K] over the edges of each destination; dst int64 [E] -> [E, K]."""
+    index = dst.unsqueeze(1).expand_as(scores)
+    top = scores.new_full((num_dst, scores.shape[1]), -torch.inf).scatter_reduce(0, index, scores.detach(), "amax")
+    weights = (scores - top.index_select(0, dst)).exp()
+    return weights / torch.zeros_like(top).index_add(0, dst, weights).index_select(0, dst)
+
+
+class _EdgeScores(torch.autograd.Function):
+    """attn . leaky_relu(source_u + target_v) of every edge, a piece of the edges at a time: no [E, K, D] is kept."""
+
+    @staticmethod
+    def pieces(source, target, indices, dst):
+        """(slice of the edges, sources' and destinations' numbers, source + target in float32)."""
+        step = max(1, (1 << 22) // max(1, source[:1].numel()))
+        for a in range(0, indices.numel(), step):
+            u, v = indices[a : a + step], dst[a : a + step]
+            yield slice(a, a + step), u, v, source.index_select(0, u).float() + target.index_select(0, v)
+
+    @staticmethod
+    def forward(ctx, source, target, attn, indices, dst):  # [N, K, D], [S, K, D], [K, D], [E], [E] -> [E, K]
+        ctx.save_for_backward(source, target, attn, indices, dst)
+        scores = torch.empty(indices.numel(), attn.shape[0], device=source.device)
+        for part, _, _, z in _EdgeScores.pieces(source, target, indices, dst):
+            scores[part] = F.leaky_relu(z, 0.2, inplace=True).mul_(attn).sum(2)
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad):
+        source, target, attn, indices, dst = ctx.saved_tensors
+        to_source, to_target, to_attn = (torch.zeros_like(t, dtype=torch.float32) for t in (source, target, attn))
+        for part, u, v, z in _EdgeScores.pieces(source, target, indices, dst):
+            g = grad[part].unsqueeze(2)
+            to_attn += (F.leaky_relu(z, 0.2) * g).sum(0)
+            g = torch.where(z > 0, 1.0, 0.2).mul_(attn).mul_(g)
+            to_source.index_add_(0, u, g)
+            to_target.index_add_(0, v, g)
+        return to_source.to(source.dtype), to_target.to(target.dtype), to_attn, None, None
+
+
+CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv, "gat": GATv2Conv, "gin": GINConv}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# models
+
+
+class GNN(nn.Module):
+    """num_layers convolutions; between two of them a norm, ReLU and dropout.
 
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
-        num_layers: one for each block. dropout: probability, applied after each inner layer.
+        conv: "sage", "sage-pool", "gcn", "gat" or "gin".
+        num_layers: one for each block.
+        dropout: probability, applied after each inner layer, and to the attention weights of "gat". input_dropout:
+            the same for the features.
+        heads: of "gat": side by side in the inner layers, `hidden` wide together; averaged in the last.
+        norm: "none", "layer" or "batch", after each inner layer.
+        residual: add each layer's input to what it gives, by way of a matrix where the widths differ.
         recompute: keep only each layer's input for the backward pass and compute the rest again (Chen et al., arXiv
             1604.06174): less memory, more time.
+
+    Attributes:
+        degrees: float [V, 2] of `graph_degrees` on the model's device, which "gcn" and "gin" need to be trained on
+            sampled blocks; None takes each block for the whole graph. Not part of the state.
     """
 
-    def __init__(self, in_dim, hidden, out_dim, *, num_layers=3, dropout=0.5, recompute=False):
+    degrees = None
+
+    def __init__(self, in_dim, hidden, out_dim, *, conv="sage", num_layers=3, dropout=0.5, heads=1, norm="none",
+                 residual=False, input_dropout=0.0, recompute=False):  # fmt: skip
         super().__init__()
         widths = [in_dim] + [hidden] * (num_layers - 1) + [out_dim]
-        self.layers = nn.ModuleList(SAGEConv(a, b) for a, b in zip(widths, widths[1:]))
-        self.dropout, self.recompute = dropout, recompute
+        pairs, inner = list(pairwise(widths)), num_layers - 1
+        options = {"heads": heads, "dropout": dropout} if conv == "gat" else {}
+        last = {**options, "mean": True} if conv == "gat" else {}
+        self.layers = nn.ModuleList(CONVS[conv](*pair, **options) for pair in pairs[:-1])
+        self.layers.append(CONVS[conv](*pairs[-1], **last))
+        norms = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+        self.norms = nn.ModuleList(norms[norm](hidden) for _ in range(inner))
+        straight = [nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs]
+        self.residuals = nn.ModuleList(straight) if residual else None
+        self.dropout, self.input_dropout, self.recompute = dropout, input_dropout, recompute
 
     def forward(self, blocks, x, *, aggregated=False):
         """Logits [S, C] of the last block's destinations.
 
         Args:
             blocks: one for each layer, outermost hop first.
-            x: [N, F] features of blocks[0].src_nodes; or, with `aggregated`, [S, 2F]: what `self_and_mean` gives for
-                blocks[0], made where the features are.
+            x: [N, F] features of blocks[0].src_nodes; or, with `aggregated` (for "sage"), [S, 2F]: what `self_and_mean`
+                gives for blocks[0], made where the features are.
         """
-        for layer, block in zip(self.layers, blocks, strict=True):
+        if self.input_dropout and self.training:
+            x = F.dropout(x, self.input_dropout)
+        for i, (_, block) in enumerate(zip(self.layers, blocks, strict=True)):
             if self.recompute and self.training:
-                x = checkpoint(self.step, layer, block, x, aggregated, use_reentrant=False)
+                x = checkpoint(self.step, i, block, x, aggregated, use_reentrant=False)
             else:
-                x = self.step(layer, block, x, aggregated)
+                x = self.step(i, block, x, aggregated)
             aggregated = False
         return x
 
-    def step(self, layer, block, x, aggregated=False):
-        """One layer and what stands behind it."""
-        h = layer.apply_linear(x) if aggregated else layer(block, x)
-        return self.activate(layer, h, block.src_nodes[: len(h)])
+    def step(self, i, block, x, aggregated=False):
+        """Layer i and what stands behind it."""
+        layer = self.layers[i]
+        if aggregated:
+            return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], block.src_nodes)
+        known = layer.uses_degree and self.degrees is not None
+        degree = self.degrees.index_select(0, block.src_nodes) if known else None
+        return self.finish(i, layer(block, x, degree), x[: block.indptr.numel() - 1], block.src_nodes)
 
-    def activate(self, layer, h, nodes=None):
-        """What stands between two layers, h [S, D] of these nodes; nothing after the last."""
-        return h if layer is self.layers[-1] else relu_dropout(h, self.dropout, self.training, nodes)
+    def finish(self, i, h, h_dst, nodes=None):
+        """What follows layer i: h [S, D] is its output, h_dst [S, F] the destinations' rows of its input -> [S, D].
+
+        nodes [S or more] are ids of the destinations, by which dropout is drawn.
+        """
+        if self.residuals is not None:
+            h = h + self.residuals[i](h_dst)
+        if i == len(self.norms):
+            return h
+        norm = self.norms[i]
+        if isinstance(norm, nn.BatchNorm1d) and h.shape[0] < 2:  # too few for a variance: a rank's last batch, say
+            h = F.batch_norm(h, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        else:
+            h = norm(h)
+        return relu_dropout(h, self.dropout, self.training, None if nodes is None else nodes[: len(h)])
+
+
+class SAGE(GNN):
+    """GraphSAGE with the mean aggregator: the GNN that one gets without choosing."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# inference
 
 
 @torch.no_grad()
-def inference(model, indptr, indices, x, *, chunk=65536):
+def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, memory=4 << 30, rank=0, world=1,
+              total=None):  # fmt: skip
     """Exact predictions of all nodes from all their neighbours, layer by layer.
 
+    Beside the graph and the features there are at most three float32 tables, [V, width], one of them a layer's input,
+    one its messages, one its output; what else is made belongs to a chunk of destinations. On CPU a node of any degree
+    takes no more than its list of edges (and for "gat" some numbers a head and edge).
+
     Args:
-        model: SAGE. indptr: int64 [V+1], indices: [M]: the graph. x: float [V, F], on the model's device or moved there.
-        chunk: destinations handled at a time; bounds the memory beside two [V, width] tables.
+        model: a GNN. indptr: int64 [V+1], indices: [M]: the graph.
+        x: [V, F] features: a tensor on any device, or an object with .shape and .gather(ids).
+        chunk, chunk_edges: destinations and edges handled at a time; a node with more edges is a chunk of its own.
+        memory: bytes of host memory for the tables. A layer that needs more keeps what it makes in a temporary file,
+            memory-mapped, in the system's folder for such files (the variable TMPDIR), which vanishes with its user.
+        rank, world: with several processes on this machine, each calls this with the same arguments and its own rank,
+            and computes a part of the destinations of every layer. Linux only.
+        total: then a function that sums numbers over these processes and returns the sums to each (an all-reduce;
+            `Ranks.sum` of ddp.py on one machine).
 
     Returns:
-        Logits [V, C] on the model's device.
+        Logits float32 [V, C] in host memory; the same memory in all processes.
     """
-    training, parameter, num_nodes = model.training, next(model.parameters()), indptr.numel() - 1
+    training, device, V = model.training, next(model.parameters()).device, indptr.numel() - 1
     model.eval()
-    device = parameter.device
-    h = x.to(device, parameter.dtype)
-    bounds = list(range(0, num_nodes, chunk)) + [num_nodes]
-    for layer in model.layers:
-        message = torch.cat([layer.message(h[a:b]) for a, b in zip(bounds, bounds[1:])]) if layer.project_first else h
-        out = h.new_empty(num_nodes, layer.self_linear.out_features, dtype=parameter.dtype)
-        for a, b in zip(bounds, bounds[1:]):
-            first, last = int(indptr[a]), int(indptr[b])
-            edges = indices[first:last].to(device)
-            offsets = (indptr[a : b + 1] - first).to(device, edges.dtype)
-            out[a:b] = model.activate(layer, layer.combine(offsets, edges, message, h[a:b]))
+    degrees = model.degrees
+    if degrees is None and any(layer.uses_degree for layer in model.layers):
+        degrees = graph_degrees(indptr, indices)
+    M = int(indptr[-1])
+    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # as many edges each
+    first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
+    h = x
+    for i, layer in enumerate(model.layers):
+        table = _tables(V, h.shape[1] + layer.out_dim + (layer.message_dim or h.shape[1]), memory, rank == 0, total)
+        message = h
+        if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
+            message = table(layer.message_dim or h.shape[1])
+            for a in range(first, last, chunk):
+                b = min(a + chunk, last)
+                degree = degrees[a:b].to(device) if layer.uses_degree else None
+                message[a:b] = layer.message(_rows(h, a, b, device), degree)
+            if total:
+                total(0)  # all messages are there
+        out, near = table(layer.out_dim), _near(message, device)
+        for a, b in _cut(indptr, first, last, chunk, chunk_edges):
+            edges = indices[int(indptr[a]) : int(indptr[b])]
+            on = device if near is not None or edges.numel() <= chunk_edges else torch.device("cpu")
+            source, edges, rows = _sources(message if on != device else near, message, edges, a, b)
+            offsets = (indptr[a : b + 1] - indptr[a]).to(on, edges.dtype)
+            degree = degrees[a:b].to(on) if layer.uses_degree else None
+            here = layer if on == device else copy.deepcopy(layer).to(on)
+            h_dst = _rows(h, a, b, on)
+            result = here.combine(offsets, edges.to(on), source.to(on), rows.to(on), h_dst, degree)
+            out[a:b] = model.finish(i, result.to(device), h_dst.to(device))
+        if total:
+            total(0)  # all rows are there
         h = out
     model.train(training)
     return h
+
+
+def _rows(table, a, b, device):
+    """Rows a .. b - 1 in float32 on a device."""
+    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
+    return rows.to(device, torch.float32)
+
+
+def _cut(indptr, first, last, chunk, chunk_edges):
+    """Cut nodes first .. last - 1 into chunks (a, b) of at most `chunk` nodes and `chunk_edges` edges, or one node."""
+    while first < last:
+        fits = int(torch.searchsorted(indptr, int(indptr[first]) + chunk_edges, right=True)) - 1
+        end = min(first + chunk, max(fits, first + 1), last)
+        yield first, end
+        first = end
+
+
+def _near(table, device):
+    """The table where the model is, when there is room for it; else None."""
+    if device.type == "cuda" and table.device != device:
+        room = 0.8 * torch.cuda.mem_get_info(device)[0]
+        return table.to(device) if table.numel() * table.element_size() < room else None
+    return table
+
+
+def _sources(near, message, edges, a, b):
+    """(messages, rows of them that edges name, rows of the destinations a .. b - 1): the table itself where it is near,
+    else a copy of the rows that are needed."""
+    own = torch.arange(a, b, dtype=edges.dtype, device=edges.device)
+    if near is not None:
+        return near, edges, own
+    ids, place = torch.unique(torch.cat([own, edges]), return_inverse=True)
+    return message.index_select(0, ids.to(message.device)), place[b - a :], place[: b - a]
+
+
+def _tables(rows, columns, memory, leads, total):
+    """Function of a width -> float32 [rows, width], in a temporary file when columns of this length exceed `memory`.
+
+    With `total` it is one table for all processes that call: they open the leader's file by its number, as long as the
+    leader waits. Memory without a name (memfd) is such a file too; both are gone with the last process that has them.
+    """
+    in_memory = 4 * rows * columns <= memory
+
+    def table(width):
+        if in_memory and not total or not rows * width:
+            return torch.empty(rows, width)
+        handle = 0
+        if leads:
+            handle = os.memfd_create("ringblock") if in_memory else _nameless_file()
+            os.ftruncate(handle, 4 * rows * width)
+        if total:
+            leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
+            handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+        mapped = mmap.mmap(handle, 4 * rows * width)
+        if total:
+            total(0)
+        os.close(handle)
+        return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
+
+    return table
+
+
+def _nameless_file():
+    """A temporary file that nobody can find by name -> its handle, which the caller closes."""
+    with tempfile.TemporaryFile(prefix="ringblock-") as file:
+        return os.dup(file.fileno())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -74,9 +74,10 @@ class Block(NamedTuple):
     def to_dgl(self):
         """Return the same block as a DGL block, with dgl.NID (and dgl.EID when edge_ids are there) set."""
         dgl = import_dgl()
-        no_ids = self.indices.new_empty(0)
+        # numbers for the edges: without them DGL's gradients of edge values (GATv2Conv) fail
+        ids = torch.arange(self.num_edges, dtype=self.indices.dtype, device=self.indices.device)
         block = dgl.create_block(
-            ("csc", (self.indptr, self.indices, no_ids)), num_src_nodes=self.num_src, num_dst_nodes=self.num_dst
+            ("csc", (self.indptr, self.indices, ids)), num_src_nodes=self.num_src, num_dst_nodes=self.num_dst
         )
         block.srcdata[dgl.NID], block.dstdata[dgl.NID] = self.src_nodes, self.src_nodes[: self.num_dst]
         if self.edge_ids is not None:

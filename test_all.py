@@ -1,5 +1,6 @@
 """Every test of ringblock: pytest test_all.py. Tests on real graphs skip where ../shared/data is not there."""
 
+import argparse
 import collections
 import ctypes
 import gzip
@@ -20,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +35,7 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import datasets
 import ddp
 import features
@@ -42,7 +45,7 @@ import store
 import train
 from datasets import prepare
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from model import SAGE, Regressor, inference
+from model import GNN, SAGE, Regressor, inference
 from sampler import Block, NeighborSampler
 from store import (
     GraphDataset,
@@ -1347,6 +1350,262 @@ def test_dropout_keeps_its_share():
     torch.testing.assert_close(w.grad, (y.detach() > 0) * 2 * 256 / (256 - 77))
     h = torch.randn(10, 10)
     assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())
+
+
+def _dgl():
+    pytest.importorskip("scipy")
+    try:
+        return sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+
+
+def _gradients(module, output, weight, *inputs):
+    """Gradients of a weighted sum of the output: of the inputs, then of every parameter by its sorted absolute sum."""
+    module.zero_grad()
+    grads = torch.autograd.grad((output * weight).sum(), [*inputs, *module.parameters()])
+    return grads[: len(inputs)], sorted(g.abs().sum().item() for g in grads[len(inputs) :])
+
+
+LAYERS = {
+    "sage": lambda a, b: model.SAGEConv(a, b),
+    "sage-pool": lambda a, b: model.SAGEPoolConv(a, b),
+    "gcn": lambda a, b: model.GCNConv(a, b),
+    "gat": lambda a, b: model.GATv2Conv(a, b, heads=3),
+    "gat, mean": lambda a, b: model.GATv2Conv(a, b, heads=2, mean=True),
+    "gin": lambda a, b: model.GINConv(a, b),
+}
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_model_layers_equal_dgls(name, ids):
+    """Forward and gradients on a sampled block with destinations without edges, a wide and a narrow input."""
+    _dgl()
+    torch.manual_seed(3)
+    indptr, indices = _random_graph(np.random.default_rng(8), 120, 7, ids)
+    block = NeighborSampler(indptr, indices, [5]).sample(torch.arange(40).to(ids), 0)[0]
+    theirs = block.to_dgl()
+    if name.startswith(("gcn", "gat")):
+        edges = [e for s in range(40) for e in [s, *block.indices[block.indptr[s] : block.indptr[s + 1]].tolist()]]
+        looped = block._replace(indptr=block.indptr + torch.arange(41, dtype=ids), indices=torch.tensor(edges, dtype=ids))
+        theirs = looped.to_dgl()
+    for width, out_dim in ((24, 6), (6, 24)):
+        layer = LAYERS[name](width, out_dim)
+        for parameter in layer.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        twin = bench.dgl_twin(layer)
+        h = torch.randn(block.num_src, width, requires_grad=True)
+        ours, expected = layer(block, h), twin(theirs, h)
+        if name.startswith("gat"):
+            expected = expected.mean(1) if layer.mean else expected.flatten(1)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        weight = torch.randn_like(ours)
+        (to_h,), sizes = _gradients(layer, ours, weight, h)
+        (to_h_theirs,), sizes_theirs = _gradients(twin, expected, weight, h)
+        torch.testing.assert_close(to_h, to_h_theirs, rtol=1e-4, atol=1e-5)
+        assert sizes == pytest.approx(sizes_theirs, rel=1e-4, abs=1e-4)
+
+
+def test_model_blocks_run_dgls_and_pygs_layers():
+    indptr, indices = _random_graph(np.random.default_rng(9), 100, 6)
+    blocks = NeighborSampler(indptr, indices, [4, 3]).sample(torch.arange(10), 0)
+    x, ours = torch.randn(blocks[0].num_src, 12), SAGE(12, 8, 3, num_layers=2).eval()
+    expected = ours(blocks, x)
+    try:
+        pyg = importlib.import_module("torch_geometric.nn")
+    except ImportError:
+        pyg = None
+    for library in ("dgl", "pyg"):
+        h = x
+        if library == "dgl":
+            _dgl()
+            layers = [bench.dgl_twin(layer) for layer in ours.layers]
+        elif pyg is None:
+            pytest.skip("torch_geometric is not there")
+        for i, (layer, block) in enumerate(zip(ours.layers, blocks)):
+            if library == "dgl":
+                h = layers[i](block.to_dgl(), h)
+            else:
+                edge_index, _, (_, S) = block.to_pyg()
+                conv = pyg.SAGEConv(layer.self_linear.in_features, layer.out_dim, "mean")
+                conv.lin_l.weight.data, conv.lin_l.bias.data = layer.neigh_linear.weight.data, layer.self_linear.bias.data
+                conv.lin_r.weight.data = layer.self_linear.weight.data
+                h = conv((h, h[:S]), edge_index)
+            h = h.relu() if i == 0 else h
+        torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
+
+
+MODELS = {
+    "sage": {},
+    "sage-pool": {"norm": "layer"},
+    "gcn": {"residual": True},
+    "gat": {"heads": 2, "residual": True},
+    "gin": {"norm": "batch"},
+}
+
+
+def _net(conv, widths=(12, 8, 5), **options):
+    torch.manual_seed(4)
+    net = GNN(*widths, conv=conv, num_layers=3, **{**MODELS[conv], **options})
+    for norm in net.norms:
+        if isinstance(norm, torch.nn.BatchNorm1d):
+            norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+class _GatherOnly:
+    """Features that are no tensor."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype, self.asked = x, x.shape, x.dtype, 0
+
+    def gather(self, ids, out=None):
+        self.asked = max(self.asked, ids.numel())
+        return torch.index_select(self.x, 0, ids, out=out)
+
+
+@pytest.mark.parametrize("conv", MODELS)
+def test_model_inference_is_one_forward_pass_over_the_whole_graph(conv, tmp_path, monkeypatch):
+    """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or an object."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files = []
+    monkeypatch.setattr(model, "_nameless_file", lambda make=model._nameless_file: files.append(make()) or files[-1])
+    indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
+    hub = torch.randint(0, 90, (200,), dtype=indices.dtype)
+    indices = torch.cat([indices[: indptr[50]], hub, indices[indptr[50] :]])
+    indptr, everyone = torch.cat([indptr[:51], indptr[51:] + len(hub)]), torch.arange(90)
+    assert (indptr.diff() == 0).sum() > 5 and indptr[-1] == indices.numel()
+    x = torch.randn(90, 12)
+    for widths in ((12, 8, 5), (12, 16, 20)):
+        net = _net(conv, widths).eval()
+        block = Block(indptr.to(indices.dtype), indices, everyone)
+        expected = net([block] * 3, x)
+        net.train()
+        for options in ({}, {"chunk": 7}, {"chunk_edges": 20}, {"chunk": 13, "chunk_edges": 64, "memory": 0}):
+            torch.testing.assert_close(inference(net, indptr, indices, x, **options), expected, rtol=1e-5, atol=1e-5)
+        rows = _GatherOnly(x.double())
+        torch.testing.assert_close(inference(net, indptr, indices, rows, chunk=10), expected, rtol=1e-5, atol=1e-5)
+        assert rows.asked == 10 and net.training
+        if net.degrees is None and net.layers[0].uses_degree:
+            net.degrees = model.graph_degrees(indptr, indices)
+            torch.testing.assert_close(net.eval()([block] * 3, x), expected, rtol=1e-5, atol=1e-5)
+    assert len(files) >= 6 and not list(tmp_path.iterdir())
+    alone = inference(net, torch.zeros(91, dtype=torch.int64), indices[:0], x)  # no edges at all
+    assert alone.shape == (90, 20) and alone.isfinite().all()
+
+
+def _infers(rank, indptr, indices, x, nets, memory, barrier, table, results):
+    def total(*values):
+        table[rank, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        barrier.wait()
+        sums = table[:, : len(values)].sum(0).tolist()
+        barrier.wait()
+        return sums
+
+    torch.set_num_threads(1)
+    for net in nets:
+        logits = inference(net, indptr, indices, x, chunk=16, chunk_edges=100, memory=memory, rank=rank, world=2, total=total)
+        results.put(logits.numpy().copy())
+        barrier.wait()
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+def test_model_inference_with_two_ranks(memory):
+    indptr, indices = _random_graph(np.random.default_rng(12), 150, 5)
+    x, nets = torch.randn(150, 12), [_net(conv) for conv in MODELS]
+    context = multiprocessing.get_context("spawn")
+    barrier, results, table = context.Barrier(2), context.Queue(), torch.zeros(2, 4, dtype=torch.float64).share_memory_()
+    shared = [indptr, indices, x, nets, memory, barrier, table, results]
+    processes = [context.Process(target=_infers, args=(rank, *shared)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for net in nets:
+        expected = inference(net, indptr, indices, x)
+        for _ in range(2):
+            logits = torch.from_numpy(results.get(timeout=60))
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+_BOUNDED = f"""
+import resource, sys
+sys.path.insert(0, {str(HERE)!r})
+import torch
+from model import GNN, inference
+
+V, hub = 200_000, 1_500_000
+torch.manual_seed(0)
+degree = torch.full((V,), 4)
+degree[7] = hub
+indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+indices = torch.randint(V, (int(indptr[-1]),), dtype=torch.int32)
+x, net = torch.randn(V, 64), GNN(64, 64, 4, conv=sys.argv[1], num_layers=2, heads=2)
+torch.set_num_threads(1)
+options = dict(chunk=2048, chunk_edges=1 << 14, memory=0)
+inference(net, torch.tensor([0, 2, 2]), indices[:2] % 2, x[:2], **options)
+anonymous = lambda: [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")][0] * 1024
+before, peak = anonymous(), 0
+finish = net.finish
+def watched(*args):
+    global peak
+    peak = max(peak, anonymous())
+    return finish(*args)
+net.finish = watched
+inference(net, indptr, indices, x, **options)
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("conv, times", [("sage", 1), ("sage-pool", 1), ("gcn", 1), ("gat", 10)])
+def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_path):
+    """Edges of the hub as [E, width] alone would take 384 MB; the three tables, in files, 51 MB each."""
+    done = subprocess.run([sys.executable, "-c", _BOUNDED, conv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 25e6 * times, f"{int(done.stdout) / 1e6:.0f} MB"
+
+
+def test_model_sampled_gcn_and_gin_are_right_on_average():
+    """One layer over many sampled blocks: its mean is the layer over all neighbours."""
+    indptr, indices = _random_graph(np.random.default_rng(13), 60, 12)
+    x, ids = torch.randn(60, 6), torch.arange(60)
+    for conv in ("gcn", "gin"):
+        torch.manual_seed(5)
+        net = GNN(6, 8, 4, conv=conv, num_layers=1)
+        layer = net.layers[0]
+        if conv == "gin":
+            layer.mlp = torch.nn.Linear(6, 4)  # an average passes through what is linear
+        net.degrees = model.graph_degrees(indptr, indices)
+        sample = NeighborSampler(indptr, indices, [3]).sample
+        mean = torch.zeros(60, 4, dtype=torch.float64)
+        with torch.no_grad():
+            for step in range(3000):
+                blocks = sample(ids, step)
+                mean += net(blocks, x[blocks[0].src_nodes]) / 3000
+        exact = inference(net, indptr, indices, x).double()
+        assert (mean - exact).abs().mean() < 0.06 * exact.abs().mean()  # without the degrees: 0.5
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+@pytest.mark.parametrize("conv", MODELS)
+def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
+    indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
+    net = GNN(6, 8, 3, conv=conv, num_layers=2, norm=norm, residual=True, heads=2, input_dropout=0.1)
+    for seeds in (torch.arange(0), torch.arange(1)):
+        blocks = NeighborSampler(indptr, indices, [3, 3]).sample(seeds, 0)
+        logits = net(blocks, torch.randn(blocks[0].num_src, 6))
+        assert logits.shape == (len(seeds), 3)
+        net.zero_grad()
+        torch.nn.functional.cross_entropy(logits, seeds % 3, reduction="sum").backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_model_heads_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="width 10 cannot be shared by 4 heads"):
+        GNN(6, 10, 3, conv="gat", heads=4)
 
 
 def test_a_batch_without_seeds_gives_zero_gradients():
@@ -3132,6 +3391,98 @@ def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
         assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", model.CONVS)
+def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_path):
+    words = ["--dataset", tiny, "--model", name, "--fanout", "5,5", "--hidden", 16, "--heads", 2, "--norm", "layer",
+             "--residual", "--epochs", 4, "--lr", 0.01, "--batch-size", 100]  # fmt: skip
+    log, _ = _run_here(tmp_path, *words)
+    assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    with pytest.raises(SystemExit) as stop:  # what the checkpoint fixes is not said again
+        train.main(["--resume", str(tmp_path / "here.pt"), "--predict", str(tmp_path / "classes.npy")])
+    assert not stop.value.code
+    classes, graph = np.load(tmp_path / "classes.npy"), GraphStore.open(tiny)
+    assert classes.dtype == np.int64 and classes.shape == (3000,)
+    right = (torch.from_numpy(classes) == graph.labels)[graph.split["test"]].double().mean().item()
+    assert right == pytest.approx(log[-1]["exact"]["test"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.npy", "here.pt", "log"]
+
+
+@pytest.mark.parametrize("name, norm", [("gcn", "batch"), ("gat", "none")])
+def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
+    """Each computes its part of the nodes; from one checkpoint two predict what one predicts, batch norm or not."""
+    common = ["--gpus", 0, "--resume", tmp_path / "two.pt"]
+    _train("--dataset", tiny, "--model", name, "--norm", norm, "--fanout", "4,4", "--hidden", 16, "--epochs", 2, "--lr", 0.01,
+           "--batch-size", 60, "--gpus", 0, "--procs", 2, "--checkpoint", tmp_path / "two.pt", "--log", tmp_path / "log",
+           "--predict", tmp_path / "trained.npy")  # fmt: skip
+    _train(*common, "--procs", 2, "--predict", tmp_path / "two.npy")
+    _train(*common, "--predict", tmp_path / "one.npy")
+    trained, one, two = (np.load(tmp_path / f"{name}.npy") for name in ("trained", "one", "two"))
+    assert (one == two).mean() > 0.999 and (trained == two).all() and _log(tmp_path / "log")[-1]["exact"]["test"] > 0.4
+
+
+def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):
+    common = ["--dataset", tiny, "--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--lr", 0.05, "--early-stop", 3]
+    log, last = _run_here(tmp_path, *common, "--epochs", 60)
+    valid = [entry["valid_sampled"] for entry in log[:-1]]
+    assert 4 <= len(valid) < 60 and np.argmax(valid) == len(valid) - 4
+    best = torch.load(tmp_path / "here.pt", weights_only=True)["best"]
+    assert best["epoch"] == len(valid) - 3 and best["accuracy"] == max(valid)
+    graph = GraphStore.open(tiny)
+    net = SAGE(16, 16, 4, num_layers=2)
+    net.load_state_dict(best["model"])
+    right = inference(net, graph.indptr, graph.indices, graph.features.tensor).argmax(1) == graph.labels
+    assert log[-1]["exact"]["test"] == pytest.approx(right[graph.split["test"]].double().mean().item(), abs=1e-3)
+    # stopped in between and resumed, it stops where the straight run stops
+    _run_here(tmp_path, *common, "--epochs", 3)
+    resumed, weights = _run_here(tmp_path, "--resume", tmp_path / "here.pt", *common, "--epochs", 60)
+    assert resumed[-2]["epoch"] == len(valid) and all(torch.equal(last[name], weights[name]) for name in last)
+
+
+def test_train_runs_give_mean_and_standard_deviation(tiny, tmp_path, capsys):
+    log = tmp_path / "log"
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--dataset", tiny, "--fanout", "3,3", "--epochs", "1", "--runs", "3", "--seed", "5", "--log", str(log)])
+    assert not stop.value.code
+    runs = [entry for entry in _log(log) if "exact" in entry]
+    test = [entry["exact"]["test"] for entry in runs]
+    assert [entry["seed"] for entry in runs] == [5, 6, 7] and len(set(test)) > 1
+    assert _log(log)[-1]["mean"]["test"] == pytest.approx(np.mean(test))
+    assert _log(log)[-1]["std"]["test"] == pytest.approx(np.std(test, ddof=1))
+    assert f"test {100 * np.mean(test):.2f} +- {100 * np.std(test, ddof=1):.2f}%" in capsys.readouterr().out
+
+
+def test_train_cosine_schedule_is_kept_in_the_checkpoint(tiny, tmp_path):
+    common = ["--dataset", tiny, "--fanout", "3,3", "--epochs", 4, "--lr", 0.01, "--lr-schedule", "cosine"]
+    log, straight = _run_here(tmp_path, *common)
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx([0.01 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)])
+    process = _start(*common, "--checkpoint", tmp_path / "c.pt", "--procs", 1)
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith("epoch   2"):
+            process.terminate()
+    process.wait()
+    log, resumed = _run_here(tmp_path, *common, "--resume", tmp_path / "c.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_train_tensorboard(tiny, tmp_path):
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not there")
+    _run_here(tmp_path, "--dataset", tiny, "--fanout", "3,3", "--epochs", 2, "--tensorboard", tmp_path / "board")
+    assert list((tmp_path / "board").glob("events.out.tfevents*"))
+
+
+def test_train_help_fits_two_screens_and_says_units_and_defaults():
+    environment = {**os.environ, "COLUMNS": "110"}
+    done = subprocess.run([sys.executable, HERE / "train.py", "--help"], capture_output=True, text=True, env=environment)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) <= 80 and max(map(len, lines)) <= 110
+    groups = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
+    assert groups == ["options:", "data:", "sampling:", "model:", "optimisation:", "processes and placement:", "files:"]
+    for action in train.make_parser()._actions:
+        assert action.help and (action.default in (None, False) or action.default == argparse.SUPPRESS
+                                or "default" in train._Defaults("")._get_help_string(action)), action.dest  # fmt: skip
+
+
 def test_uneven_last_batches_do_not_hang(tiny):
     # 600 seeds, 3 ranks x 299: the last step has one seed for three ranks... two of them have none
     output = _train("--dataset", tiny, "--gpus", 0, "--procs", 3, "--batch-size", 199, "--epochs", 1, "--fanout", "3,3")
@@ -3300,6 +3651,11 @@ def test_a_killed_parent_leaves_no_orphans(tiny):
         (["--timeline", "steps.gif"], "--timeline steps.gif: .* ends in .png"),
         (["--gpu-cache", "lots"], "'lots' is no size; write it as 4GiB"),
         (["--dropout", "1"], "--dropout 1"),
+        (["--model", "gat", "--hidden", "10"], "--hidden 10 cannot be shared by --heads 4"),
+        (["--norm", "batch", "--checkpoint-activations"], "use --norm layer"),
+        (["--runs", "3", "--checkpoint", "c.pt"], "--checkpoint c.pt is for one run, --runs is 3"),
+        (["--predict", "classes.csv"], "--predict classes.csv: .* ends in .npy"),
+        (["--predict", "nowhere/c.npy"], "--predict nowhere/c.npy: the folder .* does not exist"),
         (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file"),
         (["--resume", "auto"], "--resume auto goes on from the file of --checkpoint"),
         (["--checkpoint-every", "3"], "--checkpoint-every 3 needs --checkpoint FILE"),
@@ -3360,6 +3716,98 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# bench.py and README.md
+
+
+def test_bench_inference_equals_dgls_loop(tmp_path):
+    _dgl()
+    words = ["inference", "--dataset", TINY, "--root", str(tmp_path), "--hidden", "8", "--fanout", "1,1", "--rounds", "1"]
+    for conv in ("sage", "gat", "gin"):
+        out = tmp_path / f"{conv}.json"
+        assert bench.main([*words, "--model", conv, "--json", str(out)]) == 0
+        figures = json.loads(out.read_text())
+        assert len(figures["median_s"]) == 4 and max(figures["logits_apart"].values()) < 1e-3
+    torch.set_num_threads(2)
+
+
+def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch):
+    """Two components of three and two nodes and one alone: the largest is kept, with its features and labels."""
+    features = {"feat_indptr": [0, 1, 3, 3, 4, 5, 6], "feat_indices": [0, 1, 2, 3, 0, 1], "feat_shape": [6, 4]}
+    np.savez(tmp_path / "six.npz", edge_index=[[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]], labels=[0, 1, 2, 3, 4, 5], **features)
+    bench.write_graph(tmp_path / "six.npz", tmp_path / "three.npz", component=True, edges=True)
+    three = np.load(tmp_path / "three.npz")
+    assert three["edge_index"].tolist() == [[0, 2, 1], [2, 1, 0]] and three["labels"].tolist() == [0, 2, 4]
+    assert three["feat_indptr"].tolist() == [0, 1, 1, 2] and three["feat_indices"].tolist() == [0, 0]
+    assert three["feat_shape"].tolist() == [3, 4]
+    if not DATA.is_dir():
+        pytest.skip(f"{DATA} is not there")
+    monkeypatch.setitem(bench.REAL, "cora", ("--hidden 16 --lr 0.02 --weight-decay 5e-4 --epochs 50", *bench.REAL["cora"][1:]))
+    out = tmp_path / "out.json"
+    words = ["accuracy", "--dataset", "cora", "--data", str(DATA), "--runs", "2", "--threads", "1", "--json", str(out)]
+    assert bench.main([*words, "--models", "mlp,gcn"]) == 0
+    torch.set_num_threads(2)
+    figures = json.loads(out.read_text())["accuracy"]
+    assert 40 < figures["cora, mlp, no edges"]["test"] < 65
+    assert all(figures[f"cora, gcn, {how}"]["test"] > 76 for how in ("all neighbours", "sampled"))
+
+
+def test_bench_picture_draws_what_is_committed(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [str(path) for path in (HERE / "results").glob("*.json")]
+    assert bench.main(["picture", *files, "--png", str(tmp_path / "speed.png")]) == 0
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _readme_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (HERE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _readme_commands():
+    """README's shell commands that need no GPU, no download and no second graph, without their comments."""
+    lines = [line.split("  #")[0].strip() for block in _readme_blocks("bash") for line in block.splitlines()]
+    away = ("ogbn-", "cora", "--gpus 4", "pip install", "my_graph", "my_store", "PATH")
+    return [line for line in lines if line.startswith("python ") and not any(word in line for word in away)]
+
+
+def test_readme_commands_run_word_for_word(tmp_path):
+    """Each in one folder, in the order of README, with small settings behind it where it takes them."""
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(HERE / "results", tmp_path / "results")
+    commands, flags = _readme_commands(), set(train.make_parser()._option_string_actions)
+    assert len(commands) > 4
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= flags, command
+        if "bench.py" in command and "picture" not in command:
+            continue  # they take hours; the tests above run them small
+        if "train.py" in command and "--resume" not in command and "--help" not in command:
+            command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
+        elif any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
+            continue
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_readme_python_blocks_run(tmp_path, monkeypatch):
+    """README's Python, in its order, on a small graph under the names that it uses; DGL's and PyG's where they are."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    names = {
+        "edge_index": rng.integers(0, 400, (2, 4000)), "x": rng.normal(size=(400, 8)).astype(np.float32),
+        "y": rng.integers(0, 3, 400), "a": range(200), "b": range(200, 300), "c": range(300, 400),
+    }  # fmt: skip
+    blocks = _readme_blocks("python")
+    assert len(blocks) >= 4
+    for block in blocks:
+        if "dgl" in block:
+            _dgl()
+        if "torch_geometric" in block:
+            pytest.importorskip("torch_geometric")
+        exec(compile(block, "README.md", "exec"), names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # each leaf alone
 
 
@@ -3381,7 +3829,7 @@ assert [b.y.item() for b in prefetch(lambda item, slot: ring.fetch(slot, item), 
 """,
     "model": """
 import torch
-from model import SAGE, inference
+from model import GNN, SAGE, inference
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,

@@ -1,10 +1,12 @@
-"""Train GraphSAGE by neighbour sampling.
+"""Train a graph neural network by neighbour sampling.
 
     python train.py                                                  # built-in synthetic graph, no download
     python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
     python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
+    python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
+    python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
 
@@ -20,11 +22,15 @@ if __name__ == "__main__" and "system" not in sys.argv:  # has to be in place be
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 import argparse
+import copy
 import ctypes
+import functools
 import importlib.util
 import io
 import json
+import math
 import re
+import statistics
 import threading
 import time
 import zipfile
@@ -32,14 +38,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import datasets
 import ddp
 from features import Batch, CachedFeatures, CudaCopies, FeatureRing, expected_visits, place, prefetch, share
-from model import SAGE, Regressor, gather_rows, inference, self_and_mean
+from model import CONVS, GNN, Regressor, gather_rows, graph_degrees, inference, self_and_mean
 from sampler import NeighborSampler, mix
 from store import MODES, GraphBatch, GraphDataset, GraphStore, StoreError, choose_mode
 
@@ -244,15 +252,24 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
     return ranks.sum(int(right))[0] / nodes.numel()
 
 
-def exact_accuracy(store, model):
-    """Accuracy on every split from exact layer-wise inference -> {split: accuracy or None where it is empty}.
+def exact_logits(ranks, args, store, model):
+    """Logits [V, C] of all nodes from exact layer-wise inference in float32, split over the ranks of each machine."""
+    model = copy.deepcopy(model).float() if args.precision == "fp64" else model
+    features = getattr(store.features, "tensor", store.features)
+    total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
+    return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, world=ranks.local_world, total=total)
 
-    None for all of them where the features are larger than the free memory.
-    """
-    if store.features.large:
-        return dict.fromkeys(store.split)
-    features = store.features.tensor if hasattr(store.features, "tensor") else store.features.gather(torch.arange(store.num_nodes))
-    predicted = inference(model, store.indptr, store.indices, features).argmax(1).cpu()
+
+def machine_sum(ranks, *values):
+    """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
+    machine, n = ranks.rank // ranks.local_world, len(values)
+    everyones = [0.0] * (ranks.world // ranks.local_world * n)
+    everyones[machine * n : (machine + 1) * n] = values
+    return ranks.sum(*everyones)[machine * n : (machine + 1) * n]
+
+
+def accuracies(store, predicted):
+    """Share of right classes int64 [V] -> {split: accuracy or None where it is empty}."""
     right = predicted == store.labels
     return {name: right[nodes].double().mean().item() if nodes.numel() else None for name, nodes in store.split.items()}
 
@@ -332,6 +349,19 @@ def scores_line(scores):
                                                   f"{value:.4f}" for name, value in scores.items())  # fmt: skip
 
 
+def save_predictions(path, predicted):
+    """Write classes int64 [V] as .npy, atomically."""
+    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            np.save(file, predicted.numpy())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StoreError(f"predictions {path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def peak_memory(ranks):
     """Peak bytes of this process: of GPU memory on CUDA, resident memory on CPU."""
     if ranks.gpus:
@@ -341,14 +371,15 @@ def peak_memory(ranks):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def save_checkpoint(path, args, model, optimizer, epoch, step):
+def save_checkpoint(path, args, model, optimizer, schedule, best, epoch, step):
     """Write the state of the run atomically: the last good file or the new one is there, never half of one.
 
     Sampling and dropout are functions of --seed and the step, so no generator has a state to keep.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step,
+             "schedule": schedule.state_dict(), "best": best}  # fmt: skip
     try:
         with open(temporary, "wb") as file:
             torch.save({**state, "run": identity(args)}, file)
@@ -372,7 +403,7 @@ def remove_unfinished(path):
 
 def identity(args):
     """What a checkpoint must agree on with the run that resumes it."""
-    names = ("dataset", "seed", "fanout", "hidden", "num_layers", "accumulate")
+    names = ("task", "dataset", "seed", "fanout", "model", "hidden", "num_layers", "heads", "norm", "residual", "accumulate")
     return {**{name: getattr(args, name) for name in names}, "total_batch": args.total_batch}
 
 
@@ -388,21 +419,27 @@ def read_checkpoint(path, args):
     except Exception as error:  # zipfile and torch.load raise a dozen types on a damaged file
         raise StoreError(f"{path} is not a checkpoint of train.py: {(str(error) or repr(error)).splitlines()[0]}") from error
     for name, value in identity(args).items():
-        if saved.get(name) != value:
+        if saved.get(name) != value and not (args.predict and name == "total_batch"):
             raise StoreError(f"checkpoint {path} was made with {name} {saved.get(name)}, this run has {value}")
     return data, epoch, step
 
 
-def load_checkpoint(args, ranks, model, optimizer):
-    """Bring model and optimizer to the state of a checkpoint -> (epoch, steps done in it); (0, 0) where none is given.
+def checkpoint_to_resume(args):
+    """The file to go on from, or None: --resume auto, and every restart by torchrun, mean that of --checkpoint."""
+    own = args.checkpoint if args.checkpoint and Path(args.checkpoint).is_file() else None
+    if args.resume == "auto":
+        return own
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return own if own and restarted else args.resume
 
-    --resume auto, and every restart by torchrun, mean the file of --checkpoint, if it is there yet. Machines need
-    not share a disk: the rank that has the most advanced file gives it to the others.
+
+def load_checkpoint(args, ranks, model, optimizer, schedule, best):
+    """Bring model, optimizer, schedule and best to the state of a checkpoint -> (epoch, steps done in it); (0, 0) where none is given.
+
+    Machines need not share a disk: the rank that has the most advanced file gives it to the others.
     """
-    path, own = args.resume, args.checkpoint
-    if own and (path == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) and Path(own).is_file():
-        path = own
-    data, epoch, step = read_checkpoint(path, args) if path not in (None, "auto") else (None, 0, 0)
+    path = checkpoint_to_resume(args)
+    data, epoch, step = read_checkpoint(path, args) if path else (None, 0, 0)
     progress = ranks.gather(-1 if data is None else epoch * args.steps + step)
     if max(progress) < 0:
         return 0, 0
@@ -410,18 +447,43 @@ def load_checkpoint(args, ranks, model, optimizer):
     state = torch.load(io.BytesIO(data), map_location=ranks.device, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    best.update(state["best"])
     if ranks.leads:
         print(f"resume  from epoch {state['epoch'] + 1}, step {state['step']}")
     return state["epoch"], state["step"]
 
 
+def flags_of_checkpoint(path):
+    """The flags that a checkpoint fixes -> dict; empty where it cannot be read, which `load_checkpoint` then says."""
+    try:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["run"]
+    except Exception:  # torch.load raises a dozen types on a damaged file
+        return {}
+    return {name: value for name, value in saved.items() if name != "total_batch"}
+
+
 def report(ranks, args, figures, line):
-    """Print a line and append the figures to --log, on rank 0."""
+    """Print a line, append the figures to --log and write them for TensorBoard, on rank 0."""
     if ranks.leads:
         tqdm.write(line)
         if args.log:
             with open(args.log, "a") as file:
                 file.write(json.dumps(figures) + "\n")
+        if args.tensorboard and "epoch" in figures:
+            writer = tensorboard(args.tensorboard)
+            for name, value in figures.items():
+                if isinstance(value, float):
+                    writer.add_scalar(name, value, figures["epoch"])
+            writer.flush()
+
+
+@functools.lru_cache(maxsize=1)
+def tensorboard(folder):
+    """TensorBoard's writer for a folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
 
 
 def percent(accuracy):
@@ -519,13 +581,31 @@ def advice(ranks, args, store, model):
 
 
 def worker(ranks, args, path):
-    """One rank's whole run -> exit code; what is wrong with the input is said in one sentence."""
+    """One rank's whole work -> exit code; what is wrong with the input is said in one sentence."""
     try:
-        return run(ranks, args, path)
+        return run(ranks, args, path)[0] if args.runs == 1 else run_many(ranks, args, path)
     except StoreError as error:
         if ranks.leads or path is None:
             print(f"train.py: {error}", file=sys.stderr)
         return 2
+
+
+def run_many(ranks, args, path):
+    """--runs with seeds one after the other, each drawing its own split where the data set has none -> exit code."""
+    exact = []
+    for seed in range(args.seed, args.seed + args.runs):
+        folder = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
+        code, accuracy = run(ranks, argparse.Namespace(**{**vars(args), "seed": seed, "tensorboard": folder}), path)
+        if code:
+            return code
+        exact.append(accuracy)
+        path = None  # of the next seed
+    columns = {name: [accuracy[name] for accuracy in exact] for name in exact[0] if exact[0][name] is not None}
+    mean = {name: statistics.mean(values) for name, values in columns.items()}
+    std = {name: statistics.stdev(values) for name, values in columns.items()}
+    line = "  ".join(f"{name} {100 * mean[name]:.2f} +- {100 * std[name]:.2f}%" for name in mean)
+    report(ranks, args, {"runs": args.runs, "mean": mean, "std": std}, f"exact accuracy over {args.runs} seeds  {line}")
+    return 0
 
 
 def open_data(ranks, args, path):
@@ -560,10 +640,13 @@ def open_data(ranks, args, path):
     if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
         visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
+    if args.early_stop and not store.split["valid"].numel():
+        raise StoreError(f"--early-stop {args.early_stop} needs validation nodes: {store.path} has none; leave it out")
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(args.precision, store.features.dtype)
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
-                       log=tqdm.write if ranks.leads else None, aggregate=self_and_mean, dtype=dtype, gather=gather_rows)  # fmt: skip
+                       log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
+                       aggregate=self_and_mean if args.model == "sage" and not args.input_dropout else None)  # fmt: skip
     return store, sampler, ring
 
 
@@ -579,21 +662,34 @@ def tune(ranks, args):
         print(f"memory  allocator: {said}; --allocator system leaves it alone")
 
 
-def run(ranks, args, path):
-    """Open, train, evaluate -> exit code."""
-    tune(ranks, args)
-    store, sampler, ring = open_data(ranks, args, path)
-    torch.manual_seed(args.seed)  # the same initial weights on every rank
+def build_model(ranks, args, store, ring):
+    """The model with the initial weights of --seed, the same on every rank."""
+    torch.manual_seed(args.seed)
     if args.task == "graph":
         mean, std = (0.0, 1.0) if ring.binary else (ring.mean, ring.std)
-        model = Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
-                          edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean, std=std)  # fmt: skip
-    else:
-        model = SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=args.num_layers, dropout=args.dropout,
-                     recompute=args.checkpoint_activations)  # fmt: skip
+        return Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
+                         edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean,
+                         std=std).to(ranks.device)  # fmt: skip
+    model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
+                dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
+                residual=args.residual, recompute=args.checkpoint_activations)  # fmt: skip
     model.to(ranks.device, torch.float64 if args.precision == "fp64" else torch.float32)
+    if any(layer.uses_degree for layer in model.layers):
+        model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device)
+    return model
+
+
+def run(ranks, args, path):
+    """Open, train, evaluate -> (exit code, exact accuracy of each split; None where the run was stopped)."""
+    tune(ranks, args)
+    store, sampler, ring = open_data(ranks, args, path)
+    model = build_model(ranks, args, store, ring)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    start, first = load_checkpoint(args, ranks, model, optimizer)
+    cosine = lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # noqa: E731
+    schedule = LambdaLR(optimizer, cosine if args.lr_schedule == "cosine" else lambda epoch: 1.0)
+    best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
+    start, first = load_checkpoint(args, ranks, model, optimizer, schedule, best)
+    epochs = start if args.predict and args.resume else args.epochs
     parallel = ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
@@ -602,12 +698,14 @@ def run(ranks, args, path):
 
     def save(epoch, step):
         if args.checkpoint and ranks.leads:
-            save_checkpoint(args.checkpoint, args, model, optimizer, epoch, step)
+            save_checkpoint(args.checkpoint, args, model, optimizer, schedule, best, epoch, step)
 
     if args.checkpoint and ranks.leads:
         remove_unfinished(args.checkpoint)
     with ddp.StopSignal(ranks) as stop:
-        for epoch in range(start, args.epochs):
+        for epoch in range(start, epochs):
+            if args.early_stop and epoch - best["epoch"] >= args.early_stop:
+                break
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
             with profile(ranks, args) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
@@ -616,33 +714,61 @@ def run(ranks, args, path):
             if args.timeline and second and ranks.leads:
                 draw_timeline(laps, args.timeline)
             if not stopped:
+                share_buffers(ranks, model)
                 if args.task == "graph":  # exact, on one rank
                     valid = {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
                 else:
                     valid = {"valid_sampled": sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])}
-                figures = {"epoch": epoch + 1, **figures, **valid, "peak_bytes": peak_memory(ranks)}
+                figures = {"epoch": epoch + 1, **figures, "lr": schedule.get_last_lr()[0], **valid,
+                           "peak_bytes": peak_memory(ranks)}  # fmt: skip
                 if isinstance(ring.features, CachedFeatures):
                     figures["cache_hit_rate"] = ring.features.hit_rate
                 report(ranks, args, figures, epoch_line(args, figures))
+                schedule.step()
+                if args.early_stop and figures["valid_sampled"] > best["accuracy"]:
+                    weights = {name: value.clone() for name, value in model.state_dict().items()}
+                    best.update(accuracy=figures["valid_sampled"], epoch=epoch + 1, model=weights)
             save(epoch, step) if stopped else save(epoch + 1, 0)
             if stopped:
                 kept = f"resume with --resume {args.checkpoint}" if args.checkpoint else "nothing kept: no --checkpoint"
                 report(ranks, args, {"stopped": [epoch + 1, step]}, f"stopped in epoch {epoch + 1} after step {step}; {kept}")
                 ranks.barrier()
-                return stop.exit_code
+                return stop.exit_code, None
             first = 0
     ranks.check_equal(model)
-    if ranks.leads and args.task == "graph":
-        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()}
+    if args.task == "graph":
+        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
         line = "\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items())
         report(ranks, args, {"scores": scores}, line)
-    elif ranks.leads:
-        exact = exact_accuracy(store, model)
-        line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
-        line += "; the features do not fit into memory" if store.features.large else ""
-        report(ranks, args, {"exact": exact}, f"exact layer-wise accuracy  {line}")
+        ranks.barrier()
+        return 0, None
+    return 0, finish(ranks, args, store, model, best)
+
+
+def share_buffers(ranks, model):
+    """Give every rank the running statistics of rank 0's batch norm."""
+    if ranks.world > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)
+
+
+def finish(ranks, args, store, model, best):
+    """Evaluate the last weights, or the best of --early-stop, exactly -> accuracies; write --predict."""
+    if best["model"]:
+        model.load_state_dict(best["model"])
+        if ranks.leads:
+            print(f"best    weights of epoch {best['epoch']}: valid {percent(best['accuracy'])} (sampled)")
+    if store.features.large:
+        report(ranks, args, {"exact": None}, "exact layer-wise accuracy  n/a: the features do not fit into memory")
+        return dict.fromkeys(store.split)
+    predicted = exact_logits(ranks, args, store, model).argmax(1)
+    exact = accuracies(store, predicted)
+    line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
+    report(ranks, args, {"exact": exact, "seed": args.seed}, f"exact layer-wise accuracy  {line}")
+    if args.predict and ranks.leads:
+        save_predictions(args.predict, predicted)
     ranks.barrier()
-    return 0
+    return exact
 
 
 @contextmanager
@@ -701,56 +827,82 @@ class _Defaults(argparse.HelpFormatter):
 
 def parse_args(argv):
     """Parse the command line; argparse exits with code 2 and one line on bad input."""
-    parser = argparse.ArgumentParser(description="Train GraphSAGE by neighbour sampling.", formatter_class=_Defaults)
-    count, number = positive(int), positive(float)
-    # data
-    parser.add_argument("--task", default="node", choices=["node", "graph"], help="node: classes of the nodes of one graph, by "
-                        "sampling; graph: targets of many small graphs, a batch of them at a time")  # fmt: skip
-    parser.add_argument("--dataset", default="synthetic", help="name or path: synthetic, synthetic:nodes=..., a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M")
-    parser.add_argument("--root", default="data", help="folder for downloads and built stores")
-    parser.add_argument("--backend", default="mmap", choices=["mmap", "lmdb"], help="how a newly built store keeps features")
-    # sampling
-    parser.add_argument("--fanout", type=fanout, default=None, metavar="15,10,5", help="neighbours taken by each seed, then by "
-                        "each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
-    parser.add_argument("--batch-size", type=count, default=1024, help="seeds of a process in one pass")
-    parser.add_argument("--accumulate", type=count, default=1, help="passes whose gradients make one optimizer step")
-    # model and optimiser
-    parser.add_argument("--hidden", type=count, default=128, help="width of the inner layers")
-    parser.add_argument("--num-layers", type=count, default=None, help="layers (default: one for each fanout, else 3)")
-    parser.add_argument("--dropout", type=positive(float, zero=True), default=0.5, help="probability after each inner layer")
-    parser.add_argument("--lr", type=number, default=0.003, help="Adam's learning rate")
-    parser.add_argument("--weight-decay", type=positive(float, zero=True), default=0.0, help="Adam's L2 term")
-    parser.add_argument("--epochs", type=count, default=10, help="passes over the training nodes")
-    parser.add_argument("--seed", type=int, default=0, help="fixes weights, order, sampling and dropout")
-    parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp64"], help="of the matrix products; "
-                        "tf32 is for CUDA, fp64 for comparing runs")  # fmt: skip
-    parser.add_argument("--checkpoint-activations", action="store_true", help="compute inner layers again in the backward "
-                        "pass instead of keeping them: less memory, more time")  # fmt: skip
-    # processes and placement
-    parser.add_argument("--gpus", type=positive(int, zero=True), default=None, help="GPUs, one process each; 0 trains on CPU "
-                        "(default: 1 when there is one)")  # fmt: skip
-    parser.add_argument("--procs", type=count, default=1, help="processes with --gpus 0; the cores are shared among them")
-    parser.add_argument("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where "
-                        "training runs")  # fmt: skip
-    parser.add_argument("--gpu-cache", "--cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for the hottest feature rows: of each "
-                        "GPU in mode cpu-cuda, of the host before an lmdb store in mode cpu-cpu (default: none)")  # fmt: skip
-    parser.add_argument("--prefetch", type=positive(int, zero=True), default=2, help="batches prepared ahead; 0: none")
-    parser.add_argument("--sample-threads", type=count, default=1, help="threads that sample and fetch")
-    parser.add_argument("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, "
-                        "on CUDA segments can grow; system: as it comes")  # fmt: skip
-    # files
-    parser.add_argument("--checkpoint", metavar="FILE", help="write the run's state here after each epoch and on Ctrl-C")
-    parser.add_argument("--checkpoint-every", type=count, default=None, metavar="STEPS", help="write it after so many "
-                        "optimizer steps, too")  # fmt: skip
-    parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint; auto: from that of --checkpoint, where it "
-                        "is there")  # fmt: skip
-    parser.add_argument("--log", "--log-file", metavar="FILE", help="append one JSON line an epoch (torchrun takes --log for "
-                        "an option of its own: write --log-file there)")  # fmt: skip
-    parser.add_argument("--timeline", metavar="FILE.png", help="draw the first steps of the second epoch as a Gantt chart")
-    parser.add_argument("--profile", metavar="FILE", help="write a torch.profiler trace of the second epoch, one a rank")
-    args = parser.parse_args(spelled_out(argv))
+    parser, argv = make_parser(), spelled_out(argv)
+    args = parser.parse_args(argv)
+    if path := checkpoint_to_resume(args):  # what the checkpoint fixes need not be said again
+        parser.set_defaults(**flags_of_checkpoint(path))
+        args = parser.parse_args(argv)
     check_args(parser, args)
     return args
+
+
+def make_parser():
+    """Every flag, in groups; --help fits on two screens."""
+    parser = argparse.ArgumentParser(usage="python train.py [flags]", formatter_class=_Defaults,
+                                     description="Train a graph neural network by neighbour sampling.")  # fmt: skip
+    count, number, from_zero = positive(int), positive(float), positive(float, zero=True)
+
+    add = parser.add_argument_group("data").add_argument
+    add("--task", default="node", choices=["node", "graph"], help="classes of nodes, or targets of many small graphs")
+    add("--dataset", default="synthetic", metavar="NAME", help="synthetic, synthetic:nodes=..., a store folder, an .npz file, "
+        "cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M (default: %(default)s)")  # fmt: skip
+    add("--root", default="data", metavar="DIR", help="folder for downloads and built stores")
+    add("--backend", default="mmap", choices=["mmap", "lmdb"], help="how a newly built store keeps features")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--fanout", type=fanout, metavar="15,10,5", help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
+        "PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
+    add("--batch-size", type=count, default=1024, metavar="N", help="seeds of a process in one pass")
+    add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="sage", choices=list(CONVS), help="GraphSAGE (mean or max-pooling), GCN, GATv2, GIN")
+    add("--hidden", type=count, default=128, metavar="N", help="width of the inner layers, all heads together")
+    add("--num-layers", type=count, metavar="N", help="layers (default: one for each fanout, else 3)")
+    add("--heads", type=count, default=4, metavar="N", help="attention heads of gat")
+    add("--norm", default="none", choices=["none", "layer", "batch"], help="after each inner layer")
+    add("--residual", action="store_true", help="add each layer's input to its output")
+    add("--dropout", type=from_zero, default=0.5, metavar="P", help="probability after each inner layer and of gat's attention")
+    add("--input-dropout", type=from_zero, default=0.0, metavar="P", help="probability of the features (default: 0)")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--lr", type=number, default=0.003, metavar="RATE", help="Adam's learning rate")
+    add("--lr-schedule", default="constant", choices=["constant", "cosine"], help="cosine: falls to 0 over --epochs")
+    add("--weight-decay", type=from_zero, default=0.0, metavar="X", help="Adam's L2 term (default: 0)")
+    add("--epochs", type=count, default=10, metavar="N", help="passes over the training nodes")
+    add("--early-stop", type=count, metavar="N", help="end after N epochs without a better sampled validation accuracy and take "
+        "the best epoch's weights (default: off)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="fixes weights, order, sampling and dropout")
+    add("--runs", type=count, default=1, metavar="N", help="train with N seeds from --seed on; mean and standard deviation")
+    add("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp64"], help="of the matrix products; tf32 is for "
+        "CUDA, fp64 for comparing runs")  # fmt: skip
+    add("--checkpoint-activations", action="store_true", help="compute inner layers again in the backward pass instead of "
+        "keeping them: less memory, more time")  # fmt: skip
+
+    add = parser.add_argument_group("processes and placement").add_argument
+    add("--gpus", type=positive(int, zero=True), metavar="N", help="GPUs, one process each; 0 trains on CPU (default: 1 when "
+        "there is one)")  # fmt: skip
+    add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
+    add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
+    add("--gpu-cache", "--cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for the hottest feature rows: "
+        "of each GPU in mode cpu-cuda, of the host before an lmdb store in mode cpu-cpu (default: none)")  # fmt: skip
+    add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
+    add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
+    add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
+        "can grow; system: as it comes")  # fmt: skip
+
+    add = parser.add_argument_group("files").add_argument
+    add("--checkpoint", metavar="FILE", help="write the run's state here after each epoch and on Ctrl-C")
+    add("--checkpoint-every", type=count, metavar="STEPS", help="and after so many optimizer steps (default: off)")
+    add("--resume", metavar="FILE", help="go on from a checkpoint; data, sampling and model flags are the checkpoint's; auto: "
+        "from that of --checkpoint, once it is there")  # fmt: skip
+    add("--predict", metavar="FILE.npy", help="write the class of every node, int64 [V], from exact inference; with --resume nothing "
+        "is trained")  # fmt: skip
+    add("--log", "--log-file", metavar="FILE", help="append one JSON line an epoch (under torchrun write --log-file)")
+    add("--tensorboard", metavar="DIR", help="write the epochs' figures for TensorBoard")
+    add("--timeline", metavar="FILE.png", help="draw the first steps of the second epoch as a Gantt chart")
+    add("--profile", metavar="FILE", help="write a torch.profiler trace of the second epoch, one a rank")
+    return parser
 
 
 def spelled_out(argv):
@@ -773,8 +925,9 @@ def check_args(parser, args):
     if len(args.fanout) != args.num_layers:
         parser.error(f"--fanout {','.join(map(str, args.fanout))} has {len(args.fanout)} hops, --num-layers is "
                      f"{args.num_layers}; give one fanout for each layer")  # fmt: skip
-    if args.dropout >= 1:
-        parser.error(f"--dropout {args.dropout} must be below 1")
+    for flag in ("dropout", "input_dropout"):
+        if getattr(args, flag) >= 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be below 1")
     if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
         parser.error(f"--gpu-cache is for --mode cpu-cuda (or an lmdb store on CPU); {args.mode} reads features in place")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -788,12 +941,28 @@ def check_args(parser, args):
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
+    for flag, off in (("early_stop", None), ("predict", None), ("runs", 1)):
+        if args.task == "graph" and getattr(args, flag) != off:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} is for --task node")
+    if args.precision == "fp64" and args.task == "graph":
+        parser.error("--precision fp64 is for --task node; use fp32 or bf16")
     if args.precision == "tf32" and not args.gpus:
         parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
-    for flag in ("checkpoint", "log", "timeline", "profile"):
+    if args.model == "gat" and args.hidden % args.heads:
+        parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}: give a multiple of {args.heads}")
+    if args.norm == "batch" and args.checkpoint_activations:
+        parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
+    for flag in ("checkpoint", "resume", "predict", "timeline", "profile"):
+        if args.runs > 1 and getattr(args, flag):
+            parser.error(f"--{flag} {getattr(args, flag)} is for one run, --runs is {args.runs}")
+    for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         folder = Path(getattr(args, flag) or ".").absolute().parent
         if not folder.is_dir():
             parser.error(f"--{flag} {getattr(args, flag)}: the folder {folder} does not exist")
+    if args.predict and not args.predict.endswith(".npy"):
+        parser.error(f"--predict {args.predict}: the classes are written as .npy; give a name that ends in .npy")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs tensorboard: pip install tensorboard")
     if args.timeline and not args.timeline.endswith(".png"):
         parser.error(f"--timeline {args.timeline}: the picture is a PNG; give a name that ends in .png")
     if args.timeline and importlib.util.find_spec("matplotlib") is None:
