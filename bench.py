@@ -718,8 +718,7 @@ def _train_from_disk(path, args, cache):
     nodes = store.split["train"][torch.randperm(len(store.split["train"]))]
     batches = [(i, nodes[torch.arange(i * args.batch_size, (i + 1) * args.batch_size) % len(nodes)].unique())
                for i in range(args.batches)]  # fmt: skip
-    if not cache:
-        _forget(path)
+    _forget(path)
 
     def load(item, slot):
         return ring.fetch(slot, ours.sample(item[1], item[0], relabel_outer=not ring.first_hop))

@@ -140,7 +140,12 @@ def launch(worker, nprocs, *args, gpus=0):
         env = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
         local = {name: int(os.environ.get(name, env[full])) for name, full in _LOCAL}
         ranks = Ranks(env["RANK"], env["WORLD_SIZE"], local["LOCAL_RANK"], local["LOCAL_WORLD_SIZE"], gpus)
-        return _run(worker, ranks, None, args)
+        store = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # The agent's store outlives a restart (torch 2.13): without a prefix a rank could find where a dead one listened.
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        return _run(worker, ranks, store, args)
     if nprocs == 1:
         sys.exit(worker(Ranks(gpus=gpus), *args))
     # The parent holds the rendezvous: bound to a port that the system chose, so none can be taken in between.

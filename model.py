@@ -156,16 +156,26 @@ def relu_dropout(h, p, training=True, nodes=None):
     seed = int(torch.empty((), dtype=torch.int64).random_()) if drop else 0
     if library := _library(nodes, h, h):
         return _ReluDropout.apply(h, nodes, seed, drop, library)
-    if not drop:
-        return F.relu(h)
+    return _dropout(F.relu(h), nodes, seed, drop) if drop else F.relu(h)
+
+
+def dropout(x, p, nodes):
+    """Dropout of x [N, F] as `relu_dropout` draws it, by node and column; nodes [N] are ids."""
+    drop = min(round(256 * p), 255)
+    return _dropout(x, nodes, int(torch.empty((), dtype=torch.int64).random_()), drop) if drop else x
+
+
+def _dropout(h, nodes, seed, drop):
     kept = _random_bytes(torch.arange(len(h), device=h.device) if nodes is None else nodes, h.shape[1], seed) >= drop
-    return F.relu(h) * (kept * (256 / (256 - drop))).to(h.dtype)
+    return h * (kept * (256 / (256 - drop))).to(h.dtype)
 
 
 def _random_bytes(nodes, D, seed):
     """The bytes of relu_dropout's C code, from torch operations -> uint8 [S, D]."""
+    groups = torch.arange(-(-D // 8), device=nodes.device)
     row = _finalise((nodes.long() ^ seed) + _GOLDEN).unsqueeze(1)
-    return _finalise(row + torch.arange(-(-D // 8), device=nodes.device) * _GOLDEN).view(torch.uint8)[:, :D]
+    drawn = _finalise(row + groups * _GOLDEN).reshape(-1)  # little-endian: the first column is the lowest byte
+    return drawn.view(torch.uint8).view(len(nodes), 8 * len(groups))[:, :D]
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), as int64
@@ -494,7 +504,7 @@ class GNN(nn.Module):
                 gives for blocks[0], made where the features are.
         """
         if self.input_dropout and self.training:
-            x = F.dropout(x, self.input_dropout)
+            x = dropout(x, self.input_dropout, blocks[0].src_nodes)
         for i, (_, block) in enumerate(zip(self.layers, blocks, strict=True)):
             if self.recompute and self.training:
                 x = checkpoint(self.step, i, block, x, aggregated, use_reentrant=False)

@@ -2421,6 +2421,7 @@ def _in_child(work, kill_after=None):
         code = 1
         try:
             torch.set_num_threads(1)
+            store.tqdm.set_lock(threading.RLock())  # its own is shared with the parent, and would die with the child
             work()
             code = 0
         except BaseException:
@@ -3063,6 +3064,13 @@ def test_the_number_of_processes_changes_nothing(tmp_path, precision, rtol):
             torch.testing.assert_close(value, parameters[key], rtol=rtol, atol=rtol)
 
 
+def test_memory_does_not_grow_over_epochs(tiny, tmp_path):
+    _train("--dataset", tiny, "--gpus", 0, "--fanout", "10,10", "--batch-size", 100, "--hidden", 256, "--epochs", 20,
+           "--log", tmp_path / "log")  # fmt: skip
+    peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:20]]
+    assert peak[19] < 1.1 * peak[1], peak
+
+
 def test_torchrun_gives_the_result_of_one_process(tiny, tmp_path):
     common = ["--dataset", tiny, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01, "--epochs", 2, "--gpus", 0]
     _train(*common, "--batch-size", 220, "--log", tmp_path / "one", "--checkpoint", tmp_path / "one.pt")
@@ -3411,7 +3419,7 @@ def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_pa
 def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
     """Each computes its part of the nodes; from one checkpoint two predict what one predicts, batch norm or not."""
     common = ["--gpus", 0, "--resume", tmp_path / "two.pt"]
-    _train("--dataset", tiny, "--model", name, "--norm", norm, "--fanout", "4,4", "--hidden", 16, "--epochs", 2, "--lr", 0.01,
+    _train("--dataset", tiny, "--model", name, "--norm", norm, "--fanout", "4,4", "--hidden", 16, "--epochs", 5, "--lr", 0.01,
            "--batch-size", 60, "--gpus", 0, "--procs", 2, "--checkpoint", tmp_path / "two.pt", "--log", tmp_path / "log",
            "--predict", tmp_path / "trained.npy")  # fmt: skip
     _train(*common, "--procs", 2, "--predict", tmp_path / "two.npy")
@@ -3573,6 +3581,7 @@ import torch, ddp
 def worker(ranks, how):
     ranks.sum(1)
     if ranks.rank == 1:
+        print("dies at", time.time(), flush=True)
         if how == "raise":
             raise ValueError("rank one gives up")
         import os, signal
@@ -3589,10 +3598,9 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, word
     script = tmp_path / "failing.py"
     script.write_text(_FAILING.format(here=str(HERE), how=how))
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    start = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, None) and words in output, output
-    assert time.monotonic() - start < 30
+    assert time.time() - float(re.search(r"dies at ([\d.]+)", output)[1]) < 10
 
 
 _LEAVING = """
@@ -3781,7 +3789,12 @@ def test_readme_commands_run_word_for_word(tmp_path):
         assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= flags, command
         if "bench.py" in command and "picture" not in command:
             continue  # they take hours; the tests above run them small
-        if "train.py" in command and "--resume" not in command and "--help" not in command:
+        if "esol.npz" in command:
+            if not DATA.is_dir():
+                continue
+            shutil.copy(DATA / "esol.npz", tmp_path)
+            command += " --epochs 2"
+        elif "train.py" in command and "--resume" not in command and "--help" not in command:
             command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
         elif any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
             continue
@@ -3797,6 +3810,8 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
         "edge_index": rng.integers(0, 400, (2, 4000)), "x": rng.normal(size=(400, 8)).astype(np.float32),
         "y": rng.integers(0, 3, 400), "a": range(200), "b": range(200, 300), "c": range(300, 400),
     }  # fmt: skip
+    data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)  # the fields of PyG's Data that are read
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
     for block in blocks:
@@ -3804,7 +3819,12 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
             _dgl()
         if "torch_geometric" in block:
             pytest.importorskip("torch_geometric")
-        exec(compile(block, "README.md", "exec"), names)
+        given = names
+        if "block_diagonal" in block:  # 400 graphs of two nodes and an edge
+            many = {"num_nodes": [2] * 400, "num_edges": [1] * 400, "edge_index": [[0] * 400, [1] * 400],
+                    "x": np.zeros((800, 3), np.float32), "e": np.zeros((400, 2), np.uint8), "y": np.zeros((400, 1), np.float32)}  # fmt: skip
+            given = {**names, **many, "another_batch": store.block_diagonal(*many.values())}
+        exec(compile(block, "README.md", "exec"), given)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
