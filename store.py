@@ -370,7 +370,7 @@ def _sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.nda
             if len(dst):
                 indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
             yield chunk & np.uint64((1 << bits) - 1)
-        first = last
+        first, keys, part, chunk = last, None, None, None  # a view would keep this range beside the next one
     np.cumsum(indptr, out=indptr)
     bar.close()
 
