@@ -1081,6 +1081,8 @@ def main(argv=None):
     args.rounds = args.rounds or (5 if args.what == "scaling" else 20)
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # as train.py sets them
+        os.environ.setdefault(name, "8")
     print("  ".join(f"{name} {value}" for name, value in hardware().items()))
     if args.what in ("sampler", "step", "features", "inference"):
         print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  n = {args.rounds}")

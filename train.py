@@ -20,6 +20,8 @@ import sys
 if __name__ == "__main__" and "system" not in sys.argv:  # has to be in place before torch is imported; spawned ranks inherit it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # never over the user's own setting
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of products compiled for one size: see model.py
+        os.environ.setdefault(name, "8")
 
 import argparse
 import copy
@@ -658,6 +660,7 @@ def tune(ranks, args):
         said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
         if not ranks.gpus:
             said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
+            said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
     if ranks.leads:
         print(f"memory  allocator: {said}; --allocator system leaves it alone")
 
