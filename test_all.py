@@ -3127,7 +3127,9 @@ def test_twenty_interruptions_change_no_bit(tiny, tmp_path):
     resumed, hit, moments = ["--checkpoint", "resumed.pt", "--checkpoint-every", 7, "--resume", "auto"], 0, []
     for number in [signal.SIGTERM, signal.SIGKILL] * 10:
         pid = start(*resumed, "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))
-        moments.append(round(0.1 + rng.uniform(0, seconds / 20), 3))
+        while (tmp_path / "log").read_text().count("\nrun  ") < len(moments) + 2:
+            time.sleep(0.005)
+        moments.append(round(rng.uniform(0, seconds / 30), 3))
         time.sleep(moments[-1])
         os.kill(pid, number)
         code = int(forks.stdout.readline())
@@ -3465,14 +3467,16 @@ def test_train_runs_give_mean_and_standard_deviation(tiny, tmp_path, capsys):
 
 def test_train_cosine_schedule_is_kept_in_the_checkpoint(tiny, tmp_path):
     common = ["--dataset", tiny, "--fanout", "3,3", "--epochs", 4, "--lr", 0.01, "--lr-schedule", "cosine"]
-    log, straight = _run_here(tmp_path, *common)
+    _train(*common, "--log", tmp_path / "log", "--checkpoint", tmp_path / "straight.pt")
+    log, straight = _log(tmp_path / "log"), _parameters(tmp_path / "straight.pt")
     assert [entry["lr"] for entry in log[:-1]] == pytest.approx([0.01 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)])
     process = _start(*common, "--checkpoint", tmp_path / "c.pt", "--procs", 1)
     for line in iter(process.stdout.readline, ""):
         if line.startswith("epoch   2"):
             process.terminate()
     process.wait()
-    log, resumed = _run_here(tmp_path, *common, "--resume", tmp_path / "c.pt")
+    _train(*common, "--resume", tmp_path / "c.pt", "--checkpoint", tmp_path / "resumed.pt")
+    resumed = _parameters(tmp_path / "resumed.pt")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
@@ -3793,6 +3797,8 @@ def test_readme_commands_run_word_for_word(tmp_path):
         assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= flags, command
         if "bench.py" in command and "picture" not in command:
             continue  # they take hours; the tests above run them small
+        if any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
+            continue
         if "esol.npz" in command:
             if not DATA.is_dir():
                 continue
@@ -3800,8 +3806,6 @@ def test_readme_commands_run_word_for_word(tmp_path):
             command += " --epochs 2"
         elif "train.py" in command and "--resume" not in command and "--help" not in command:
             command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
-        elif any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
-            continue
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr)
 
