@@ -3067,10 +3067,8 @@ def test_the_number_of_processes_changes_nothing(tmp_path, precision, rtol):
 
 
 def test_memory_does_not_grow_over_epochs(tmp_path):
-    """Batches of ten thousand nodes, every one of another size. Fragments of the heap are a few percent, a leak is more."""
-    dataset = "synthetic:nodes=60000,degree=15,features=64,classes=8,train=8000"
-    _train("--dataset", dataset, "--root", tmp_path, "--gpus", 0, "--fanout", "8,8", "--batch-size", 1000, "--epochs", 20,
-           "--log", tmp_path / "log")  # fmt: skip
+    """Every batch has another size. Fragments of the heap are a few percent; oneDNN's products, not bounded, are 68 %."""
+    _train("--root", tmp_path, "--gpus", 0, "--epochs", 20, "--log", tmp_path / "log")
     peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:20]]
     assert peak[19] < 1.2 * peak[1], peak
 
@@ -3432,6 +3430,16 @@ def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
     _train(*common, "--predict", tmp_path / "one.npy")
     trained, one, two = (np.load(tmp_path / f"{name}.npy") for name in ("trained", "one", "two"))
     assert (one == two).mean() > 0.999 and (trained == two).all() and _log(tmp_path / "log")[-1]["exact"]["test"] > 0.4
+
+
+def test_train_without_validation_nodes_or_a_reader(tmp_path):
+    path = build_store(tmp_path / "g", **dict(_graph(), split={"train": range(150), "valid": [], "test": range(150, 200)}))
+    common = ["--dataset", path, "--fanout", "3,3", "--hidden", 8, "--epochs", 3, "--gpus", 0]
+    assert "has no validation nodes" in _train(*common, "--early-stop", 2, code=2)
+    assert "valid n/a" in _train(*common)
+    process = _start(*common)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
 
 
 def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):

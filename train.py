@@ -631,6 +631,8 @@ def open_data(ranks, args, path):
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
     args.steps = -(-store.split["train"].numel() // args.total_batch)
+    if args.early_stop and not store.split["valid"].numel():
+        raise StoreError(f"--early-stop {args.early_stop} goes by validation accuracy, and {path} has no validation nodes")
     if ranks.leads:
         print(f"memory  {line}")
     arrays = [store.indptr, store.indices, store.labels, store.features]
@@ -994,6 +996,9 @@ def main(argv=None):
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output is gone, `head` say; the interpreter flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 
