@@ -1506,9 +1506,9 @@ def _infers(rank, indptr, indices, x, nets, memory, barrier, table, results):
         return sums
 
     torch.set_num_threads(1)
-    for net in nets:
+    for position, net in enumerate(nets):
         logits = inference(net, indptr, indices, x, chunk=16, chunk_edges=100, memory=memory, rank=rank, world=2, total=total)
-        results.put(logits.numpy().copy())
+        results.put((position, logits.numpy().copy()))  # a queue keeps the order of one rank, not of two
         barrier.wait()
 
 
@@ -1522,11 +1522,12 @@ def test_model_inference_with_two_ranks(memory):
     processes = [context.Process(target=_infers, args=(rank, *shared)) for rank in range(2)]
     for process in processes:
         process.start()
-    for net in nets:
-        expected = inference(net, indptr, indices, x)
-        for _ in range(2):
-            logits = torch.from_numpy(results.get(timeout=60))
-            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    expected, seen = [inference(net, indptr, indices, x) for net in nets], []
+    for _ in range(2 * len(nets)):
+        position, logits = results.get(timeout=60)
+        torch.testing.assert_close(torch.from_numpy(logits), expected[position], rtol=1e-5, atol=1e-5)
+        seen.append(position)
+    assert sorted(seen) == sorted([*range(len(nets))] * 2)
     for process in processes:
         process.join()
         assert process.exitcode == 0
