@@ -20,8 +20,8 @@ import sys
 if __name__ == "__main__" and "system" not in sys.argv:  # has to be in place before torch is imported; spawned ranks inherit it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # never over the user's own setting
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of products compiled for one size: see model.py
-        os.environ.setdefault(name, "8")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # products compiled for one batch's size are not kept:
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # see model.py; 0 is more than this one bears
 
 import argparse
 import copy
