@@ -84,7 +84,7 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", progress=True) -> P
     elif name.endswith(".npz"):
         options = dict(_parse(parameters, NPZ, name), seed=int(seed))
         try:
-            content = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+            content = store._digest(Path(name)).hexdigest()
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror}") from error
         key = f"{Path(name).stem}-{_digest([content, options])}"  # a changed file is another data set
@@ -100,13 +100,20 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", progress=True) -> P
     if not (target / "meta.json").is_file():
         with _locked(root):  # of several processes one builds, the others wait for it
             if not (target / "meta.json").is_file():
-                try:
+                with _layout(dataset):
                     build(target, **common)
-                except (LookupError, TypeError, AttributeError, ValueError) as error:
-                    if isinstance(error, StoreError):
-                        raise
-                    raise StoreError(f"{dataset} does not hold a graph in the layout expected: {error}") from error
     return target
+
+
+@contextlib.contextmanager
+def _layout(source):
+    """Say in one sentence that a source does not hold what its reader expects."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{source} does not hold a graph in the layout expected: {error}") from error
 
 
 def known_datasets() -> list[str]:
@@ -327,7 +334,7 @@ def _read_npz(file) -> dict:
     try:
         with np.load(file, allow_pickle=False) as data:
             return {name: data[name] for name in data.files}
-    except (OSError, ValueError, EOFError, AttributeError) as error:
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise StoreError(f"{file} cannot be read as .npz: {error}") from error
 
 
@@ -411,7 +418,8 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
         return _build(path, np.stack(edge_index), features, labels, split, seed, type(source).__name__, options)
     file = str(source)
     if file.endswith(".npz"):
-        return build_npz(path, file, dict(NPZ, seed=seed), **options)
+        with _layout(file):
+            return build_npz(path, file, dict(NPZ, seed=seed), **options)
     if not file.endswith((".csv", ".csv.gz")):
         raise StoreError(f"{file} is no source: give an .npz or .csv(.gz) file, a DGLGraph or a PyG Data")
     if features is None or labels is None:

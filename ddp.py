@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 import zlib
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +112,15 @@ class Ranks(NamedTuple):
         """Wait until every rank is here."""
         self.sum(0)
 
+    @contextmanager
+    def patience(self, limit=timedelta(days=2)):
+        """One rank works inside, maybe for hours; the others wait for it at the end, beyond the group's own timeout."""
+        group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
+        yield
+        if group is not None:
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+
     def part(self, n):
         """This rank's slice of n items: contiguous, no item twice or left out, sizes that differ by at most one."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
@@ -147,7 +157,9 @@ def launch(worker, nprocs, *args, gpus=0):
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         return _run(worker, ranks, store, args)
     if nprocs == 1:
-        sys.exit(worker(Ranks(gpus=gpus), *args))
+        if code := worker(Ranks(gpus=gpus), *args):
+            sys.exit(code)
+        return
     # The parent holds the rendezvous: bound to a port that the system chose, so none can be taken in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.spawn(_spawned, (worker, nprocs, gpus, store.port, args), nprocs, join=False)

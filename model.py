@@ -11,8 +11,8 @@ This file stands alone: copy it into your own code. A block is anything with the
 Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes. G graphs
 of a batch have N nodes and E edges in all; W is the width inside the regressor, T the number of targets.
 
-On CPU three steps are C code, compiled at first use and called through ctypes: a layer's input (own row and mean of
-the neighbours in one pass), its gradient, and ReLU with dropout. Without a compiler, on CUDA, or after
+On CPU four steps are C code, compiled at first use and called through ctypes: a gather of rows, a layer's input (own row
+and mean of the neighbours in one pass), its gradient, and ReLU with dropout. Without a compiler, on CUDA, or after
 `use_native(False)`, torch operations do the same.
 """
 
@@ -59,7 +59,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 def _self_and_mean(indptr, indices, h, self_rows, out):
     S = indptr.numel() - 1
     out = h.new_empty(S, 2 * h.shape[1]) if out is None else out
-    if library := _library(indices, h, out):
+    if library := _library([indptr, indices, self_rows], h, out):
         own = None if self_rows is None else self_rows.data_ptr()
         library.self_and_mean(indptr.data_ptr(), indices.data_ptr(), h.data_ptr(), own, S, h.shape[1], out.data_ptr())
         return out
@@ -81,7 +81,7 @@ class _SelfAndMean(torch.autograd.Function):
         (indptr, indices), S, width = ctx.saved_tensors, grad.shape[0], grad.shape[1] // 2
         grad, dtype = grad.contiguous(), torch.promote_types(grad.dtype, torch.float32)
         total = torch.empty(ctx.num_src, width, dtype=dtype, device=grad.device)
-        if library := _library(indices, grad, total):
+        if library := _library([indptr, indices], grad, total):
             library.scatter_self_and_mean(
                 indptr.data_ptr(), indices.data_ptr(), grad.data_ptr(), S, ctx.num_src, width, total.data_ptr()
             )
@@ -103,7 +103,7 @@ def mean_neighbours(indptr, indices, h):
 
 def gather_rows(features, ids, out=None):
     """Rows ids [n] of features [V, F] -> [n, F], `out` where that is given: index_select that fetches rows ahead of their turn."""
-    library = _library(ids, features, features)
+    library = _library([ids], features, features)
     if library is None or not (out is None or out.is_contiguous()):
         return torch.index_select(features, 0, ids, out=out)
     out = features.new_empty(ids.numel(), features.shape[1]) if out is None else out
@@ -158,7 +158,7 @@ def relu_dropout(h, p, training=True, nodes=None):
     """
     drop = min(round(256 * p), 255) if training else 0
     seed = int(torch.empty((), dtype=torch.int64).random_()) if drop else 0
-    if library := _library(nodes, h, h):
+    if library := _library([nodes], h, h):
         return _ReluDropout.apply(h, nodes, seed, drop, library)
     return _dropout(F.relu(h), nodes, seed, drop) if drop else F.relu(h)
 
@@ -657,9 +657,11 @@ def _tables(rows, columns, memory, leads, total):
         if in_memory and not total or not rows * width:
             return torch.empty(rows, width)
         handle = 0
-        if leads:
-            handle = os.memfd_create("ringblock") if in_memory else _nameless_file()
+        if leads and in_memory:
+            handle = os.memfd_create("ringblock")
             os.ftruncate(handle, 4 * rows * width)
+        elif leads:
+            handle = _nameless_file(4 * rows * width)
         if total:
             leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
             handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
@@ -672,9 +674,14 @@ def _tables(rows, columns, memory, leads, total):
     return table
 
 
-def _nameless_file():
-    """A temporary file that nobody can find by name -> its handle, which the caller closes."""
+def _nameless_file(size):
+    """A temporary file of `size` bytes that nobody can find by name -> its handle, which the caller closes."""
     with tempfile.TemporaryFile(prefix="ringblock-") as file:
+        try:  # with its blocks: a write through mmap to a full disk would end the process
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
+            raise OSError(error.errno, f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})") from error
         return os.dup(file.fileno())
 
 
@@ -801,12 +808,14 @@ def use_native(on):
     _native = on
 
 
-def _library(ids, source, target):
-    """The C code for these tensors' types, or None where torch operations have to do."""
-    tensors = [t for t in (ids, source, target) if t is not None]
+def _library(integers, source, target):
+    """The C code for these tensors' types, or None where torch operations have to do; an integer tensor may be None."""
+    integers = [t for t in integers if t is not None]
+    kinds = {t.dtype for t in integers} or {torch.int32}
+    tensors = [*integers, source, target]
     if not _native or not all(t.device.type == "cpu" and t.dtype in _TYPES and t.is_contiguous() for t in tensors):
         return None
-    return _load(_TYPES[torch.int32 if ids is None else ids.dtype], _TYPES[source.dtype], _TYPES[target.dtype])
+    return _load(_TYPES[kinds.pop()], _TYPES[source.dtype], _TYPES[target.dtype]) if len(kinds) == 1 else None
 
 
 @functools.lru_cache(maxsize=None)

@@ -213,6 +213,8 @@ class NeighborSampler:
         self._check_options()
         if check:
             _check_graph(indptr, indices, weights)
+        self.indptr, self.indices = indptr, indices = indptr.contiguous(), indices.contiguous()  # read through pointers
+        self.weights = weights = None if weights is None else weights.contiguous()
         self.num_nodes = indptr.numel() - 1
         if backend in ("auto", "native"):
             if indices.is_cuda:  # private to torch, 2.10 and later: the torch backend stands in where it is missing
@@ -279,7 +281,7 @@ class NeighborSampler:
             if low < 0 or high >= self.num_nodes:
                 bad = low if low < 0 else high
                 raise IndexError(f"seeds contains {bad}; node ids of this graph are 0 to {self.num_nodes - 1}")
-        return seeds.to(self.indptr.device, self.indices.dtype)
+        return seeds.to(self.indptr.device, self.indices.dtype).contiguous()
 
     # -- native
 
@@ -310,6 +312,8 @@ class NeighborSampler:
         scratch.rows(S)
         rows = (src.data_ptr(), S, scratch.start.data_ptr(), scratch.degree.data_ptr(), offsets.data_ptr())
         E = self._native.rb_count(call, *rows, threads)
+        if E < 0:
+            raise MemoryError(f"no memory to sample a hop of {S} nodes")
         if E > torch.iinfo(dtype).max:
             raise ValueError(f"this hop has {E} edges, too many for {dtype} blocks; use smaller batches or fanouts")
         local, edges = torch.empty(E, dtype=dtype), torch.empty(E if self.edge_ids else 0, dtype=torch.int64)
@@ -321,7 +325,7 @@ class NeighborSampler:
             table = (scratch.data.data_ptr(), scratch.bits)
         edge_pointer = edges.data_ptr() if self.edge_ids else None
         N = self._native.rb_hop(call, *rows, local.data_ptr(), edge_pointer, nodes.data_ptr(), *table, threads)
-        if min(E, N) < 0:
+        if N < 0:
             raise MemoryError(f"no memory to sample a hop of {S} nodes")
         return Block(offsets, local, nodes[:N], edges if self.edge_ids else None)
 

@@ -8,7 +8,7 @@
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
 
 One step is sample -> fetch -> forward -> backward, all on one screen in `train_epoch`; the first two run ahead on
 threads. Every file beside this one does one of these things and can be copied alone.
@@ -17,7 +17,7 @@ threads. Every file beside this one does one of these things and can be copied a
 import os
 import sys
 
-if __name__ == "__main__" and "system" not in sys.argv:  # has to be in place before torch is imported; spawned ranks inherit it
+if __name__ == "__main__" and not {"system", "--allocator=system"} & set(sys.argv):  # has to be in place before torch is imported; spawned ranks inherit it
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # never over the user's own setting
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # products compiled for one batch's size are not kept:
@@ -259,7 +259,10 @@ def exact_logits(ranks, args, store, model):
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     features = getattr(store.features, "tensor", store.features)
     total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
-    return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, world=ranks.local_world, total=total)
+    try:
+        return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, world=ranks.local_world, total=total)
+    except OSError as error:
+        raise StoreError(f"no exact inference: {error}") from error
 
 
 def machine_sum(ranks, *values):
@@ -384,7 +387,7 @@ def save_checkpoint(path, args, model, optimizer, schedule, best, epoch, step):
              "schedule": schedule.state_dict(), "best": best}  # fmt: skip
     try:
         with open(temporary, "wb") as file:
-            torch.save({**state, "run": identity(args)}, file)
+            torch.save({**state, "run": {**identity(args), "batch_size": args.batch_size}}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -405,7 +408,8 @@ def remove_unfinished(path):
 
 def identity(args):
     """What a checkpoint must agree on with the run that resumes it."""
-    names = ("task", "dataset", "seed", "fanout", "model", "hidden", "num_layers", "heads", "norm", "residual", "accumulate")
+    names = ("task", "dataset", "seed", "fanout", "model", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
+             "input_dropout", "accumulate")  # fmt: skip
     return {**{name: getattr(args, name) for name in names}, "total_batch": args.total_batch}
 
 
@@ -421,8 +425,9 @@ def read_checkpoint(path, args):
     except Exception as error:  # zipfile and torch.load raise a dozen types on a damaged file
         raise StoreError(f"{path} is not a checkpoint of train.py: {(str(error) or repr(error)).splitlines()[0]}") from error
     for name, value in identity(args).items():
-        if saved.get(name) != value and not (args.predict and name == "total_batch"):
-            raise StoreError(f"checkpoint {path} was made with {name} {saved.get(name)}, this run has {value}")
+        if (was := saved.get(name)) != value and not (args.predict and name == "total_batch"):
+            name = "--batch-size x --accumulate x processes =" if name == "total_batch" else f"--{name.replace('_', '-')}"
+            raise StoreError(f"checkpoint {path} was made with {name} {was}, this run has {value}")
     return data, epoch, step
 
 
@@ -521,7 +526,7 @@ def describe(ranks, args, store, model):
         lines = (
             f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
             f"{store.feature_dim} features, {store.num_classes} classes; {split}",
-            f"model   SAGE, {args.num_layers} layers, hidden {args.hidden}, {parameters}; "
+            f"model   {args.model}, {args.num_layers} layers, hidden {args.hidden}, {parameters}; "
             f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
         )
     for line in (
@@ -617,13 +622,14 @@ def open_data(ranks, args, path):
     beside mean, a third of the bytes, straight from the table.
     """
     if path is None:  # under torchrun one rank of each machine prepares the data, the others wait for it
-        if ranks.local_rank == 0:
-            path = prepare(args)
-        ranks.barrier()
+        with ranks.patience():
+            path = prepare(args) if ranks.local_rank == 0 else None
         path = path or prepare(args)
     args.total_batch = args.batch_size * args.accumulate * ranks.world
     if args.task == "graph":
         args.mode, graphs = "store", GraphDataset.open(path)
+        if not graphs.split["train"].numel():
+            raise StoreError(f"{path} has no training graphs; build it with a split")
         args.steps = -(-graphs.split["train"].numel() // args.total_batch)
         reader = GraphReader(graphs, ranks.device, args.sample_threads)
         return graphs, reader, reader
@@ -644,8 +650,6 @@ def open_data(ranks, args, path):
     if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
         visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
-    if args.early_stop and not store.split["valid"].numel():
-        raise StoreError(f"--early-stop {args.early_stop} needs validation nodes: {store.path} has none; leave it out")
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(args.precision, store.features.dtype)
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
@@ -763,8 +767,8 @@ def finish(ranks, args, store, model, best):
         model.load_state_dict(best["model"])
         if ranks.leads:
             print(f"best    weights of epoch {best['epoch']}: valid {percent(best['accuracy'])} (sampled)")
-    if store.features.large:
-        report(ranks, args, {"exact": None}, "exact layer-wise accuracy  n/a: the features do not fit into memory")
+    if store.features.large and not args.predict:
+        report(ranks, args, {"exact": None}, "exact layer-wise accuracy  n/a: the features do not fit into memory; --predict computes it")
         return dict.fromkeys(store.split)
     predicted = exact_logits(ranks, args, store, model).argmax(1)
     exact = accuracies(store, predicted)
@@ -946,6 +950,8 @@ def check_args(parser, args):
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
     for flag, off in (("early_stop", None), ("predict", None), ("runs", 1)):
         if args.task == "graph" and getattr(args, flag) != off:
             parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} is for --task node")
@@ -961,9 +967,11 @@ def check_args(parser, args):
         if args.runs > 1 and getattr(args, flag):
             parser.error(f"--{flag} {getattr(args, flag)} is for one run, --runs is {args.runs}")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
-        folder = Path(getattr(args, flag) or ".").absolute().parent
-        if not folder.is_dir():
-            parser.error(f"--{flag} {getattr(args, flag)}: the folder {folder} does not exist")
+        path = Path(getattr(args, flag) or "no-file").absolute()
+        if not path.parent.is_dir():
+            parser.error(f"--{flag} {getattr(args, flag)}: the folder {path.parent} does not exist")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            parser.error(f"--{flag} {getattr(args, flag)}: a file cannot be written there")
     if args.predict and not args.predict.endswith(".npy"):
         parser.error(f"--predict {args.predict}: the classes are written as .npy; give a name that ends in .npy")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
