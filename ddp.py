@@ -36,6 +36,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+TIMEOUT = timedelta(minutes=30)  # of a collective: after it, a rank that does not answer counts as lost
+
+
 class Ranks(NamedTuple):
     """Where this process stands among its peers."""
 
@@ -218,7 +221,7 @@ def _run(worker, ranks, store, args):
             os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
     where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
-    dist.init_process_group(backend, timeout=timedelta(minutes=30), **where)
+    dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         code = worker(ranks, *args) or 0
         dist.destroy_process_group()

@@ -3687,6 +3687,27 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, word
     assert took < 30  # the other ranks would sleep for 60
 
 
+_PATIENT = """
+import sys, time
+sys.path.insert(0, {here!r})
+import datetime, ddp
+ddp.TIMEOUT = datetime.timedelta(seconds=8)
+def worker(ranks):
+    with ranks.patience():
+        if not ranks.rank:
+            time.sleep(12)
+    assert ranks.sum(1) == [2]
+if __name__ == "__main__":
+    ddp.launch(worker, 2)
+"""
+
+
+def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
+    (tmp_path / "patient.py").write_text(_PATIENT.format(here=str(HERE)))
+    done = subprocess.run([sys.executable, "patient.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 _LEAVING = """
 import sys
 sys.path.insert(0, {here!r})
