@@ -3132,6 +3132,27 @@ def test_memory_does_not_grow_over_epochs(tmp_path):
     assert peak[19] < 1.4 * peak[1], peak
 
 
+_TRIMS = """
+import sys
+sys.path.insert(0, {here!r})
+import torch, train
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+train.keep_freed_memory()
+level = train.trim_memory(0)
+parts = [torch.ones(1 << 18) for _ in range(200)]
+del parts[::2]
+grown = resident()
+assert grown > level + 150e6 and train.trim_memory(grown) == grown and resident() > grown - 50e6
+assert train.trim_memory(level) == level and resident() < grown - 80e6, (level, grown, resident())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_memory_that_is_free_is_given_back_once_the_process_has_grown():
+    done = subprocess.run([sys.executable, "-c", _TRIMS.format(here=str(HERE))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_torchrun_gives_the_result_of_one_process(tiny, tmp_path):
     common = ["--dataset", tiny, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01, "--epochs", 2, "--gpus", 0]
     _train(*common, "--batch-size", 220, "--log", tmp_path / "one", "--checkpoint", tmp_path / "one.pt")
