@@ -916,9 +916,10 @@ def bench_accuracy(args):
     """Train through train.py with seeds 0 .. --runs - 1: every model on all neighbours, two of them sampled, and an MLP.
 
     The settings of a model on a data set are those of REAL with the highest validation accuracy over seeds of their
-    own, on all neighbours where that is run. On the three small data sets all neighbours means full batches: every training node in one
-    step. The MLP is GraphSAGE on the graph without edges. Amazon Computers is its largest connected component, as in the
-    paper that published the figures (arXiv 1811.05868). --json FILE is written after each row, and keeps the rows that it had.
+    own, on all neighbours where that is run. On the three small data sets all neighbours means full batches: every
+    training node in one step. The MLP is GraphSAGE on the graph without edges. Amazon Computers is its largest connected
+    component, as in the paper that published the figures (arXiv 1811.05868). --json FILE is written after each row, and
+    keeps the rows that it had.
     """
     names = [args.dataset] if args.dataset in REAL else [n for n in REAL if Path(args.data, f"{n}.npz").is_file()]
     figures = json.loads(Path(args.json).read_text())["accuracy"] if args.json and Path(args.json).exists() else {}
@@ -1099,7 +1100,7 @@ def main(argv=None):
     parser.add_argument("--model", default="sage", choices=list(model.CONVS), help="inference: the model")
     parser.add_argument("--data", default="../shared/data", metavar="DIR", help="accuracy: folder of the real graphs; --dataset "
                         "names one of them, else it is all")  # fmt: skip
-    parser.add_argument("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin")
+    parser.add_argument("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin,labels")
     parser.add_argument("--runs", type=int, default=10, help="accuracy: seeds, at least 2")
     parser.add_argument("--png", default="results/throughput.png", metavar="FILE", help="picture: where it goes")
     parser.add_argument("--larger", metavar="DATASET", help="also compare the cost of an edge on a larger graph")

@@ -677,8 +677,10 @@ def _tables(rows, columns, memory, leads, total):
 def _nameless_file(size):
     """A temporary file of `size` bytes that nobody can find by name -> its handle, which the caller closes."""
     with tempfile.TemporaryFile(prefix="ringblock-") as file:
-        try:  # with its blocks: a write through mmap to a full disk would end the process
-            os.posix_fallocate(file.fileno(), 0, size)
+        try:
+            if hasattr(os, "posix_fallocate"):  # with its blocks: a write through mmap to a full disk would end the process
+                os.posix_fallocate(file.fileno(), 0, size)
+            os.ftruncate(file.fileno(), size)
         except OSError as error:
             where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
             raise OSError(error.errno, f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})") from error

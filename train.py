@@ -17,7 +17,8 @@ threads. Every file beside this one does one of these things and can be copied a
 import os
 import sys
 
-if __name__ == "__main__" and not {"system", "--allocator=system"} & set(sys.argv):  # has to be in place before torch is imported; spawned ranks inherit it
+# What has to be in place before torch is imported; spawned ranks inherit it.
+if __name__ == "__main__" and not {"system", "--allocator=system"} & set(sys.argv):
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # never over the user's own setting
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # products compiled for one batch's size are not kept:
@@ -787,8 +788,9 @@ def finish(ranks, args, store, model, best):
         model.load_state_dict(best["model"])
         if ranks.leads:
             print(f"best    weights of epoch {best['epoch']}: valid {percent(best['accuracy'])} (sampled)")
-    if store.features.large and not args.predict:
-        report(ranks, args, {"exact": None}, "exact layer-wise accuracy  n/a: the features do not fit into memory; --predict computes it")
+    if ranks.sum(store.features.large)[0] and not args.predict:  # on any rank: each looked at what was free when it opened them
+        line = "exact layer-wise accuracy  n/a: the features do not fit into memory; --predict computes it"
+        report(ranks, args, {"exact": None}, line)
         return dict.fromkeys(store.split)
     predicted = exact_logits(ranks, args, store, model).argmax(1)
     exact = accuracies(store, predicted)
@@ -987,7 +989,9 @@ def check_args(parser, args):
         if args.runs > 1 and getattr(args, flag):
             parser.error(f"--{flag} {getattr(args, flag)} is for one run, --runs is {args.runs}")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
-        path = Path(getattr(args, flag) or "no-file").absolute()
+        if getattr(args, flag) is None:
+            continue
+        path = Path(getattr(args, flag)).absolute()
         if not path.parent.is_dir():
             parser.error(f"--{flag} {getattr(args, flag)}: the folder {path.parent} does not exist")
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
