@@ -3089,7 +3089,7 @@ def test_train_learns_logs_and_resumes(tiny, tmp_path):
     full, half = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("full", "half"))
     assert all(torch.equal(full[name], half[name]) for name in full)
     refused = _train(*common, "--epochs", 4, "--hidden", 8, "--resume", tmp_path / "full.pt", code=2)
-    assert "full.pt was made with hidden 16, this run has 8" in refused
+    assert "full.pt was made with --hidden 16, this run has 8" in refused
 
 
 TORCHRUN = ["-m", "torch.distributed.run"]
