@@ -972,7 +972,7 @@ def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
                     y = (alpha * scale * (matrix @ (scale * y)) + (1 - alpha) * known).clamp_(0, 1)
                 right = y.argmax(1) == labels
                 accuracy[alpha] = [right[graph.split[name]].double().mean().item() for name in ("valid", "test")]
-            tests.append(100 * max(accuracy.values())[1])  # that of the best validation accuracy
+            tests.append(100 * max(accuracy.values(), key=lambda pair: pair[0])[1])  # that of the best validation accuracy
     return {"test": statistics.mean(tests), "std": statistics.stdev(tests), "n": args.runs}
 
 
@@ -1108,6 +1108,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.files and args.what != "picture":
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
+    if args.runs < 2:
+        parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
+    if unknown := set((args.models or "mlp").split(",")) - {"mlp", "labels", *model.CONVS}:
+        parser.error(f"--models {','.join(sorted(unknown))}: choose from mlp,{','.join(model.CONVS)},labels")
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
     args.rounds = args.rounds or (5 if args.what == "scaling" else 20)
     torch.set_num_threads(args.threads)

@@ -84,7 +84,7 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", progress=True) -> P
     elif name.endswith(".npz"):
         options = dict(_parse(parameters, NPZ, name), seed=int(seed))
         try:
-            content = store._digest(Path(name)).hexdigest()
+            content = store._digest(name).hexdigest()
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror}") from error
         key = f"{Path(name).stem}-{_digest([content, options])}"  # a changed file is another data set

@@ -374,6 +374,7 @@ def scores_line(scores):
 
 def save_predictions(path, predicted):
     """Write classes int64 [V] as .npy, atomically."""
+    remove_unfinished(path)
     temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -416,7 +417,7 @@ def save_checkpoint(path, args, model, optimizer, schedule, best, epoch, step):
 
 
 def remove_unfinished(path):
-    """Remove what runs left beside a checkpoint when they were killed while they wrote it."""
+    """Remove what runs left beside a file when they were killed while they wrote it."""
     path = Path(path)
     for entry in path.absolute().parent.iterdir():
         pid = entry.name.removeprefix(f".{path.name}.")
