@@ -114,19 +114,24 @@ def gather_rows(features, ids, out=None):
 
 
 def linear(x, weight, bias=None):
-    """F.linear; in float32 on CPU by oneDNN, where torch asks MKL, which is up to twice as slow on AMD's processors.
+    """F.linear; large ones in float32 on CPU by oneDNN, where torch asks MKL, which is up to twice as slow on AMD's processors.
 
     torch keeps what oneDNN compiled for each number of rows, and batches differ: a gigabyte in the end. So this is done
-    only where the variables ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it; train.py sets them.
+    only where the variables ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it (train.py sets them), and
+    where the product is worth compiling anew: small ones take ten times as long.
 
     Args:
         x: [S, F]. weight: [D, F]. bias: [D].
     """
     usable = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
-    if usable and bounded and _native and x.numel() and torch.backends.mkldnn.is_available():
+    large = x.numel() * weight.shape[0] >= _WORTH_COMPILING * torch.get_num_threads()
+    if large and usable and bounded and _native and torch.backends.mkldnn.is_available():
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+_WORTH_COMPILING = 50_000_000  # multiplications of a thread
 
 
 class _Linear(torch.autograd.Function):
