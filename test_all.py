@@ -3,7 +3,9 @@
 import argparse
 import collections
 import ctypes
+import datetime
 import errno
+import functools
 import gzip
 import hashlib
 import http.server
@@ -14,10 +16,12 @@ import json
 import math
 import mmap
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +31,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -63,6 +68,52 @@ from store import (
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "shared" / "data"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# processes
+
+
+@functools.cache
+def _forkserver():
+    """A process that has imported everything: what it forks begins at once, where a new interpreter imports for 3 seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_all", "torch._dynamo"])  # Adam imports the second
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PYTHONPATH": HERE, "OMP_NUM_THREADS": 1, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 0, "LRU_CACHE_CAPACITY": 1}.items():
+            patch.setenv(name, str(value))
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _in_fork(output, cwd, function, args):
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when the tests do
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    store.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a kill would leave
+    os.chdir(cwd)
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    sys.exit(function(*args))
+
+
+def _fork(output, function, *args, cwd="."):
+    """Start function(*args) in a process of its own, whose ranks are forked as well -> the process; what it prints goes to a file."""
+    Path(output).touch()
+    process = _forkserver().Process(target=_in_fork, args=(output, os.path.abspath(cwd), function, args))
+    process.start()
+    return process
+
+
+def _end(process, output, code=0):
+    """Wait until a fork ends, demand its exit code -> what it printed."""
+    process.join(240)
+    process.kill()
+    process.join()
+    printed = Path(output).read_text()
+    assert process.exitcode == code, printed
+    return printed
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # sampler.py: the law, read slowly
@@ -430,34 +481,33 @@ def test_weighted_frequencies_follow_the_weights():
 # -- compiling
 
 
-_USE = f"""
-import sys, warnings
-sys.path.insert(0, {str(HERE)!r})
-import torch, sampler
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    s = sampler.NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2], backend="native")
-    s = sampler.NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2], backend="auto")
-assert s.sample(torch.tensor([0]), 0)[0].src_nodes.tolist() == [0, 1, 2]
-print(s.backend, len(caught), caught[0].message if caught else "")
-"""
+def _uses(**environment):
+    """What a process does that samples first with one backend, then with the other."""
+    os.environ.update(environment)
+    graph = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for backend in ("native", "auto"):
+            s = NeighborSampler(*graph, [2], backend=backend)
+    assert s.sample(torch.tensor([0]), 0)[0].src_nodes.tolist() == [0, 1, 2]
+    print(s.backend, len(caught), caught[0].message if caught else "")
 
 
-def _use(**environment):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, "-c", _USE], env=environment, stdout=subprocess.PIPE, text=True)
+def _use(file, number=1, **environment):
+    """The lines of so many processes that start together."""
+    processes = [_fork(f"{file}{i}", functools.partial(_uses, **environment)) for i in range(number)]
+    return [_end(process, f"{file}{i}") for i, process in enumerate(processes)]
 
 
 def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path):
-    started = [_use(XDG_CACHE_HOME=str(tmp_path)) for _ in range(8)]
-    assert [process.communicate()[0].split()[:2] for process in started] == [["native", "0"]] * 8
+    assert _use(tmp_path / "out", 5, XDG_CACHE_HOME=str(tmp_path)) == ["native 0 \n"] * 5
     assert len(list((tmp_path / "ringblock").iterdir())) == 1
-    assert _use(XDG_CACHE_HOME="/dev/null").communicate()[0].split()[:2] == ["native", "0"]  # no cache to write to
+    assert _use(tmp_path / "no cache to write to", XDG_CACHE_HOME="/dev/null") == ["native 0 \n"]
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
 def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path):
-    output = _use(CC=compiler, XDG_CACHE_HOME=str(tmp_path)).communicate()[0]
+    output, = _use(tmp_path / "out", CC=compiler, XDG_CACHE_HOME=str(tmp_path))
     assert output.startswith("torch 1 ") and "apt install gcc" in output
 
 
@@ -1329,6 +1379,7 @@ def test_dropout_is_a_function_of_node_and_column(dtype, ids):
 def test_linear_is_torchs_linear(monkeypatch):
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "8")
+    monkeypatch.setattr(model, "_WORTH_COMPILING", 1)
     for shape in ((1, 3, 2), (300, 50, 20), (0, 3, 2)):
         S, width, D = shape
         x, weight, bias = torch.randn(S, width), torch.randn(D, width), torch.randn(D)
@@ -1538,7 +1589,7 @@ def _infers(rank, indptr, indices, x, nets, memory, barrier, table, results):
 def test_model_inference_with_two_ranks(memory):
     indptr, indices = _random_graph(np.random.default_rng(12), 150, 5)
     x, nets = torch.randn(150, 12), [_net(conv) for conv in MODELS]
-    context = multiprocessing.get_context("spawn")
+    context = _forkserver()
     barrier, results, table = context.Barrier(2), context.Queue(), torch.zeros(2, 4, dtype=torch.float64).share_memory_()
     shared = [indptr, indices, x, nets, memory, barrier, table, results]
     processes = [context.Process(target=_infers, args=(rank, *shared), daemon=True) for rank in range(2)]
@@ -1555,42 +1606,39 @@ def test_model_inference_with_two_ranks(memory):
         assert process.exitcode == 0
 
 
-_BOUNDED = f"""
-import resource, sys
-sys.path.insert(0, {str(HERE)!r})
-import torch
-from model import GNN, inference
+def _infers_with_a_hub(conv):
+    """Print the bytes that inference takes beside what was there."""
+    V, hub = 200_000, 1_500_000
+    torch.manual_seed(0)
+    degree = torch.full((V,), 4)
+    degree[7] = hub
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+    indices = torch.randint(V, (int(indptr[-1]),), dtype=torch.int32)
+    x, net = torch.randn(V, 64), GNN(64, 64, 4, conv=conv, num_layers=2, heads=2)
+    options = dict(chunk=2048, chunk_edges=1 << 14, memory=0)
+    inference(net, torch.tensor([0, 2, 2]), indices[:2] % 2, x[:2], **options)
 
-V, hub = 200_000, 1_500_000
-torch.manual_seed(0)
-degree = torch.full((V,), 4)
-degree[7] = hub
-indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
-indices = torch.randint(V, (int(indptr[-1]),), dtype=torch.int32)
-x, net = torch.randn(V, 64), GNN(64, 64, 4, conv=sys.argv[1], num_layers=2, heads=2)
-torch.set_num_threads(1)
-options = dict(chunk=2048, chunk_edges=1 << 14, memory=0)
-inference(net, torch.tensor([0, 2, 2]), indices[:2] % 2, x[:2], **options)
-anonymous = lambda: [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")][0] * 1024
-before, peak = anonymous(), 0
-finish = net.finish
-def watched(*args):
-    global peak
-    peak = max(peak, anonymous())
-    return finish(*args)
-net.finish = watched
-inference(net, indptr, indices, x, **options)
-print(peak - before)
-"""
+    def anonymous():
+        return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    before, peak, finish = anonymous(), [0], net.finish
+
+    def watched(*args):
+        peak.append(anonymous())
+        return finish(*args)
+
+    net.finish = watched
+    inference(net, indptr, indices, x, **options)
+    print(max(peak) - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("conv, times", [("sage", 1), ("sage-pool", 1), ("gcn", 1), ("gat", 10)])
 def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_path):
     """Edges of the hub as [E, width] alone would take 384 MB; the three tables, in files, 51 MB each."""
-    done = subprocess.run([sys.executable, "-c", _BOUNDED, conv], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 25e6 * times, f"{int(done.stdout) / 1e6:.0f} MB"
+    took = int(_end(_fork(tmp_path / "out", _infers_with_a_hub, conv), tmp_path / "out"))
+    print(f"{took / 1e6:.0f} MB")
+    assert took < 25e6 * times
 
 
 def test_model_sampled_gcn_and_gin_are_right_on_average():
@@ -1978,8 +2026,8 @@ def test_store_command_line(tmp_path, capsys):
     assert "BAD indices.npy" in bad and bad.count("OK") == 7
     for command in ("info", "verify"):
         assert store.main([command, str(tmp_path / "nothing")]) == 2
-    none = _run("store.py", "info", tmp_path / "nothing")
-    assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no store" in none.stderr
+        none = capsys.readouterr().err
+        assert none.count("\n") == 1 and "no store" in none
 
 
 def _gather_in_child(features, path, queue):
@@ -2430,11 +2478,12 @@ def test_datasets_ogb_damaged_archive(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["arxiv.zip"]
 
 
-def test_datasets_command_line(tmp_path):
+def test_datasets_command_line(tmp_path, capsys):
     good = _run("datasets.py", SMALL, "--root", tmp_path)
     assert good.returncode == 0 and verify(good.stdout.strip()) == []
-    bad = _run("datasets.py", "reddit", "--root", tmp_path)
-    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "ogbn-arxiv" in bad.stderr
+    assert datasets.main(["reddit", "--root", str(tmp_path)]) == 2
+    bad = capsys.readouterr().err
+    assert bad.count("\n") == 1 and "ogbn-arxiv" in bad
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3008,7 +3057,7 @@ TINY = "synthetic:nodes=3000,degree=10,features=16,classes=4,train=600"
 
 
 def _start(*words, launcher=(), **options):
-    """Start train.py -> Popen; every output line goes to one pipe."""
+    """Start the real script -> Popen; every output line goes to one pipe."""
     command = [sys.executable, *launcher, str(HERE / "train.py"), *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
@@ -3016,15 +3065,21 @@ def _start(*words, launcher=(), **options):
     )
 
 
-def _train(*words, launcher=(), code=0, cwd=None):
-    """Run train.py to its end, demand the exit code -> its output."""
-    process = _start(*words, launcher=launcher, cwd=cwd)
+def _script(*words, launcher=(), code=0):
+    """Run the real script to its end, demand the exit code -> its output."""
+    process = _start(*words, launcher=launcher)
     try:
         output, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == code, output
     return output
+
+
+def _train(*words, code=0, cwd="."):
+    """Run train.py's main in a fork to its end, demand the exit code -> its output."""
+    with tempfile.NamedTemporaryFile() as file:
+        return _end(_fork(file.name, train.main, [*map(str, words)], cwd=cwd), file.name, code)
 
 
 @pytest.fixture(scope="module")
@@ -3074,9 +3129,30 @@ def _alive(pids):
     return [pid for pid in pids if state(pid) not in ("gone", "Z")]
 
 
+@pytest.fixture(scope="module")
+def standing(tiny, tmp_path_factory):
+    """A run of two ranks, one of which SIGSTOP has stopped -> its process, that rank's id, when that was, its folder."""
+    folder = tmp_path_factory.mktemp("standing")
+    words = ["--dataset", tiny, "--gpus", 0, "--procs", 2, "--fanout", "5,5", "--hidden", 32, "--batch-size", 25, "--epochs", 30]
+    words += ["--checkpoint", folder / "c.pt", "--log", folder / "log"]
+    process = _fork(folder / "out", train.main, [*map(str, words)])
+    _wait_for(lambda: _epochs(folder / "log") >= 2, process)
+    rank = _a_rank(process.pid)
+    os.kill(rank, signal.SIGSTOP)
+    yield process, rank, time.monotonic(), folder
+    with suppress(ProcessLookupError):
+        os.kill(rank, signal.SIGCONT)
+    process.kill()
+
+
+def test_a_rank_stands_still(standing):
+    """Until test_a_rank_that_stood_still_for_20_seconds_goes_on; the tests between need not wait for that."""
+    assert standing[0].is_alive()
+
+
 def test_train_learns_logs_and_resumes(tiny, tmp_path):
     common = ["--dataset", tiny, "--batch-size", 100, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01]
-    output = _train(*common, "--epochs", 4, "--log", tmp_path / "log", "--checkpoint", tmp_path / "full.pt")
+    output = _script(*common, "--epochs", 4, "--log", tmp_path / "log", "--checkpoint", tmp_path / "full.pt")
     log = _log(tmp_path / "log")
     assert [entry["epoch"] for entry in log[:-1]] == [1, 2, 3, 4]
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
@@ -3126,7 +3202,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, precision, rtol):
 
 def test_memory_does_not_grow_over_epochs(tmp_path):
     """Every batch has another size. Fragments of the heap are a few percent; oneDNN's products, not bounded, are 68 %."""
-    _train("--root", tmp_path, "--gpus", 0, "--epochs", 20, "--log", tmp_path / "log")
+    _script("--root", tmp_path, "--gpus", 0, "--epochs", 20, "--log", tmp_path / "log")
     peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:20]]
     print(f"peak of epoch 20 over that of epoch 2: {peak[19] / peak[1]:.3f}")
     assert peak[19] < 1.4 * peak[1], peak
@@ -3156,72 +3232,40 @@ def test_memory_that_is_free_is_given_back_once_the_process_has_grown():
 def test_torchrun_gives_the_result_of_one_process(tiny, tmp_path):
     common = ["--dataset", tiny, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01, "--epochs", 2, "--gpus", 0]
     _train(*common, "--batch-size", 220, "--log", tmp_path / "one", "--checkpoint", tmp_path / "one.pt")
-    _train(*common, "--batch-size", 110, "--log-file", tmp_path / "two", "--checkpoint", tmp_path / "two.pt",
-           launcher=[*TORCHRUN, "--nproc-per-node", "2"])  # fmt: skip
+    _script(*common, "--batch-size", 110, "--log-file", tmp_path / "two", "--checkpoint", tmp_path / "two.pt",
+            launcher=[*TORCHRUN, "--nproc-per-node", "2"])  # fmt: skip
     one, two = _log(tmp_path / "one"), _log(tmp_path / "two")
     assert [entry["loss"] for entry in one[:2]] == pytest.approx([entry["loss"] for entry in two[:2]], rel=1e-4)
     assert one[-1]["exact"]["test"] == pytest.approx(two[-1]["exact"]["test"], abs=0.01)
 
 
-_FORKS = """
-import json, os, sys
-sys.path.insert(0, {here!r})
-import torch, train
-torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # imports what takes a second
-for line in sys.stdin:  # a list of words for train.py -> the pid of a process that runs it; no import to wait for
-    pid = os.fork()
-    if not pid:
-        log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1), os.dup2(log, 2)
-        sys.stdout.reconfigure(line_buffering=True)
-        try:
-            code = train.main(json.loads(line))
-        except SystemExit as stop:
-            code = stop.code
-        os._exit(code or 0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 def test_twenty_interruptions_change_no_bit(tiny, tmp_path):
     """SIGTERM and SIGKILL at random moments, resumed with other prefetch depths and sampling threads each time."""
     seed = int.from_bytes(os.urandom(4), "little")
-    script, rng = tmp_path / "forks.py", np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     print(f"seed {seed}")
-    script.write_text(_FORKS.format(here=str(HERE)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    forks = subprocess.Popen([sys.executable, script], cwd=tmp_path, env=environment, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    common = ["--dataset", tiny, "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--hidden", 32, "--epochs", 120]
+    common = ["--dataset", tiny, "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--hidden", 32, "--epochs", 60]
 
     def start(*words):
-        forks.stdin.write(json.dumps([str(word) for word in (*common, *words)]) + "\n")
-        forks.stdin.flush()
-        return int(forks.stdout.readline())
+        return _fork(tmp_path / "out", train.main, [str(word) for word in (*common, *words)], cwd=tmp_path)
 
     began = time.monotonic()
-    start("--checkpoint", "straight.pt")
-    assert forks.stdout.readline() == "0\n", (tmp_path / "log").read_text()
+    _end(start("--checkpoint", "straight.pt"), tmp_path / "out")
     seconds = time.monotonic() - began
     resumed, hit, moments = ["--checkpoint", "resumed.pt", "--checkpoint-every", 7, "--resume", "auto"], 0, []
     for number in [signal.SIGTERM, signal.SIGKILL] * 10:
-        pid = start(*resumed, "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))
-        _wait_for(lambda: (tmp_path / "log").read_text().count("\nrun  ") >= len(moments) + 2, forks, pause=0.005)
+        process = start(*resumed, "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))
+        _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2, process, pause=0.005)
         moments.append(round(rng.uniform(0, seconds / 60), 3))
         time.sleep(moments[-1])
-        os.kill(pid, number)
-        code = int(forks.stdout.readline())
-        hit += code != 0
-        assert code in (0, -number, 128 + number), (moments, (tmp_path / "log").read_text())
-    start(*resumed)
-    assert forks.stdout.readline() == "0\n", (moments, (tmp_path / "log").read_text())
-    forks.stdin.close()
-    forks.wait()
-    points = re.findall(r"resume  from (epoch \d+, step \d+)", (tmp_path / "log").read_text())
+        os.kill(process.pid, number)
+        process.join(60)
+        hit += process.exitcode != 0
+        assert process.exitcode in (0, -number, 128 + number), (moments, (tmp_path / "out").read_text())
+    points = re.findall(r"resume  from (epoch \d+, step \d+)", _end(start(*resumed), tmp_path / "out"))
     print(f"{hit} of 20 runs were interrupted, resumed from {points}")
     assert hit == 20 and len(set(points)) > 9, moments
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["forks.py", "log", "resumed.pt", "straight.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "resumed.pt", "straight.pt"]
     straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight), moments
 
@@ -3230,9 +3274,10 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
     """Wait until condition() holds while a process runs."""
     deadline = time.monotonic() + seconds
     while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
+        ended = process.poll() is not None if isinstance(process, subprocess.Popen) else not process.is_alive()
+        if ended or time.monotonic() > deadline:
             process.kill()
-            pytest.fail(f"waited {seconds} s in vain: {process.communicate()[0]}")
+            pytest.fail("the process has ended" if ended else f"waited {seconds} s in vain")
         time.sleep(pause)
 
 
@@ -3287,7 +3332,7 @@ def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
             command = [
                 "ip", "netns", "exec", name, sys.executable, *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][2]}:29500", "--local-addr", address, "--rdzv-conf",
-                f"is_host={1 - number}", HERE / "train.py", *common, "--checkpoint", tmp_path / "c.pt", "--checkpoint-every", 5,
+                f"is_host={1 - number},keep_alive_interval=1,keep_alive_max_attempt=6", HERE / "train.py", *common, "--checkpoint", tmp_path / "c.pt", "--checkpoint-every", 5,
                 "--resume", "auto", "--log-file", tmp_path / "log",
             ]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": veth, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -3313,17 +3358,13 @@ def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
     assert all(torch.equal(straight[name], back[name]) for name in straight)
 
 
-def test_a_rank_that_stands_still_for_20_seconds_goes_on(tiny, tmp_path):
-    common = ["--dataset", tiny, "--gpus", 0, "--procs", 2, "--fanout", "5,5", "--hidden", 32, "--batch-size", 25]
-    process = _start(*common, "--epochs", 30, "--checkpoint", tmp_path / "c.pt", "--log", tmp_path / "log")
-    _wait_for(lambda: _epochs(tmp_path / "log") >= 2, process)
-    rank = _a_rank(process.pid)
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(20)
-    assert process.poll() is None and _epochs(tmp_path / "log") < 30
+def test_a_rank_that_stood_still_for_20_seconds_goes_on(standing):
+    process, rank, stopped, folder = standing
+    time.sleep(max(0, stopped + 20 - time.monotonic()))
+    assert process.is_alive() and _epochs(folder / "log") < 30
     os.kill(rank, signal.SIGCONT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and _epochs(tmp_path / "log") == 31, output
+    _end(process, folder / "out")
+    assert _epochs(folder / "log") == 31
 
 
 _STARTS = """
@@ -3335,22 +3376,24 @@ def worker(ranks):
 if __name__ == "__main__":
     for _ in range(int(sys.argv[1])):
         ddp.launch(worker, 2)
-    print(len(os.listdir("/proc/self/fd")), flush=True)
-    sys.stdin.readline()
+        print(len(os.listdir("/proc/self/fd")), flush=True)  # sockets among them
+        sys.stdin.readline()
 """
 
 
 def test_starts_and_stops_leave_nothing_behind(tmp_path):
     """RINGBLOCK_STARTS=100 does it a hundred times."""
     (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
-    memory, left = set(os.listdir("/dev/shm")), []
-    for starts in (1, int(os.environ.get("RINGBLOCK_STARTS", 5))):
-        process = subprocess.Popen([sys.executable, "starts.py", str(starts)], cwd=tmp_path, text=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-        files = int(process.stdout.readline())  # sockets among them
-        left.append((files, len(_running_below(process.pid))))
-        process.communicate("\n", timeout=30)
-    assert left[0] == left[1] and left[0][1] <= 2  # with multiprocessing's own resource tracker
+    memory, starts, left = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 3)), set()
+    process = subprocess.Popen([sys.executable, "starts.py", str(starts)], cwd=tmp_path, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    for _ in range(starts):
+        files = int(process.stdout.readline())
+        left.add((files, len(_running_below(process.pid))))
+        process.stdin.write("\n")
+        process.stdin.flush()
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and len(left) == 1 and left.pop()[1] <= 2  # with multiprocessing's own resource tracker
     assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
 
 
@@ -3369,12 +3412,7 @@ def test_advice_says_when_one_process_would_be_faster(tiny, tmp_path, monkeypatc
     assert operations == 6 * sum(a * b for a, b in zip(rows, weights))
 
 
-def test_ranks_know_when_their_parameters_differ(tmp_path):
-    (tmp_path / "differ.py").write_text(f"""
-import sys
-sys.path.insert(0, {str(HERE)!r})
-import torch, ddp
-def worker(ranks):
+def _differs(ranks):
     net = torch.nn.Linear(2, 2)
     ranks.wrap(net)  # takes rank 0's parameters
     ranks.check_equal(net)
@@ -3383,11 +3421,11 @@ def worker(ranks):
     with torch.no_grad():
         net.bias[1] += 1e-7 * (ranks.rank == 1)
     ranks.check_equal(net)
-if __name__ == "__main__":
-    ddp.launch(worker, 3)
-""")
-    done = subprocess.run([sys.executable, "differ.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "RuntimeError: the parameters of ranks [1] are not those of rank 0" in done.stderr
+
+
+def test_ranks_know_when_their_parameters_differ(tmp_path):
+    output = _end(_fork(tmp_path / "out", ddp.launch, _differs, 3), tmp_path / "out", 1)
+    assert "RuntimeError: the parameters of ranks [1] are not those of rank 0" in output
 
 
 def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
@@ -3561,15 +3599,14 @@ def test_train_runs_give_mean_and_standard_deviation(tiny, tmp_path, capsys):
 
 
 def test_train_cosine_schedule_is_kept_in_the_checkpoint(tiny, tmp_path):
-    common = ["--dataset", tiny, "--fanout", "3,3", "--epochs", 40, "--batch-size", 25, "--lr", 0.01, "--lr-schedule", "cosine"]
+    common = ["--dataset", tiny, "--fanout", "3,3", "--epochs", 16, "--batch-size", 25, "--lr", 0.01, "--lr-schedule", "cosine"]
     _train(*common, "--log", tmp_path / "log", "--checkpoint", tmp_path / "straight.pt")
     log, straight = _log(tmp_path / "log"), _parameters(tmp_path / "straight.pt")
-    assert [entry["lr"] for entry in log[:-1]] == pytest.approx([0.01 * (1 + math.cos(math.pi * i / 40)) / 2 for i in range(40)])
-    process = _start(*common, "--checkpoint", tmp_path / "c.pt", "--procs", 1)
-    for line in iter(process.stdout.readline, ""):
-        if line.startswith("epoch   2"):
-            process.terminate()
-    assert process.wait() == 128 + signal.SIGTERM
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx([0.01 * (1 + math.cos(math.pi * i / 16)) / 2 for i in range(16)])
+    process = _fork(tmp_path / "out", train.main, [*map(str, common), "--checkpoint", str(tmp_path / "c.pt")])
+    _wait_for(lambda: "epoch   2" in (tmp_path / "out").read_text(), process)
+    process.terminate()
+    _end(process, tmp_path / "out", 128 + signal.SIGTERM)
     _train(*common, "--resume", tmp_path / "c.pt", "--checkpoint", tmp_path / "resumed.pt")
     resumed = _parameters(tmp_path / "resumed.pt")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -3635,26 +3672,18 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, numb
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _exact_test_accuracy(tmp_path, *words):
-    """Train in this process -> test accuracy in percent from exact inference."""
-    log = tmp_path / "log"
-    log.unlink(missing_ok=True)
-    assert train.main(["--log", str(log), "--root", str(tmp_path), *map(str, words)]) == 0
-    return 100 * _log(log)[-1]["exact"]["test"]
-
-
 @pytest.mark.parametrize(
     "name, published, epochs, batch",  # figures of ../shared/data/README.md: SAGE-mean, GCN, GCN
-    [("coauthor_cs", 91.3, 25, 100), ("cora", 81.5, 20, 35), ("citeseer", 70.3, 20, 40)],
+    [("coauthor_cs", 91.3, 12, 100), ("cora", 81.5, 20, 35), ("citeseer", 70.3, 20, 40)],
 )
 def test_published_accuracy_on_real_graphs(name, published, epochs, batch, tmp_path):
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is not there")
     common = ["--dataset", DATA / f"{name}.npz", "--fanout", "10,10", "--hidden", 64, "--lr", 0.01, "--weight-decay", 5e-4]
-    accuracy = [
-        _exact_test_accuracy(tmp_path, *common, "--epochs", epochs, "--batch-size", batch, "--seed", seed)
-        for seed in range(3)
-    ]
+    common += ["--root", tmp_path, "--epochs", epochs, "--batch-size", batch]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda seed: _train(*common, "--seed", seed, "--log", tmp_path / f"{seed}"), range(3)))
+    accuracy = [100 * _log(tmp_path / f"{seed}")[-1]["exact"]["test"] for seed in range(3)]
     print(f"{name}: {np.mean(accuracy):.2f} +- {np.std(accuracy):.2f} %, published {published}")
     assert np.mean(accuracy) > published - 2, accuracy
 
@@ -3673,61 +3702,48 @@ def test_the_synthetic_graph_needs_its_edges(tmp_path):
         optimizer.step()
     nodes = graph.split["test"]
     alone = 100 * (mlp(x[nodes]).argmax(1) == y[nodes]).double().mean().item()
-    together = _exact_test_accuracy(tmp_path, "--epochs", 8, "--fanout", "10,10", "--hidden", 64, "--lr", 0.01)
+    log, _ = _run_here(tmp_path, "--epochs", 8, "--fanout", "10,10", "--hidden", 64, "--lr", 0.01)
+    together = 100 * log[-1]["exact"]["test"]
     print(f"MLP {alone:.1f} %, GraphSAGE {together:.1f} %")
     assert 20 < alone < 60 and together > 80
 
 
-_FAILING = """
-import sys, time
-sys.path.insert(0, {here!r})
-import torch, ddp
-def worker(ranks, how):
+def _fails(ranks, how):
     ranks.sum(1)
     if ranks.rank == 1:
         print("dies at", time.time(), flush=True)
         if how == "raise":
             raise ValueError("rank one gives up")
-        import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
     ranks.sum(1)
     time.sleep(60)
-if __name__ == "__main__":
-    ddp.launch(worker, 3, {how!r})
-"""
 
 
 @pytest.mark.parametrize("how, words", [("raise", "ValueError: rank one gives up"), ("kill", "rank 1 was ended by SIGKILL")])
 def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, words):
-    script = tmp_path / "failing.py"
-    script.write_text(_FAILING.format(here=str(HERE), how=how))
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode not in (0, None) and words in output, output
-    took = time.time() - float(re.search(r"dies at ([\d.]+)", output)[1])
+    process = _fork(tmp_path / "out", ddp.launch, _fails, 3, how)
+    process.join(120)
+    output, took = (tmp_path / "out").read_text(), time.time()
+    assert process.exitcode not in (0, None) and words in output, output
+    took -= float(re.search(r"dies at ([\d.]+)", output)[1])
     print(f"down after {took:.1f} s")
     assert took < 30  # the other ranks would sleep for 60
 
 
-_PATIENT = """
-import sys, time
-sys.path.insert(0, {here!r})
-import datetime, ddp
-ddp.TIMEOUT = datetime.timedelta(seconds=20)
-def worker(ranks):
+def _prepares(ranks):
     with ranks.patience():
         if not ranks.rank:
-            time.sleep(25)
+            time.sleep(6)
     assert ranks.sum(1) == [2]
-if __name__ == "__main__":
-    ddp.launch(worker, 2)
-"""
+
+
+def _launch_with_a_timeout_of_4_seconds():
+    ddp.TIMEOUT = datetime.timedelta(seconds=4)
+    ddp.launch(_prepares, 2)
 
 
 def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
-    (tmp_path / "patient.py").write_text(_PATIENT.format(here=str(HERE)))
-    done = subprocess.run([sys.executable, "patient.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    _end(_fork(tmp_path / "out", _launch_with_a_timeout_of_4_seconds), tmp_path / "out")
 
 
 _LEAVING = """
@@ -3743,15 +3759,15 @@ def worker(ranks):
             stop.agreed()
     ranks.barrier()
 if __name__ == "__main__":
-    ddp.launch(worker, 2)
+    for _ in range(2):  # one in two aborted
+        ddp.launch(worker, 2)
 """
 
 
 def test_ranks_leave_while_gloo_still_holds_tensors(tmp_path):
     (tmp_path / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
-    for _ in range(3):  # one in two aborted
-        done = subprocess.run([sys.executable, "leaving.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
+    done = subprocess.run([sys.executable, "leaving.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
 
 
 def test_a_killed_parent_leaves_no_orphans(tiny):
@@ -3939,6 +3955,9 @@ def test_readme_commands_run_word_for_word(tmp_path):
             command += " --epochs 2"
         elif "train.py" in command and "--resume" not in command and "--help" not in command:
             command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
+        if "train.py" in command and "--procs" not in command:
+            _train(*shlex.split(command)[2:], cwd=tmp_path)
+            continue
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr)
 
@@ -4015,10 +4034,16 @@ if __name__ == "__main__":
 }
 
 
-@pytest.mark.parametrize("leaf", ALONE)
-def test_each_leaf_works_alone_in_an_empty_folder(leaf, tmp_path):
-    shutil.copy(HERE / f"{leaf}.py", tmp_path)
-    (tmp_path / "use.py").write_text(ALONE[leaf])
+def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    environment["OMP_NUM_THREADS"] = "1"
+    runs = {}
+    for leaf, use in ALONE.items():
+        folder = tmp_path / leaf
+        folder.mkdir()
+        shutil.copy(HERE / f"{leaf}.py", folder)
+        (folder / "use.py").write_text(use)
+        runs[leaf] = subprocess.Popen([sys.executable, "use.py"], cwd=folder, env=environment, text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    printed = {leaf: process.communicate(timeout=120)[0] for leaf, process in runs.items()}
+    assert {leaf: process.returncode for leaf, process in runs.items()} == dict.fromkeys(ALONE, 0), printed
