@@ -113,12 +113,15 @@ def gather_rows(features, ids, out=None):
     return out
 
 
+_WORTH_COMPILING = 50_000_000  # multiplications for each thread; compiling takes as long with any number of threads
+
+
 def linear(x, weight, bias=None):
     """F.linear; large ones in float32 on CPU by oneDNN, where torch asks MKL, which is up to twice as slow on AMD's processors.
 
     torch keeps what oneDNN compiled for each number of rows, and batches differ: a gigabyte in the end. So this is done
     only where the variables ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it (train.py sets them), and
-    where the product is worth compiling anew: small ones take ten times as long.
+    where the product is worth compiling anew: a small one would take ten times as long as by MKL.
 
     Args:
         x: [S, F]. weight: [D, F]. bias: [D].
@@ -129,9 +132,6 @@ def linear(x, weight, bias=None):
     if large and usable and bounded and _native and torch.backends.mkldnn.is_available():
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
-
-
-_WORTH_COMPILING = 50_000_000  # multiplications of a thread
 
 
 class _Linear(torch.autograd.Function):
