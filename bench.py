@@ -353,7 +353,7 @@ class Ours:
                                                backend="native" if native_sampler else "torch")  # fmt: skip
         torch.manual_seed(0)
         self.model = model.SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=len(args.fanout), dropout=dropout)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.003)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.003, fused=True)
         self.stages = dict.fromkeys(("sample + load", "forward", "backward", "optimizer"), 0.0)
 
     def kept(self, rows, width, dtype):
@@ -713,7 +713,7 @@ def _train_from_disk(path, args, cache):
     ring = features.FeatureRing(table, store.labels, slots=3, log=lambda line: None, aggregate=model.self_and_mean)
     torch.manual_seed(0)
     net = model.SAGE(store.feature_dim, args.hidden, store.num_classes, num_layers=len(args.fanout))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.003, fused=True)
     nodes = store.split["train"][torch.randperm(len(store.split["train"]))]
     batches = [(i, nodes[torch.arange(i * args.batch_size, (i + 1) * args.batch_size) % len(nodes)].unique())
                for i in range(args.batches)]  # fmt: skip

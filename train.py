@@ -712,7 +712,7 @@ def run(ranks, args, path):
     tune(ranks, args)
     store, sampler, ring = open_data(ranks, args, path)
     model = build_model(ranks, args, store, ring)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     cosine = lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # noqa: E731
     schedule = LambdaLR(optimizer, cosine if args.lr_schedule == "cosine" else lambda epoch: 1.0)
     best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
