@@ -740,7 +740,7 @@ void self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *s
 }
 
 i64 gather_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, IN *out) {  // -> how many ids are out of range
-  const i64 row = F * sizeof(IN), ahead = row < 2048 ? 16 : 4;
+  const i64 row = F * sizeof(IN), ahead = 4 + 3072 / (row + 1);  // some fifty cache lines are on their way
   i64 bad = 0;
   #pragma omp parallel for schedule(static) reduction(+ : bad)
   for (i64 a = 0; a < n; a += 256) {
