@@ -133,6 +133,36 @@ def _end(process, *codes):
     return printed
 
 
+_BESIDE = {}  # test -> function of a folder that starts the process it looks at
+
+
+def _beside(start):
+    """A decorator: start(folder) runs when the first test does, and the others need not wait for its process."""
+
+    def register(test):
+        _BESIDE[test.__name__] = start
+        return test
+
+    return register
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _running(request, tmp_path_factory):
+    chosen, running = {item.name for item in request.session.items}, {}
+    for name in _BESIDE.keys() & chosen:
+        folder = tmp_path_factory.mktemp(name)
+        running[name] = _BESIDE[name](folder), folder
+    yield running
+    for process, _ in running.values():
+        process.kill()
+
+
+@pytest.fixture
+def beside(request, _running):
+    """(process, folder) of the test that asks."""
+    return _running[request.node.name]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # sampler.py: the law, read slowly
 
@@ -531,10 +561,8 @@ def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path
     assert output.startswith("torch 1 ") and "apt install gcc" in output
 
 
-def test_native_code_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+def _sanitized(folder):
     asan = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not Path(asan).is_file():
-        pytest.skip("the compiler has no AddressSanitizer")
     script = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
@@ -547,11 +575,21 @@ for method in test_all.METHODS:
 test_all.test_the_outermost_hop_can_keep_global_ids()
 print("clean")
 """
+    if not Path(asan).is_file():
+        script = "print('no asan')"
     # OpenMP and the interpreter keep memory for the whole run: leaks are not looked for
-    environment = {**os.environ, "LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.stdout.strip() == "clean", done.stderr[-3000:]
-    assert len(list((tmp_path / "ringblock").iterdir())) == 2
+    environment = {**os.environ, "LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@_beside(_sanitized)
+def test_native_code_under_address_and_undefined_behaviour_sanitizers(beside):
+    process, folder = beside
+    output, errors = process.communicate(timeout=200)
+    if "no asan" in output:
+        pytest.skip("the compiler has no AddressSanitizer")
+    assert output.strip() == "clean", errors[-3000:]
+    assert len(list((folder / "ringblock").iterdir())) == 2
 
 
 def test_the_adapter_feeds_dgls_dataloader():
@@ -3091,7 +3129,10 @@ def _start(*words, launcher=(), **options):
 
 def _script(*words, launcher=(), code=0):
     """Run the real script to its end, demand the exit code -> its output."""
-    process = _start(*words, launcher=launcher)
+    return _ended(_start(*words, launcher=launcher), code)
+
+
+def _ended(process, code=0):
     try:
         output, _ = process.communicate(timeout=240)
     finally:
@@ -3158,46 +3199,6 @@ def _alive(pids):
     return [pid for pid in pids if state(pid) not in ("gone", "Z")]
 
 
-@pytest.fixture(scope="module")
-def standing(tiny, tmp_path_factory):
-    """A run of two ranks, one of which SIGSTOP has stopped -> its process, that rank's id, when that was, its folder."""
-    folder = tmp_path_factory.mktemp("standing")
-    words = ["--dataset", tiny, "--gpus", 0, "--procs", 2, "--fanout", "5,5", "--hidden", 32, "--batch-size", 25, "--epochs", 30]
-    words += ["--checkpoint", folder / "c.pt", "--log", folder / "log"]
-    process = _start_fork(folder / "out", *words)
-    _wait_for(lambda: _epochs(folder / "log") >= 2, process)
-    rank = _a_rank(process.pid)
-    os.kill(rank, signal.SIGSTOP)
-    yield process, rank, time.monotonic(), folder
-    with suppress(ProcessLookupError):
-        os.kill(rank, signal.SIGCONT)
-    process.kill()
-    process.join()
-
-
-def _prepares(ranks):
-    with ranks.patience():
-        if not ranks.rank:
-            time.sleep(9)
-    assert ranks.sum(1) == [2]
-
-
-def _launch_with_a_timeout_of_6_seconds():
-    ddp.TIMEOUT = datetime.timedelta(seconds=6)
-    ddp.launch(_prepares, 2)
-
-
-@pytest.fixture(scope="module")
-def preparing(tmp_path_factory):
-    """A process whose rank 0 prepares data for longer than the timeout of a collective."""
-    return _fork(tmp_path_factory.mktemp("preparing") / "out", _launch_with_a_timeout_of_6_seconds)
-
-
-def test_ranks_that_wait(standing, preparing):
-    """Until a test further down looks at how they went on: those between need not wait for that."""
-    assert standing[0].is_alive() and preparing.is_alive()
-
-
 def test_train_learns_logs_and_resumes(tiny, tmp_path):
     common = ["--dataset", tiny, "--batch-size", 100, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01]
     output = _script(*common, "--epochs", 4, "--log", tmp_path / "log", "--checkpoint", tmp_path / "full.pt")
@@ -3248,10 +3249,12 @@ def test_the_number_of_processes_changes_nothing(tmp_path, precision, rtol):
             torch.testing.assert_close(value, parameters[key], rtol=rtol, atol=rtol)
 
 
-def test_memory_does_not_grow_over_epochs(tmp_path):
+@_beside(lambda folder: _start("--root", folder, "--gpus", 0, "--epochs", 20, "--log", folder / "log"))
+def test_memory_does_not_grow_over_epochs(beside):
     """Every batch has another size. Fragments of the heap are a few percent; oneDNN's products, not bounded, are 68 %."""
-    _script("--root", tmp_path, "--gpus", 0, "--epochs", 20, "--log", tmp_path / "log")
-    peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:20]]
+    process, folder = beside
+    _ended(process)
+    peak = [entry["peak_bytes"] for entry in _log(folder / "log")[:20]]
     print(f"peak of epoch 20 over that of epoch 2: {peak[19] / peak[1]:.3f}")
     assert peak[19] < 1.4 * peak[1], peak
 
@@ -3406,11 +3409,24 @@ def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
     assert all(torch.equal(straight[name], back[name]) for name in straight)
 
 
-def test_a_rank_that_stood_still_for_20_seconds_goes_on(standing):
-    process, rank, stopped, folder = standing
-    time.sleep(max(0, stopped + 20 - time.monotonic()))
+def _stands_still(folder):
+    """A run of two ranks, one of which SIGSTOP stops after two epochs."""
+    words = ["--dataset", TINY, "--root", folder, "--gpus", 0, "--procs", 2, "--fanout", "5,5", "--hidden", 32, "--batch-size", 25]
+    words += ["--epochs", 30, "--checkpoint", folder / "c.pt", "--log", folder / "log"]
+    process = _start_fork(folder / "out", *words)
+    _wait_for(lambda: _epochs(folder / "log") >= 2, process)
+    process.rank = _a_rank(process.pid)
+    os.kill(process.rank, signal.SIGSTOP)
+    process.stopped = time.monotonic()
+    return process
+
+
+@_beside(_stands_still)
+def test_a_rank_that_stands_still_for_20_seconds_goes_on(beside):
+    process, folder = beside
+    time.sleep(max(0, process.stopped + 20 - time.monotonic()))
     assert process.is_alive() and _epochs(folder / "log") < 30
-    os.kill(rank, signal.SIGCONT)
+    os.kill(process.rank, signal.SIGCONT)
     _end(process)
     assert _epochs(folder / "log") == 31
 
@@ -3777,8 +3793,21 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, word
     assert took < 30  # the other ranks would sleep for 60
 
 
-def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(preparing):
-    _end(preparing)
+def _prepares(ranks):
+    with ranks.patience():
+        if not ranks.rank:
+            time.sleep(9)
+    assert ranks.sum(1) == [2]
+
+
+def _launch_with_a_timeout_of_6_seconds():
+    ddp.TIMEOUT = datetime.timedelta(seconds=6)
+    ddp.launch(_prepares, 2)
+
+
+@_beside(lambda folder: _fork(folder / "out", _launch_with_a_timeout_of_6_seconds))
+def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(beside):
+    _end(beside[0])
 
 
 _LEAVING = """
@@ -3799,10 +3828,16 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_leave_while_gloo_still_holds_tensors(tmp_path):
-    (tmp_path / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
-    done = subprocess.run([sys.executable, "leaving.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
+def _leaves(folder):
+    (folder / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
+    command = [sys.executable, "leaving.py"]
+    return subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@_beside(_leaves)
+def test_ranks_leave_while_gloo_still_holds_tensors(beside):
+    printed = _ended(beside[0])
+    assert "Fatal" not in printed and "terminate called" not in printed, printed
 
 
 def test_a_killed_parent_leaves_no_orphans(tiny):
@@ -3864,12 +3899,17 @@ def test_bad_flags_get_one_sentence_and_code_2(words, complaint, tiny, tmp_path,
     assert not list(tmp_path.rglob("*.npy"))
 
 
+def _regresses(folder):
+    words = ["--task", "graph", "--dataset", DATA / "esol.npz", "--root", folder, "--gpus", 0, "--dropout", 0, "--hidden", 64]
+    return _start_fork(folder / "out", *words, "--batch-size", 32, "--epochs", 25, "--log", folder / "log")
+
+
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-def test_regressor_beats_the_mean_on_real_molecules(tmp_path):
+@_beside(_regresses)
+def test_regressor_beats_the_mean_on_real_molecules(beside):
     """ESOL, random 80/10/10 split: predicting the mean has an RMSE of 2.19, literature 0.6-1.0."""
-    words = ["--task", "graph", "--dataset", DATA / "esol.npz", "--root", tmp_path, "--gpus", 0, "--dropout", 0]
-    output = _train(*words, "--hidden", 64, "--batch-size", 32, "--epochs", 25, "--log", tmp_path / "log")
-    scores = _log(tmp_path / "log")[-1]["scores"]
+    process, folder = beside
+    output, scores = _end(process), _log(folder / "log")[-1]["scores"]
     assert scores["test"]["rmse_of_the_mean"] > 2 and scores["test"]["rmse"] < 1.2, output
     assert "test   RMSE" in output and "edge-gated regressor, 3 layers, hidden 64" in output
 
