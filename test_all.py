@@ -137,7 +137,7 @@ _BESIDE = {}  # test -> function of a folder that starts the process it looks at
 
 
 def _beside(start):
-    """A decorator: start(folder) runs when the first test does, and the others need not wait for its process."""
+    """A decorator: start(folder, the test's parameters) runs when the first test does; the others need not wait for its process."""
 
     def register(test):
         _BESIDE[test.__name__] = start
@@ -148,10 +148,11 @@ def _beside(start):
 
 @pytest.fixture(scope="module", autouse=True)
 def _running(request, tmp_path_factory):
-    chosen, running = {item.name for item in request.session.items}, {}
-    for name in _BESIDE.keys() & chosen:
-        folder = tmp_path_factory.mktemp(name)
-        running[name] = _BESIDE[name](folder), folder
+    running = {}
+    for item in request.session.items:  # what was chosen to run
+        if item.originalname in _BESIDE:
+            folder, parameters = tmp_path_factory.mktemp("beside"), item.callspec.params if hasattr(item, "callspec") else {}
+            running[item.name] = _BESIDE[item.originalname](folder, **parameters), folder
     yield running
     for process, _ in running.values():
         process.kill()
@@ -2844,13 +2845,13 @@ def _damaged(good, random):
         yield good[:length]
 
 
-def test_store_damage_is_named_and_never_crashes(tmp_path):
-    mapped = build_store(tmp_path / "mmap", **_graph(num_nodes=160, num_edges=200))
-    sealed = build_store(tmp_path / "lmdb", backend="lmdb", **_graph(num_nodes=160, num_edges=200))
-    changed = build_store(tmp_path / "changed", backend="lmdb", block_rows=9, **_graph(num_nodes=160, num_edges=200))
+def _reads_damaged_stores(folder):
+    mapped = build_store(folder / "mmap", **_graph(num_nodes=160, num_edges=200))
+    sealed = build_store(folder / "lmdb", backend="lmdb", **_graph(num_nodes=160, num_edges=200))
+    changed = build_store(folder / "changed", backend="lmdb", block_rows=9, **_graph(num_nodes=160, num_edges=200))
     for number in range(3):
         GraphStore.open(changed).features.put_rows(torch.arange(0, 160, 7), torch.full((23, 5), float(number)))
-    many = build_graphs(tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": [31]})
+    many = build_graphs(folder / "many", [_graphs(40)], split={"train": range(30), "valid": [31]})
     GraphDataset.open(many).append(_graphs(10, first=40))
 
     def read(path):
@@ -2860,40 +2861,42 @@ def test_store_damage_is_named_and_never_crashes(tmp_path):
         graph = GraphStore.open(path)
         return [graph.features.gather(torch.arange(160)), graph.indices.clone()]
 
-    def work():
-        random, cases, unnoticed = np.random.default_rng(0), 0, 0
-        for path in (mapped, sealed, changed, many):
-            right = read(path)
-            for lock in path.glob("*-lock"):
-                lock.unlink()
-            for file in sorted(path.iterdir()):
-                good = file.read_bytes()
-                for bad in _damaged(good, random):
-                    file.unlink()  # no mapping of the file before sees this one
-                    file.write_bytes(bad)
-                    problems = verify(path)
-                    assert all(problem.startswith(f"{file.name}: ") for problem in problems), (file, problems)
-                    assert "already open" not in str(problems)  # nothing here holds on to the file before
-                    try:
-                        opened = (GraphDataset if path == many else GraphStore).open(path)
-                        len(opened) if path == many else opened.features.gather(torch.tensor([], dtype=torch.int64))
-                        del opened
-                    except StoreError as error:
-                        assert file.name in str(error) or "store format" in str(error), (file, error)
-                    if not problems:  # only bytes of an LMDB file that nobody reads
-                        assert file.suffix == ".lmdb" and path in (changed, many), file
-                        assert all(torch.equal(a, b) for a, b in zip(read(path), right, strict=True)), file
-                        unnoticed += 1
-                    cases += 1
-                file.unlink()
-                with pytest.raises(StoreError, match=file.name):
-                    (GraphDataset if path == many else GraphStore).open(path)
-                file.write_bytes(good)
-            assert verify(path) == []
-        print(f"{cases} cases, {unnoticed} without effect")
-        assert cases > 500
+    random, cases, unnoticed = np.random.default_rng(0), 0, 0
+    for path in (mapped, sealed, changed, many):
+        right = read(path)
+        for lock in path.glob("*-lock"):
+            lock.unlink()
+        for file in sorted(path.iterdir()):
+            good = file.read_bytes()
+            for bad in _damaged(good, random):
+                file.unlink()  # no mapping of the file before sees this one
+                file.write_bytes(bad)
+                problems = verify(path)
+                assert all(problem.startswith(f"{file.name}: ") for problem in problems), (file, problems)
+                assert "already open" not in str(problems)  # nothing here holds on to the file before
+                try:
+                    opened = (GraphDataset if path == many else GraphStore).open(path)
+                    len(opened) if path == many else opened.features.gather(torch.tensor([], dtype=torch.int64))
+                    del opened
+                except StoreError as error:
+                    assert file.name in str(error) or "store format" in str(error), (file, error)
+                if not problems:  # only bytes of an LMDB file that nobody reads
+                    assert file.suffix == ".lmdb" and path in (changed, many), file
+                    assert all(torch.equal(a, b) for a, b in zip(read(path), right, strict=True)), file
+                    unnoticed += 1
+                cases += 1
+            file.unlink()
+            with pytest.raises(StoreError, match=file.name):
+                (GraphDataset if path == many else GraphStore).open(path)
+            file.write_bytes(good)
+        assert verify(path) == []
+    print(f"{cases} cases, {unnoticed} without effect")
+    assert cases > 500
 
-    assert _in_child(work) == 0
+
+@_beside(lambda folder: _fork(folder / "out", _reads_damaged_stores, folder))
+def test_store_damage_is_named_and_never_crashes(beside):
+    assert "cases" in _end(beside[0])
 
 
 def test_store_graphs_meta_that_makes_no_sense(tmp_path):
@@ -3295,7 +3298,7 @@ def test_twenty_interruptions_change_no_bit(tiny, tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
-    common = ["--dataset", tiny, "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--hidden", 32, "--epochs", 60]
+    common = ["--dataset", tiny, "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--hidden", 32, "--epochs", 40]
 
     def start(*words):
         return _start_fork(tmp_path / "out", *common, *words, cwd=tmp_path)
@@ -3307,7 +3310,7 @@ def test_twenty_interruptions_change_no_bit(tiny, tmp_path):
     for number in [signal.SIGTERM, signal.SIGKILL] * 10:
         process = start(*resumed, "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))
         _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2, process, pause=0.005)
-        moments.append(round(rng.uniform(0, seconds / 60), 3))
+        moments.append(round(rng.uniform(0, seconds / 40), 3))  # within an epoch
         time.sleep(moments[-1])
         os.kill(process.pid, number)
         _end(process, 0, -number, 128 + number)
@@ -3337,8 +3340,8 @@ def _epochs(path):
 
 
 def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
-    common = ["--dataset", tiny, "--gpus", 0, "--fanout", "5,5", "--hidden", 32, "--epochs", 30, "--batch-size", 25]
-    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "straight.pt")
+    common = ["--dataset", tiny, "--gpus", 0, "--fanout", "5,5", "--hidden", 32, "--epochs", 25, "--batch-size", 25]
+    straight = _start_fork(tmp_path / "out", *common, "--procs", 2, "--checkpoint", tmp_path / "straight.pt")
     process = _start(*common, "--checkpoint", tmp_path / "c.pt", "--checkpoint-every", 5, "--log-file", tmp_path / "log",
                      launcher=[*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"])  # fmt: skip
     _wait_for(lambda: _epochs(tmp_path / "log") >= 3, process)
@@ -3346,6 +3349,7 @@ def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
     os.kill(_a_rank(process.pid), signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0 and "resume  from epoch" in output, output
+    _end(straight)
     straight, back = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "c.pt")
     assert all(torch.equal(straight[name], back[name]) for name in straight)
     assert _gone(ranks)
@@ -3374,8 +3378,8 @@ def _two_hosts():
 
 
 def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
-    common = ["--dataset", tiny, "--gpus", 0, "--fanout", "5,5", "--hidden", 32, "--epochs", 40, "--batch-size", 25]
-    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "straight.pt")
+    common = ["--dataset", tiny, "--gpus", 0, "--fanout", "5,5", "--hidden", 32, "--epochs", 25, "--batch-size", 25]
+    straight = _start_fork(tmp_path / "out", *common, "--procs", 2, "--checkpoint", tmp_path / "straight.pt")
     with _two_hosts() as hosts:
 
         def agent(number):
@@ -3405,6 +3409,7 @@ def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
                 process.wait()
     output = (tmp_path / "out0").read_text()
     assert codes == [0, 0] and "resume  from epoch" in output, output
+    _end(straight)
     straight, back = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "c.pt")
     assert all(torch.equal(straight[name], back[name]) for name in straight)
 
@@ -3737,20 +3742,27 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, numb
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(
-    "name, published, epochs, batch",  # figures of ../shared/data/README.md: SAGE-mean, GCN, GCN
-    [("coauthor_cs", 91.3, 12, 100), ("cora", 81.5, 20, 35), ("citeseer", 70.3, 20, 40)],
-)
-def test_published_accuracy_on_real_graphs(name, published, epochs, batch, tmp_path):
-    if not DATA.is_dir():
-        pytest.skip(f"{DATA} is not there")
-    common = ["--dataset", DATA / f"{name}.npz", "--fanout", "10,10", "--hidden", 64, "--lr", 0.01, "--weight-decay", 5e-4]
-    common += ["--root", tmp_path, "--epochs", epochs, "--batch-size", batch]
-    for process in [_start_fork(tmp_path / "out", *common, "--seed", seed, "--log", tmp_path / f"{seed}") for seed in range(3)]:
-        _end(process)
-    accuracy = [100 * _log(tmp_path / f"{seed}")[-1]["exact"]["test"] for seed in range(3)]
+# data set: accuracy in ../shared/data/README.md (of SAGE-mean, GCN, GCN), epochs, batch size
+PUBLISHED = {"coauthor_cs": (91.3, 12, 100), "cora": (81.5, 20, 35), "citeseer": (70.3, 20, 40)}
+
+
+def _trains_three_times(folder, name):
+    _, epochs, batch = PUBLISHED[name]
+    words = ["--dataset", DATA / f"{name}.npz", "--root", folder, "--fanout", "10,10", "--hidden", 64, "--lr", 0.01]
+    words += ["--weight-decay", 5e-4, "--epochs", epochs, "--batch-size", batch, "--runs", 3, "--log", folder / "log"]
+    return _start_fork(folder / "out", *words)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
+@pytest.mark.parametrize("name", PUBLISHED)
+@_beside(_trains_three_times)
+def test_published_accuracy_on_real_graphs(name, beside):
+    process, folder = beside
+    _end(process)
+    accuracy = [100 * entry["exact"]["test"] for entry in _log(folder / "log") if "exact" in entry]
+    published = PUBLISHED[name][0]
     print(f"{name}: {np.mean(accuracy):.2f} +- {np.std(accuracy):.2f} %, published {published}")
-    assert np.mean(accuracy) > published - 2, accuracy
+    assert len(accuracy) == 3 and np.mean(accuracy) > published - 2, accuracy
 
 
 def test_the_synthetic_graph_needs_its_edges(tmp_path):
