@@ -150,17 +150,22 @@ def _beside(start):
 def _running(request, tmp_path_factory):
     running = {}
     for item in request.session.items:  # what was chosen to run
-        if item.originalname in _BESIDE:
+        if start := _BESIDE.get(getattr(item, "originalname", None)):
             folder, parameters = tmp_path_factory.mktemp("beside"), item.callspec.params if hasattr(item, "callspec") else {}
-            running[item.name] = _BESIDE[item.originalname](folder, **parameters), folder
+            try:
+                running[item.name] = start(folder, **parameters), folder
+            except (Exception, pytest.fail.Exception) as error:  # is for the test that asks
+                running[item.name] = error
     yield running
-    for process, _ in running.values():
+    for process, _ in filter(lambda entry: isinstance(entry, tuple), running.values()):
         process.kill()
 
 
 @pytest.fixture
 def beside(request, _running):
     """(process, folder) of the test that asks."""
+    if isinstance(_running[request.node.name], BaseException):
+        raise _running[request.node.name]
     return _running[request.node.name]
 
 
