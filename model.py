@@ -126,10 +126,11 @@ def linear(x, weight, bias=None):
     Args:
         x: [S, F]. weight: [D, F]. bias: [D].
     """
+    if x.numel() * weight.shape[0] < _WORTH_COMPILING * torch.get_num_threads():
+        return F.linear(x, weight, bias)
     usable = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
-    large = x.numel() * weight.shape[0] >= _WORTH_COMPILING * torch.get_num_threads()
-    if large and usable and bounded and _native and torch.backends.mkldnn.is_available():
+    if usable and bounded and _native and torch.backends.mkldnn.is_available():
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
