@@ -45,12 +45,16 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+import allocator
 import datasets
+import fused
 import features
 import model
 import sampler
 import train
-from store import GraphDataset, GraphStore, StoreError, block_diagonal, build_graphs, build_store
+from disk import StoreError
+from graphs import GraphDataset, block_diagonal, build_graphs
+from store import GraphStore, build_store
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 
@@ -179,7 +183,7 @@ def sampler_contenders(indptr, indices, fanouts, threads, seeds):
 
 def bench_sampler(args):
     """Time one batch of every sampler; returns the figures. Freed memory is kept for all of them, as train.py does."""
-    train.keep_freed_memory()
+    allocator.keep_freed_memory()
     store = GraphStore.open(datasets.prepare(args.dataset, args.root))
     indptr, indices = in_memory(store.indptr), in_memory(store.indices)
     generator = torch.Generator().manual_seed(0)
@@ -378,7 +382,7 @@ class Ours:
 
     def __call__(self, seeds, step):
         """One step -> loss."""
-        model.use_native(self.native_layers)
+        fused.use_native(self.native_layers)
         start = time.perf_counter()
         blocks, x, y = self.load(seeds, step)
         loaded = time.perf_counter()
@@ -453,7 +457,7 @@ def bench_step(args):
 
     This process keeps freed memory, as train.py does; contenders "as shipped" run in processes of their own.
     """
-    train.keep_freed_memory()
+    allocator.keep_freed_memory()
     store, nodes = step_data(args)
     seeds = nodes.split(args.batch_size)
     makers = {name: functools.partial(Ours, store, args, **options) for name, options in TRICKS.items()}
@@ -709,7 +713,7 @@ def _train_from_disk(path, args, cache):
     if cache:
         visits = features.expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         table = features.CachedFeatures(store.features, visits, cache)
-    train.keep_freed_memory()
+    allocator.keep_freed_memory()
     ours = sampler.NeighborSampler(store.indptr, store.indices, args.fanout, check=False, threads=args.threads)
     ring = features.FeatureRing(table, store.labels, slots=3, log=lambda line: None, aggregate=model.self_and_mean)
     torch.manual_seed(0)
@@ -853,7 +857,7 @@ def bench_inference(args):
 
     GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
     """
-    train.keep_freed_memory()
+    allocator.keep_freed_memory()
     store = GraphStore.open(datasets.prepare(args.dataset, args.root))
     x, depth = in_memory(store.features.tensor), len(args.fanout)
     torch.manual_seed(0)

@@ -42,30 +42,36 @@ import numpy as np
 import pytest
 import torch
 
+from tqdm import tqdm
+
+import allocator
 import bench
+import checkpoint
+import csc
 import datasets
 import ddp
+import disk
+import downloads
 import features
+import flags
+import fused
+import graphs
+import lmdb_file
 import model
+import plan
 import sampler
 import store
 import train
+from csc import Rows
 from datasets import prepare
+from disk import StoreError
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from model import GNN, SAGE, Regressor, inference
+from graphs import GraphDataset, Regressor, block_diagonal, build_graphs
+from graphs import verify as verify_graphs
+from model import GNN, SAGE, inference
+from plan import choose_mode, estimate
 from sampler import Block, NeighborSampler
-from store import (
-    GraphDataset,
-    GraphStore,
-    Rows,
-    StoreError,
-    block_diagonal,
-    build_graphs,
-    build_store,
-    choose_mode,
-    estimate,
-    verify,
-)
+from store import GraphStore, build_store, verify
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "shared" / "data"
@@ -103,7 +109,7 @@ def _in_fork(output, cwd, function, args):
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
-    store.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a kill would leave
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a kill would leave
     os.chdir(cwd)
     torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     try:
@@ -1284,7 +1290,7 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
     ):
         chosen, line = choose_mode(path, 2, free_gpu=free_gpu, free_host=free_host, **options)
         assert chosen == mode and line.startswith(f"mode {mode}: each GPU 1.07 GB + ") and "\n" not in line
-        assert f"{store._size(free_gpu)} free" in line and "may be too large" not in line
+        assert f"{disk.readable_size(free_gpu)} free" in line and "may be too large" not in line
     chosen, line = choose_mode(path, 2, free_gpu=GIB, free_host=8 * GIB, **options)
     assert chosen == "cpu-cuda" and "a batch may be too large, 0 seeds surely are not" in line
     large = {**options, "batch_size": 100, "free_gpu": GIB + ARRAYS + 4000, "free_host": 8 * GIB, "fanout": [40, 10]}
@@ -1310,26 +1316,26 @@ def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
         (tmp_path / file).write_text(text)
 
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
-    assert store._free_host("/") > 1 << 20
+    assert store.free_host_bytes("/") > 1 << 20
     write("proc/self/cgroup", "0::/a/b\n")
-    assert store._free_host(tmp_path) == 8000 * 1024
+    assert store.free_host_bytes(tmp_path) == 8000 * 1024
     write("sys/fs/cgroup/a/b/memory.max", "max\n")
     write("sys/fs/cgroup/a/b/memory.current", "100\n")
     write("sys/fs/cgroup/a/b/memory.stat", "anon 40\ninactive_file 50\n")
-    assert store._free_host(tmp_path) == 8000 * 1024
+    assert store.free_host_bytes(tmp_path) == 8000 * 1024
     for folder, limit, free in (("a", 5_000_000, 4_999_950), ("a/b", 4_000_000, 3_999_950), ("", 3_000_000, 2_999_950)):
         write(f"sys/fs/cgroup/{folder}/memory.max", f"{limit}\n")
         write(f"sys/fs/cgroup/{folder}/memory.current", "100\n")
         write(f"sys/fs/cgroup/{folder}/memory.stat", "anon 40\ninactive_file 50\n")
-        assert store._free_host(tmp_path) == free  # the tightest of a group and those above it
+        assert store.free_host_bytes(tmp_path) == free  # the tightest of a group and those above it
     write("proc/self/cgroup", "4:memory:/job\n1:cpu:/x\n0::/nowhere/else\n")
     (tmp_path / "sys/fs/cgroup/memory.max").unlink()
     write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "7000\n")
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "6000\n")
     write("sys/fs/cgroup/memory/job/memory.stat", "inactive_file 7\ntotal_inactive_file 70\n")
-    assert store._free_host(tmp_path) == 1070
+    assert store.free_host_bytes(tmp_path) == 1070
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "8000\n")
-    assert store._free_host(tmp_path) == 0
+    assert store.free_host_bytes(tmp_path) == 0
 
 
 def test_store_estimate_command_line(tmp_path, capsys):
@@ -1392,7 +1398,7 @@ def test_native_layers_equal_torch_operations(dtype, ids):
         grad = torch.randn(50, 2 * width).to(dtype)
         results = []
         for on in (True, False):
-            model.use_native(on)
+            fused.use_native(on)
             try:
                 x = h.clone().requires_grad_()
                 pair = model.self_and_mean(indptr, indices, x)
@@ -1401,7 +1407,7 @@ def test_native_layers_equal_torch_operations(dtype, ids):
                 table = model.self_and_mean(indptr, indices, h, own, torch.empty(50, 2 * width))
                 results.append((pair.detach(), x.grad, table))
             finally:
-                model.use_native(True)
+                fused.use_native(True)
         tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
         for a, b in zip(*results):
             torch.testing.assert_close(a, b, **tolerance)
@@ -1428,14 +1434,14 @@ def test_dropout_is_a_function_of_node_and_column(dtype, ids):
     nodes = torch.randperm(1000)[:300].to(ids)
     results = []
     for on, rows in ((True, slice(None)), (False, slice(None)), (True, slice(100, 200))):
-        model.use_native(on)
+        fused.use_native(on)
         try:
             torch.manual_seed(3)
             x = h[rows].clone().requires_grad_()
             y = model.relu_dropout(x * 1, 0.3, nodes=nodes[rows])
             y.backward(h[rows])
         finally:
-            model.use_native(True)
+            fused.use_native(True)
         results.append((y.detach(), x.grad))
     for native, torch_ops, part in zip(*results):  # the same in both, and for a part of the rows
         torch.testing.assert_close(native, torch_ops, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
@@ -1447,21 +1453,21 @@ def test_linear_is_torchs_linear(monkeypatch):
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "8")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     large = torch.randn(2000, 100), torch.randn(250, 100, requires_grad=True)  # 50 million multiplications
-    assert type(model.linear(*large).grad_fn).__name__ == "_LinearBackward"
-    assert type(model.linear(large[0][1:], large[1]).grad_fn).__name__ != "_LinearBackward"
-    monkeypatch.setattr(model, "_WORTH_COMPILING", 1)
+    assert type(fused.linear(*large).grad_fn).__name__ == "_LinearBackward"
+    assert type(fused.linear(large[0][1:], large[1]).grad_fn).__name__ != "_LinearBackward"
+    monkeypatch.setattr(fused, "_WORTH_COMPILING", 1)
     for shape in ((1, 3, 2), (300, 50, 20), (0, 3, 2)):
         S, width, D = shape
         x, weight, bias = torch.randn(S, width), torch.randn(D, width), torch.randn(D)
         results = []
-        for function in (model.linear, torch.nn.functional.linear):
+        for function in (fused.linear, torch.nn.functional.linear):
             inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
             y = function(*inputs)
             (y * y).sum().backward()
             results.append([y.detach(), *(t.grad for t in inputs)])
         for ours, theirs in zip(*results):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
-    assert model.linear(x, weight).shape == (0, 2)
+    assert fused.linear(x, weight).shape == (0, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -1792,7 +1798,7 @@ def _rewrite_meta(path, **changes):
     """Change fields of meta.json and keep its own checksum right."""
     meta = json.loads((path / "meta.json").read_text())
     meta.update(changes)
-    (path / "meta.json").write_bytes(store._dump_meta({k: v for k, v in meta.items() if v is not Ellipsis}))
+    (path / "meta.json").write_bytes(disk.dump_meta({k: v for k, v in meta.items() if v is not Ellipsis}))
 
 
 def _run(script, *args):
@@ -1833,8 +1839,8 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
     args = _graph()
     a = build_store(tmp_path / "a", **args)
     shuffled = args["edge_index"][:, np.random.default_rng(1).permutation(3000)]
-    monkeypatch.setattr(store, "SORT_EDGES", 700)  # several ranges of destinations
-    monkeypatch.setattr(store, "EDGE_CHUNK", 101)
+    monkeypatch.setattr(csc, "SORT_EDGES", 700)  # several ranges of destinations
+    monkeypatch.setattr(csc, "EDGE_CHUNK", 101)
     b = build_store(tmp_path / "b", **dict(args, edge_index=torch.from_numpy(shuffled)))
     assert _sums(a) == _sums(b)
     graph = GraphStore.open(a)
@@ -1847,8 +1853,8 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", ["edge_index", "csc"])
 @pytest.mark.parametrize("options", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
 def test_store_graph_options(tmp_path, monkeypatch, options, form, sort_edges):
-    monkeypatch.setattr(store, "SORT_EDGES", sort_edges)
-    monkeypatch.setattr(store, "EDGE_CHUNK", 333)
+    monkeypatch.setattr(csc, "SORT_EDGES", sort_edges)
+    monkeypatch.setattr(csc, "EDGE_CHUNK", 333)
     args = _graph(num_nodes=60)
     args["split"] = {"train": [1]}
     pairs = list(zip(*args["edge_index"].tolist()))
@@ -1971,7 +1977,7 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error):
 def test_store_removes_what_dead_builds_left(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    stale, alive, other = (tmp_path / f".{name}.building.{store._host()}.{pid}.abc"
+    stale, alive, other = (tmp_path / f".{name}.building.{disk.host_tag()}.{pid}.abc"
                            for name, pid in (("g", dead.pid), ("g", os.getpid()), ("other", dead.pid)))
     for directory in (stale, alive, other):
         directory.mkdir()
@@ -2021,7 +2027,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path = build_store(tmp_path / "g", **_graph())
     good = json.loads((path / "meta.json").read_text())
     _rewrite_meta(path, format_version=7)
-    with pytest.raises(StoreError, match=r"store format 7; this store.py reads 2; rebuild it"):
+    with pytest.raises(StoreError, match=r"store format 7; this code reads 2; rebuild it"):
         GraphStore.open(path)
     for name in ("format", "num_nodes", "num_edges", "num_classes", "feature_dim", "feature_dtype", "backend", "files",
                  "block_rows", "options"):
@@ -2074,7 +2080,7 @@ def test_store_verify_looks_behind_the_checksums(tmp_path, monkeypatch):
         array[position] = value
         array.flush()
         files = json.loads(meta)["files"]
-        files[f"{name}.npy"]["sha256"] = store._digest(path / f"{name}.npy").hexdigest()
+        files[f"{name}.npy"]["sha256"] = disk.sha256_of(path / f"{name}.npy").hexdigest()
         _rewrite_meta(path, files=files)
         assert any(name in problem for problem in verify(path)), name
         (path / f"{name}.npy").write_bytes(good)
@@ -2470,7 +2476,7 @@ def test_datasets_ogb(tmp_path, monkeypatch, capsys, name):
     assert graph.labels.tolist() == args["labels"].reshape(-1).astype(int).tolist()
     for part, ids in args["split"].items():
         assert graph.split[part].tolist() == ids.tolist()
-    assert graph.num_classes == datasets.OGB[name][2] and graph.meta["options"]["symmetrize"]
+    assert graph.num_classes == downloads.OGB[name][2] and graph.meta["options"]["symmetrize"]
     assert {p.name for p in tmp_path.iterdir()} == {f"{folder}.zip", path.name}
 
 
@@ -2582,7 +2588,7 @@ def _in_child(work, kill_after=None):
         code = 1
         try:
             torch.set_num_threads(1)
-            store.tqdm.set_lock(threading.RLock())  # its own is shared with the parent, and would die with the child
+            tqdm.set_lock(threading.RLock())  # its own is shared with the parent, and would die with the child
             work()
             code = 0
         except BaseException:
@@ -2632,7 +2638,7 @@ def test_store_put_rows_does_not_hide_damage(tmp_path):
 
 
 def test_store_readers_see_all_of_an_update_or_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MAP_ROOM", 0)  # so that the file outgrows its map, here and in the child
+    monkeypatch.setattr(lmdb_file, "MAP_ROOM", 0)  # so that the file outgrows its map, here and in the child
     rows = torch.zeros(400, 64)
     args = dict(_graph(num_nodes=400), features=rows)
     features = GraphStore.open(build_store(tmp_path / "g", backend="lmdb", block_rows=9, **args)).features
@@ -2654,7 +2660,7 @@ def test_store_readers_see_all_of_an_update_or_none(tmp_path, monkeypatch):
         seen.add(read[0, 0].item())
     assert "exit 0" in seen and len(seen) > 5, seen
     assert features.gather(ids).eq(59).all() and len(graphs) == 10 + 59 * 50
-    assert verify(tmp_path / "g") == verify(tmp_path / "many") == []
+    assert verify(tmp_path / "g") == verify_graphs(tmp_path / "many") == []
 
 
 def test_store_a_transaction_keeps_its_state_while_others_write(tmp_path):
@@ -2677,7 +2683,7 @@ for number in range(1, 8):  # without regard for readers LMDB would use pages ag
 
 
 def test_store_map_grows_while_threads_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MAP_ROOM", 0)
+    monkeypatch.setattr(lmdb_file, "MAP_ROOM", 0)
     graphs, done = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(50)])), threading.Event()
 
     def read():
@@ -2694,7 +2700,7 @@ def test_store_map_grows_while_threads_read(tmp_path, monkeypatch):
         assert len(graphs) == 5000
 
     assert _in_child(work) == 0
-    assert verify(tmp_path / "many") == []
+    assert verify_graphs(tmp_path / "many") == []
 
 
 def test_store_lmdb_forks_while_its_threads_read(tmp_path):
@@ -2726,7 +2732,7 @@ def test_store_larger_than_memory_is_gathered_on_threads(tmp_path, monkeypatch, 
     x = torch.randn(200, 5).to(dtype)
     path = build_store(tmp_path / "g", backend=backend, **dict(_graph(), features=x))
     assert not GraphStore.open(path).features.large
-    monkeypatch.setattr(store, "_free_host", lambda: 1000)
+    monkeypatch.setattr(store, "free_host_bytes", lambda: 1000)
     features = GraphStore.open(path).features
     assert features.large and not hasattr(features, "tensor")
     for ids in (torch.randint(200, (1000,)), torch.tensor([7], dtype=torch.int32), torch.tensor([], dtype=torch.int64)):
@@ -2754,7 +2760,7 @@ def test_store_graphs_round_trip(tmp_path):
     for number in (50, -1):
         with pytest.raises(IndexError, match=f"graph {number} is out of range"):
             graphs.batch([0, number])
-    assert graphs.batch([]).x.shape == (0, 2) and verify(path) == []
+    assert graphs.batch([]).x.shape == (0, 2) and verify_graphs(path) == []
     assert store.main(["info", str(path)]) == store.main(["verify", str(path)]) == 0
     with pytest.raises(StoreError, match="many small graphs: open it as GraphDataset"):
         GraphStore.open(path)
@@ -2825,7 +2831,7 @@ def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(tmp_path):
         elif kind == 1:
             graphs = GraphDataset.open(many)
             count = len(graphs)
-            assert count % 40 == 10 and verify(many) == []
+            assert count % 40 == 10 and verify_graphs(many) == []
             assert graphs.batch(range(count)).y[:, 0].tolist() == list(range(count))
             went_on[1], began = count, time.monotonic()
             graphs.append(_graphs(40, first=count))
@@ -2878,7 +2884,7 @@ def _reads_damaged_stores(folder):
             for bad in _damaged(good, random):
                 file.unlink()  # no mapping of the file before sees this one
                 file.write_bytes(bad)
-                problems = verify(path)
+                problems = (verify_graphs if path == many else verify)(path)
                 assert all(problem.startswith(f"{file.name}: ") for problem in problems), (file, problems)
                 assert "already open" not in str(problems)  # nothing here holds on to the file before
                 try:
@@ -2896,7 +2902,7 @@ def _reads_damaged_stores(folder):
             with pytest.raises(StoreError, match=file.name):
                 (GraphDataset if path == many else GraphStore).open(path)
             file.write_bytes(good)
-        assert verify(path) == []
+        assert (verify_graphs if path == many else verify)(path) == []
     print(f"{cases} cases, {unnoticed} without effect")
     assert cases > 500
 
@@ -2916,7 +2922,7 @@ def test_store_graphs_meta_that_makes_no_sense(tmp_path):
                 GraphDataset.open(path)
     for name, value in (("node_dim", 3), ("node_dtype", "float32"), ("target_dtype", "float64")):
         _rewrite_meta(path, **dict(good, **{name: value}))  # sane by itself, not what is in the file
-        assert verify(path)[0].startswith("graphs.lmdb: ")
+        assert verify_graphs(path)[0].startswith("graphs.lmdb: ")
 
 
 def test_store_full_disk_while_it_changes(tmp_path):
@@ -2940,12 +2946,12 @@ def test_store_full_disk_while_it_changes(tmp_path):
             graphs.append(_graphs(1000))
         x = torch.from_numpy(args["features"])
         assert torch.equal(features.gather(torch.arange(4000)), x) and len(graphs) == 10
-        assert verify(path) == verify(many) == []
+        assert verify(path) == verify_graphs(many) == []
         (small / "rest").unlink()
         features.put_rows(torch.arange(20), -x[:20])
         graphs.append(_graphs(100, first=10))
         assert torch.equal(features.gather(torch.arange(20)), -x[:20]) and len(graphs) == 110
-        assert verify(path) == verify(many) == []
+        assert verify(path) == verify_graphs(many) == []
 
     try:
         assert _in_child(work) == 0  # which takes its open files along, so that the disk can be taken down
@@ -3011,14 +3017,14 @@ def test_roc_auc_is_the_share_of_pairs_in_order():
     for _ in range(20):
         score, y = torch.from_numpy(random.integers(0, 6, 30)).float(), torch.from_numpy(random.integers(0, 2, 30)).float()
         pairs = [(a > b) + (a == b) / 2 for a in score[y == 1] for b in score[y == 0]]
-        assert train.roc_auc(score, y) == pytest.approx(float(sum(pairs)) / len(pairs))
+        assert graphs.roc_auc(score, y) == pytest.approx(float(sum(pairs)) / len(pairs))
 
 
 def test_periodic_neighbours_are_those_of_a_supercell():
     random = np.random.default_rng(0)
     for radius in (0.5, 1.1, 2.7):
         lattice, coords = np.eye(3) * 1.5 + random.uniform(-0.4, 0.4, (3, 3)), random.uniform(-2, 2, (5, 3))
-        edge_index, distance = datasets.periodic_neighbours(coords, lattice, radius)
+        edge_index, distance = graphs.periodic_neighbours(coords, lattice, radius)
         found = collections.Counter(zip(*edge_index.tolist(), distance.round(6).tolist()))
         expected = collections.Counter()
         for image in itertools.product(range(-6, 7), repeat=3):
@@ -3029,8 +3035,8 @@ def test_periodic_neighbours_are_those_of_a_supercell():
                     expected[u, v, round(float(apart), 6)] += 1
         assert found == expected, radius
     fcc = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
-    assert len(datasets.periodic_neighbours(fcc, np.eye(3) * 3.6, 3.0)[1]) == 4 * 12  # copper's twelve nearest
-    assert len(datasets.periodic_neighbours(fcc[:1], np.eye(3) * 3.0, 3.1)[1]) == 6  # an atom alone: its own images
+    assert len(graphs.periodic_neighbours(fcc, np.eye(3) * 3.6, 3.0)[1]) == 4 * 12  # copper's twelve nearest
+    assert len(graphs.periodic_neighbours(fcc[:1], np.eye(3) * 3.0, 3.1)[1]) == 6  # an atom alone: its own images
 
 
 def _molecules(file, count=40, **extra):
@@ -3049,7 +3055,7 @@ def test_datasets_molecules(tmp_path):
     made = _molecules(tmp_path / "m.npz")
     graphs = GraphDataset.open(prepare(tmp_path / "m.npz", tmp_path / "d", progress=False))
     assert [len(ids) for ids in graphs.split.values()] == [32, 4, 4]
-    assert sorted(torch.cat(list(graphs.split.values())).tolist()) == list(range(40)) and verify(graphs.path) == []
+    assert sorted(torch.cat(list(graphs.split.values())).tolist()) == list(range(40)) and verify_graphs(graphs.path) == []
     for g in range(40):
         graph, (a, b) = graphs.batch([g]), made["bond_offsets"][g:g + 2]
         dst = torch.repeat_interleave(graph.indptr.diff())
@@ -3068,7 +3074,7 @@ def test_datasets_molecules(tmp_path):
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
 def test_datasets_real_crystals_and_molecules(tmp_path):
     crystals = GraphDataset.open(prepare(DATA / "mlearn.npz", tmp_path, progress=False))
-    assert [len(ids) for ids in crystals.split.values()] == [1246, 156, 164] and verify(crystals.path) == []
+    assert [len(ids) for ids in crystals.split.values()] == [1246, 156, 164] and verify_graphs(crystals.path) == []
     cell = crystals.batch([0])  # 107 atoms of nickel with a vacancy, fcc: twelve neighbours within 3.1 angstrom
     assert cell.x.unique().tolist() == [28] and cell.y.item() == pytest.approx(-604.26225 / 107)
     assert cell.e.max() <= 4 and torch.repeat_interleave(cell.indptr.diff())[cell.e[:, 0] < 3.1].bincount().median() == 12
@@ -3272,15 +3278,15 @@ def test_memory_does_not_grow_over_epochs(beside):
 _TRIMS = """
 import sys
 sys.path.insert(0, {here!r})
-import torch, train
+import torch, allocator
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
-train.keep_freed_memory()
-level = train.trim_memory(0)
+allocator.keep_freed_memory()
+level = allocator.trim_memory(0)
 parts = [torch.ones(1 << 18) for _ in range(200)]
 del parts[::2]
 grown = resident()
-assert grown > level + 150e6 and train.trim_memory(grown) == grown and resident() > grown - 50e6
-assert train.trim_memory(level) == level and resident() < grown - 80e6, (level, grown, resident())
+assert grown > level + 150e6 and allocator.trim_memory(grown) == grown and resident() > grown - 50e6
+assert allocator.trim_memory(level) == level and resident() < grown - 80e6, (level, grown, resident())
 """
 
 
@@ -3482,8 +3488,8 @@ def test_advice_says_when_one_process_would_be_faster(tiny, tmp_path, monkeypatc
     args.total_batch = 10000
     graph, ranks = GraphStore.open(tiny), ddp.Ranks(world=4)
     monkeypatch.setattr(ddp.Ranks, "reduce", lambda self, tensor: tensor)
-    assert train.advice(ranks, args, graph, SAGE(16, 512, 4, num_layers=2)) is None
-    operations, moved = train.work_of_a_step(args, graph, SAGE(16, 512, 4, num_layers=2))
+    assert plan.advice(ranks, args, graph, SAGE(16, 512, 4, num_layers=2)) is None
+    operations, moved = plan.work_of_a_step(args, graph, SAGE(16, 512, 4, num_layers=2))
     rows, weights = (600, 3000), (2 * 512 * 4 + 4, 2 * 16 * 512 + 512)  # all train, then all of the 3,000 nodes
     assert operations == 6 * sum(a * b for a, b in zip(rows, weights))
 
@@ -3545,7 +3551,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
     for damaged in (bytes(flipped), good[: len(good) // 2], b""):
         bad.write_bytes(damaged)
         with pytest.raises(StoreError, match="bad.pt is not a checkpoint"):
-            train.read_checkpoint(bad, train.parse_args([*map(str, common)]))
+            checkpoint.read_checkpoint(bad, train.parse_args([*map(str, common)]))
 
 
 def _run_here(tmp_path, *words):
@@ -3578,11 +3584,11 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path):
     every = [*common[:2], "--fanout", "-1,-1", *common[4:]]
     log, expected = _run_here(tmp_path, *every, "--batch-size", 200)
     same(_run_here(tmp_path, *every, "--batch-size", 100, "--accumulate", 2), 1e-4)
-    model.use_native(False)
+    fused.use_native(False)
     try:
         same(_run_here(tmp_path, *every, "--batch-size", 200), 1e-4)
     finally:
-        model.use_native(True)
+        fused.use_native(True)
 
 
 def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
@@ -3614,7 +3620,7 @@ def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_pa
     assert right == pytest.approx(log[-1]["exact"]["test"])
     if name == "sage":  # also where the features do not fit into memory, which leaves out the accuracy otherwise
         with monkeypatch.context() as little:
-            little.setattr(store, "_free_host", lambda: 1000)
+            little.setattr(store, "free_host_bytes", lambda: 1000)
             little.setattr(train, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
             assert train.main([*words[:2], "--mode", "cpu-cpu", "--predict", str(tmp_path / "large.npy")]) == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
@@ -3703,9 +3709,9 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults():
     assert done.returncode == 0 and len(lines) <= 80 and max(map(len, lines)) <= 110
     groups = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
     assert groups == ["options:", "data:", "sampling:", "model:", "optimisation:", "processes and placement:", "files:"]
-    for action in train.make_parser()._actions:
+    for action in flags.make_parser()._actions:
         assert action.help and (action.default in (None, False) or action.default == argparse.SUPPRESS
-                                or "default" in train._Defaults("")._get_help_string(action)), action.dest  # fmt: skip
+                                or "default" in flags._Defaults("")._get_help_string(action)), action.dest  # fmt: skip
 
 
 def test_uneven_last_batches_do_not_hang(tmp_path):
@@ -4033,11 +4039,11 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(HERE / "results", tmp_path / "results")
-    commands, flags = _readme_commands(), set(train.make_parser()._option_string_actions)
+    commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
     assert len(commands) > 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands:
-        assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= flags, command
+        assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= known, command
         if "bench.py" in command and "picture" not in command:
             continue  # they take hours; the tests above run them small
         if any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
@@ -4077,7 +4083,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
         if "block_diagonal" in block:  # 400 graphs of two nodes and an edge
             many = {"num_nodes": [2] * 400, "num_edges": [1] * 400, "edge_index": [[0] * 400, [1] * 400],
                     "x": np.zeros((800, 3), np.float32), "e": np.zeros((400, 2), np.uint8), "y": np.zeros((400, 1), np.float32)}  # fmt: skip
-            given = {**names, **many, "another_batch": store.block_diagonal(*many.values())}
+            given = {**names, **many, "another_batch": block_diagonal(*many.values())}
         exec(compile(block, "README.md", "exec"), given)
 
 
@@ -4113,7 +4119,10 @@ from store import GraphStore, build_store, verify
 split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
-from store import GraphDataset, block_diagonal, build_graphs
+""",
+    "graphs": """
+import torch
+from graphs import GraphDataset, block_diagonal, build_graphs, verify
 build_graphs("many", [block_diagonal([2, 1], [1, 0], [[0], [1]], torch.eye(3), torch.ones(1, 2), torch.eye(2))])
 assert GraphDataset.open("many").batch([1, 0]).indptr.tolist() == [0, 0, 0, 1] and verify("many") == []
 """,
@@ -4127,6 +4136,11 @@ if __name__ == "__main__":
 """,
 }
 
+TAKEN_ALONG = {  # what the first lines of a file say it needs
+    "store": ("disk", "csc", "lmdb_file"),
+    "graphs": ("disk", "lmdb_file", "tables", "features"),
+}
+
 
 def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -4135,7 +4149,8 @@ def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):
     for leaf, use in ALONE.items():
         folder = tmp_path / leaf
         folder.mkdir()
-        shutil.copy(HERE / f"{leaf}.py", folder)
+        for name in (leaf, *TAKEN_ALONG.get(leaf, ())):
+            shutil.copy(HERE / f"{name}.py", folder)
         (folder / "use.py").write_text(use)
         runs[leaf] = subprocess.Popen([sys.executable, "use.py"], cwd=folder, env=environment, text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip

@@ -1,0 +1,353 @@
+"""A directory of checksummed files that is complete or not there: what graphs on disk are made of.
+
+    with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path at the end
+        record = write_npy(building / "labels.npy", "int64", [V], chunks)
+        (building / "meta.json").write_bytes(dump_meta({..., "files": {"labels.npy": record}}))
+    labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
+
+Every array is a plain .npy file of format 1.0 with one spelling of its header; meta.json holds the size and the SHA-256 of
+every file that never changes, and a checksum of itself. Whoever opens a directory checks sizes and heads, which is safe
+on any bytes; whoever verifies it reads everything. This file needs torch, numpy and tqdm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import mmap
+import os
+import platform
+import shutil
+import struct
+import uuid
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SPLITS = ("train", "valid", "test")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
+VERSION = 2
+ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+FORMATS = {
+    "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
+    "ringblock-graphs": "many small graphs: open it as GraphDataset (train.py --task graph)",
+}
+
+
+class StoreError(ValueError):
+    """What is wrong with a graph, a store or a data set, in one sentence for its user."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# writing
+
+
+@contextlib.contextmanager
+def complete_or_not_there(path, need):
+    """A hidden directory to write into, which becomes `path` at the end; it takes about `need` bytes."""
+    if os.path.lexists(path):
+        raise StoreError(f"{path} exists already: remove it or choose another path")
+    building = path.with_name(f".{path.name}.building.{host_tag()}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_dead_builds(path)
+        building.mkdir()
+        yield building
+        for file in [*building.iterdir(), building]:
+            sync(file)
+        os.rename(building, path)
+        sync(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise StoreError(f"{path} exists already: another process completed it first") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            shutil.rmtree(building, ignore_errors=True)
+            free = shutil.disk_usage(path.parent).free
+            raise StoreError(f"no room for {path} on its disk: it takes about {readable_size(need)} and {readable_size(free)} are "
+                             "free; free some or build it elsewhere") from error
+        raise StoreError(f"cannot build {path}: {error}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove_dead_builds(path):
+    """Remove what builds of the same target left on this host when their process was killed."""
+    prefix = f".{path.name}.building.{host_tag()}."
+    for entry in path.parent.iterdir():
+        pid = entry.name.removeprefix(prefix).split(".")[0]
+        if entry.name.startswith(prefix) and pid.isdigit():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(entry, ignore_errors=True)
+            except (PermissionError, OverflowError):
+                pass  # alive, and somebody else's
+
+
+def host_tag() -> str:
+    """Eight characters that stand for this machine's name."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def sync(path):
+    """Have a file or a directory on the disk before anything that comes after."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_npy(path, dtype, shape, chunks) -> dict:
+    """Write chunks of rows as one .npy file; returns its record for meta.json. shape[0] may come out smaller."""
+    header = npy_header(dtype, shape)
+    digest, rows = hashlib.sha256(header), 0
+    with open(path, "wb") as file:
+        file.write(header)
+        for chunk in chunks:
+            data = np.ascontiguousarray(chunk, dtype).reshape(-1).view(np.uint8).data
+            file.write(data)
+            digest.update(data)
+            rows += len(chunk)
+        shape = [rows, *shape[1:]]
+        file.seek(0)
+        file.write(npy_header(dtype, shape))
+    if npy_header(dtype, shape) != header:
+        digest = sha256_of(path)
+    return file_record(path, dtype, shape, digest)
+
+
+def file_record(path, dtype, shape, digest) -> dict:
+    """What meta.json says of a file: dtype, shape, bytes and digest."""
+    size, sha256 = path.stat().st_size, digest.hexdigest()
+    return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
+
+
+def npy_header(dtype, shape) -> bytes:
+    """The 128 bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
+    shape = tuple(int(n) for n in shape)
+    text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape})
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
+
+
+def sha256_of(path):
+    """hashlib's SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(1 << 22):
+            digest.update(data)
+    return digest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# meta.json
+
+
+def storage_dtype(dtype) -> np.dtype:
+    """The numpy dtype in which features are stored; numpy has no bfloat16."""
+    return np.dtype("int16" if dtype == "bfloat16" else dtype).newbyteorder("<")
+
+
+def dump_meta(meta) -> bytes:
+    """meta.json with a checksum over itself, in the one spelling that `read_meta` accepts."""
+    meta = {k: v for k, v in meta.items() if k != "checksum"}
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(dict(meta, checksum=digest), indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_meta(path, form=None, describe=None) -> dict:
+    """Read and check meta.json; anything but the bytes that `dump_meta` wrote is refused.
+
+    Args:
+        path: the directory.
+        form: one of FORMATS, which it has to have; any when None.
+        describe: function of need(name, test), which takes a sane value out of meta.json; returns what the format's
+            files have to be, {file: (dtype, shape)}; without it the numbers of the format are not looked at.
+
+    Raises:
+        StoreError: if it is no store, of another format or version, damaged or altered.
+    """
+    try:
+        data = (Path(path) / "meta.json").read_bytes()
+        meta = json.loads(data)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StoreError(f"{path} is no store: there is no {Path(path) / 'meta.json'}") from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read meta.json: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: meta.json is damaged: {error}; rebuild the store") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("format"), str) or meta["format"] not in FORMATS:
+        raise StoreError(f"{path}: meta.json does not describe a store (its format is none of {', '.join(FORMATS)})")
+    if form and meta["format"] != form:
+        raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
+    if meta.get("format_version") != VERSION:
+        raise StoreError(f"{path}: store format {meta.get('format_version')!r}; this code reads {VERSION}; rebuild it")
+
+    def need(name, test):
+        if name not in meta or not test(meta[name]):
+            raise StoreError(f"{path}: meta.json has {name} = {meta.get(name)!r}, which is no sane value; "
+                             "rebuild the store")
+        return meta[name]
+
+    files = need("files", lambda n: isinstance(n, dict) and all(isinstance(r, dict) for r in n.values()))
+    expected = describe(need) if describe else {}
+    for name in expected.keys() | files.keys() if describe else ():
+        record = files.get(name, {})
+        if not _fits(name, record, *expected.get(name, (None, None))):
+            raise StoreError(f"{path}: meta.json describes {name} as {record}, which does not fit the graph; "
+                             "rebuild the store")
+    if data != dump_meta(meta):
+        raise StoreError(f"{path}: meta.json was altered: its checksum does not fit; rebuild the store")
+    return meta
+
+
+def within(low, high):
+    """A test for `need`: a whole number from low to high."""
+    return lambda n: type(n) is int and low <= n <= high
+
+
+def split_files(need, count):
+    """What the files of a split have to be: each as long as recorded, with at most `count` ids."""
+    files, shapes = need("files", bool), {}
+    for name in SPLITS:
+        shape = files.get(f"{name}.npy", {}).get("shape")
+        sane = isinstance(shape, list) and len(shape) == 1 and within(0, count)(shape[0])
+        shapes[f"{name}.npy"] = ("int64", shape if sane else None)
+    return shapes
+
+
+def _fits(name, record, dtype, shape):
+    """Whether a file's record in meta.json is that of an array of a dtype and shape."""
+    if shape is None or (record.get("dtype"), record.get("shape")) != (dtype, shape):
+        return False
+    size = record.get("bytes")
+    if name.endswith(".npy") and ("sha256" not in record or size != 128 + math.prod(shape) * np.dtype(dtype).itemsize):
+        return False
+    return within(1, 1 << 60)(size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def map_npy(path, name, record, ahead=True) -> Tensor:
+    """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
+    array = np.memmap(check_npy(path, name, record), record["dtype"], "r", offset=128, shape=tuple(record["shape"]))
+    if not ahead and hasattr(mmap, "MADV_RANDOM"):  # read what is asked for, not what lies beside it
+        array._mmap.madvise(mmap.MADV_RANDOM)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def check_size(path, name, record) -> Path:
+    """Check that a file is there and as long as recorded (an LMDB file may have grown) -> its path."""
+    file, grows = Path(path) / name, name.endswith(".lmdb")
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error.strerror}; rebuild the store") from error
+    if size < record["bytes"] or size > record["bytes"] and not grows:
+        raise StoreError(f"{file} is {'truncated' if size < record['bytes'] else 'too long'}: it has {size} bytes and "
+                         f"should have {record['bytes']}; rebuild the store")
+    return file
+
+
+def check_npy(path, name, record) -> Path:
+    """Check that an array's file is there, as long as recorded, and starts as it should -> its path."""
+    file = check_size(path, name, record)
+    try:
+        with open(file, "rb") as data:
+            if data.read(128) == npy_header(record["dtype"], record["shape"]):
+                return file
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error.strerror}; rebuild the store") from error
+    raise StoreError(f"{file} does not start as it should: its header is damaged; rebuild the store")
+
+
+def as_numpy(rows) -> np.ndarray:
+    """A CPU tensor as a numpy array over the same memory; bfloat16, which numpy lacks, as int16."""
+    return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
+
+
+def readable_size(count) -> str:
+    """1234567 -> '1.23 MB'."""
+    power = min(4, max(0, len(str(int(count))) - 1) // 3)
+    return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what goes into it
+
+
+def gather_target(features, ids, out, name="out") -> Tensor:
+    """`out`, or a tensor for it, after checking both it and the ids."""
+    if len(ids):
+        low, high = (int(n) for n in torch.aminmax(ids))
+        if low < 0 or high >= features.shape[0]:
+            raise IndexError(f"node {low if low < 0 else high} is out of range: ids lie in [0, {features.shape[0]})")
+    shape = (len(ids), features.shape[1])
+    if out is None:
+        return torch.empty(shape, dtype=features.dtype)
+    if tuple(out.shape) != shape or out.dtype != features.dtype:
+        raise StoreError(f"{name} is {list(out.shape)} {out.dtype}: {list(shape)} {features.dtype} is needed")
+    return out
+
+
+def info_lines(lines, graph) -> str:
+    """{name: value} and what every format has (split, source, files), a line each."""
+    meta = graph.meta
+    lines = {**lines, "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()),
+             "source": meta.get("source") or "unknown", "format": meta["format_version"],
+             **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())}}
+    return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
+
+
+def integers(name, values) -> np.ndarray:
+    """`values` as int64, refusing what is not a whole number."""
+    values = np.asarray(values)
+    if values.size and values.dtype.kind not in "iu":
+        raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
+    return values.astype(np.int64, copy=False)
+
+
+def check_finite(name, rows, first=0):
+    """Raise StoreError for NaN or infinity in rows [r, F], the first of which is row `first` of `name`."""
+    if rows.is_floating_point() and not torch.isfinite(rows).all():
+        row, column = (~torch.isfinite(rows)).nonzero()[0].tolist()
+        raise StoreError(f"{name}[{first + row}, {column}] is {rows[row, column].item()}: every value must be finite")
+
+
+def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
+    """Ids as int64 for each of SPLITS, disjoint, in range and labelled; of nodes, some have to be for training."""
+    unknown = set(split) - set(SPLITS)
+    if unknown:
+        raise StoreError(f"split has a part {min(unknown)!r}: its parts are {', '.join(SPLITS)}")
+    split = {name: integers(f"split {name!r}", split.get(name, ())) for name in SPLITS}
+    owner = np.full(len(labels), -1, np.int8)
+    for part, (name, ids) in enumerate(split.items()):
+        if ids.ndim != 1:
+            raise StoreError(f"split {name!r} has shape {list(ids.shape)}: one dimension is needed")
+        bad = np.flatnonzero((ids < 0) | (ids >= len(labels)))
+        if len(bad):
+            raise StoreError(f"split {name!r} holds {what} {ids[bad[0]]}: {what} ids lie in [0, {len(labels)})")
+        bad = np.flatnonzero(owner[ids] >= 0)
+        if len(bad):
+            raise StoreError(f"{what} {ids[bad[0]]} is in split {SPLITS[owner[ids[bad[0]]]]!r} and in {name!r}: "
+                             "the parts must not overlap")
+        owner[ids] = part
+        if np.count_nonzero(owner == part) != len(ids):
+            values, counts = np.unique(ids, return_counts=True)
+            raise StoreError(f"split {name!r} holds {what} {values[counts > 1][0]} more than once")
+        bad = np.flatnonzero(labels[ids] < 0)
+        if len(bad):
+            raise StoreError(f"split {name!r} holds {what} {ids[bad[0]]}, which has no label (-1)")
+    if what == "node" and not len(split["train"]):
+        raise StoreError("split 'train' is empty: at least one node is needed")
+    return split

@@ -1,0 +1,589 @@
+"""Many small graphs, end to end: molecules and crystals on disk, read in batches, a regressor, its scores.
+
+    build_graphs("molecules", [block_diagonal(num_nodes, num_edges, edge_index, x, e, y)], split={"train": ...})
+    graphs = GraphDataset.open("molecules")
+    batch = graphs.batch(ids)                 # one block-diagonal graph
+    targets = Regressor(...)(batch)           # one row for each graph
+
+    python train.py --task graph --dataset molecules.npz
+
+Letters: G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets;
+W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py,
+tables.py and features.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import struct
+import zlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, check_split, complete_or_not_there, dump_meta,
+                  info_lines, integers, map_npy, read_meta, split_files, within, write_npy)
+from features import Batch, CudaCopies, prefetch
+from lmdb_file import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
+from tables import ahead, entry
+
+FORMAT = "ringblock-graphs"
+GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])  # before each graph
+
+
+class GraphBatch(NamedTuple):
+    """Graphs side by side as one graph, block-diagonal: no edge leads from one to another."""
+
+    indptr: Tensor  # int32 [N+1]: the edges into node v are indices[indptr[v]:indptr[v+1]]
+    indices: Tensor  # int32 [E] sources, positions among the N nodes
+    graph_ids: Tensor  # int64 [N] which of the graphs a node belongs to, in ascending order
+    x: Tensor  # [N, F] node features
+    e: Tensor  # [E, D] edge features, in the order of indices
+    y: Tensor  # [G, T] targets
+
+    def to(self, device, non_blocking=False):
+        """The same batch on a device."""
+        return GraphBatch(*(t.to(device, non_blocking=non_blocking) for t in self))
+
+    def record_stream(self, stream):
+        """Keep the memory until what the CUDA stream has been given is done."""
+        for tensor in self:
+            tensor.record_stream(stream)
+
+
+def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
+    """Put graphs given by their edge lists side by side.
+
+    Args:
+        num_nodes, num_edges: integers [G], at least one node each.
+        edge_index: integers [2, E], sources over destinations, graph after graph, counted from 0 in each graph.
+        x: [N, F], e: [E, D] features of nodes and edges, graph after graph. y: [G, T].
+
+    Returns:
+        GraphBatch, the edges sorted by destination, then source.
+
+    Raises:
+        StoreError: for shapes that do not fit, or an edge that leaves its graph.
+    """
+    num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
+    src, dst = integers("edge_index", edge_index)
+    first = np.cumsum(num_nodes) - num_nodes
+    graphs, nodes = {len(num_nodes), len(num_edges), len(y)}, {num_nodes.sum(), len(x)}
+    edges, least = {num_edges.sum(), len(src), len(e)}, min(num_nodes.min(initial=1), num_edges.min(initial=0) + 1)
+    if max(len(graphs), len(nodes), len(edges)) > 1 or least < 1:
+        raise StoreError(f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
+                         f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, e {len(e)}, "
+                         f"y {len(y)}: they do not fit, or a graph has no node")
+    limit = np.repeat(num_nodes, num_edges)
+    bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
+    if len(bad):
+        raise StoreError(f"edge {bad[0]} goes from node {src[bad[0]]} to node {dst[bad[0]]}: node ids lie in "
+                         f"[0, {limit[bad[0]]}) in its graph")
+    shift, total = np.repeat(first, num_edges), int(num_nodes.sum())
+    order = np.argsort((dst + shift) * total + src, kind="stable")
+    indptr = np.zeros(total + 1, np.int32)
+    np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
+    return GraphBatch(torch.from_numpy(indptr), torch.from_numpy((src + shift)[order].astype(np.int32)),
+                      torch.from_numpy(np.repeat(np.arange(len(num_nodes)), num_nodes)), torch.as_tensor(x),
+                      torch.as_tensor(e)[torch.from_numpy(order)], torch.as_tensor(y))
+
+
+def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
+    """Write many small graphs to disk as a `GraphDataset`; complete, or not there at all.
+
+    Args:
+        path: directory to create; its parents are created as well.
+        batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
+        split: dict with graph numbers for "train", "valid" and "test", disjoint; each may be missing.
+        source: where the graphs come from, kept in meta.json: a string or a dict of JSON values.
+        progress: show a bar where stderr is a terminal.
+
+    Returns:
+        The path of the data set.
+
+    Raises:
+        StoreError: for input that makes no sense, a target that exists, a full disk. Nothing is left behind.
+    """
+    path, batches = Path(path), iter(batches)
+    first = next(batches, None)
+    if first is None:
+        raise StoreError("batches is empty: at least one batch of graphs is needed")
+    parts = {"node": first.x, "edge": first.e, "target": first.y}
+    meta = {"format": FORMAT, "format_version": VERSION, "source": json.loads(json.dumps(source))}
+    for name, rows in parts.items():
+        dtype = str(rows.dtype).removeprefix("torch.")
+        if rows.ndim != 2 or dtype not in DTYPES:
+            raise StoreError(f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of "
+                             f"{', '.join(DTYPES)} are needed")
+        meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
+    with complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
+        graphs = GraphDataset(building, dict(meta, files={}), sync=False)
+        with tqdm(desc="graphs", unit="graph", unit_scale=True, disable=None if progress else True) as bar, \
+                contextlib.closing(graphs.file):
+            for batch in itertools.chain([first], batches):
+                graphs.file.append(graphs._values(batch))
+                bar.update(len(batch.y))
+            count = len(graphs)
+        files = {"graphs.lmdb": {"dtype": "bytes", "shape": [], "bytes": (building / "graphs.lmdb").stat().st_size}}
+        for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
+            files[f"{name}.npy"] = write_npy(building / f"{name}.npy", "int64", [len(ids)], [ids])
+        (building / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+    return path
+
+
+class GraphDataset:
+    """Many small graphs in one LMDB file, a graph a value, read at random and appended to.
+
+    Attributes:
+        split: dict of int64 graph numbers for "train", "valid" and "test".
+        node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        path: the directory. meta: the contents of meta.json.
+    """
+
+    def __init__(self, path, meta, sync=True):
+        self.path, self.meta, self.file = Path(path), meta, LmdbFile(Path(path) / "graphs.lmdb", sync)
+        self.node_dim, self.edge_dim, self.target_dim = (meta[f"{name}_dim"] for name in ("node", "edge", "target"))
+        self.node_dtype, self.edge_dtype, self.target_dtype = (
+            getattr(torch, meta[f"{name}_dtype"]) for name in ("node", "edge", "target"))
+        files = meta["files"]
+        self.split = {name: map_npy(path, f"{name}.npy", files[f"{name}.npy"]) for name in SPLITS if files}
+
+    @classmethod
+    def open(cls, path) -> GraphDataset:
+        """Open a data set after checking its meta.json and the size and header of every file.
+
+        Args:
+            path: directory that `build_graphs` made.
+
+        Raises:
+            StoreError: if it is none, of another format version, incomplete or damaged.
+        """
+        meta = _read_meta(path)
+        check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
+        return cls(path, meta)
+
+    def __len__(self):
+        with self.file.transaction() as txn:
+            return txn.stat()["entries"]
+
+    def append(self, batch):
+        """Add the graphs of a batch behind the last one: all of them or none, after a crash as well.
+
+        Args:
+            batch: GraphBatch with the widths and dtypes of this data set.
+
+        Raises:
+            StoreError: for another width or dtype, an edge between two graphs, NaN or infinity, a full disk.
+        """
+        values = self._values(batch)
+        with nothing_changed(self.file.path):
+            self.file.append(values)
+
+    def batch(self, ids) -> GraphBatch:
+        """Read graphs, in the order given, as one block-diagonal graph.
+
+        Args:
+            ids: int [G] numbers of graphs, repeats allowed.
+
+        Returns:
+            GraphBatch.
+
+        Raises:
+            IndexError: for a number that is no graph.
+            StoreError: for a graph whose bytes differ from their checksum.
+        """
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if ids and min(ids) < 0:
+            raise IndexError(f"graph {min(ids)} is out of range: numbers start at 0")
+        with self.file.transaction() as txn:
+            values = [txn.get(key(i)) for i in ids]
+            if None in values:
+                raise IndexError(f"graph {ids[values.index(None)]} is out of range: there are {txn.stat()['entries']}")
+            return self._joined(ids, values)
+
+    def verify(self):
+        """Raise StoreError for the first graph whose bytes differ from their checksum or make no graph."""
+        count = len(self)
+        for first in range(0, count, 1024):
+            self._values(self.batch(range(first, min(first + 1024, count))))
+
+    def _values(self, batch) -> list[bytes]:
+        """The LMDB value of every graph of a batch: header, then indptr, indices, x, e, y of that graph alone."""
+        for name, rows in (("node", batch.x), ("edge", batch.e), ("target", batch.y)):
+            want, dtype = self.meta[f"{name}_dim"], self.meta[f"{name}_dtype"]
+            if rows.ndim != 2 or rows.shape[1] != want or rows.dtype != getattr(torch, dtype):
+                raise StoreError(f"{name} rows are {list(rows.shape)} {rows.dtype}: [., {want}] {dtype} is needed")
+            check_finite(f"{name} rows", rows)
+        indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
+        nodes = np.bincount(graph_ids, minlength=len(batch.y))
+        lengths = (len(indptr) - 1, len(graph_ids), len(batch.x), len(indices), int(indptr[-1]), len(batch.e))
+        if len(nodes) != len(batch.y) or len({*lengths[:3]}) > 1 or len({*lengths[3:]}) > 1 or not nodes.all():
+            what = "{} nodes in indptr, {} in graph_ids, {} in x, {} edges in indices, {} in indptr, {} in e"
+            raise StoreError(f"a batch has {what.format(*lengths)}, {len(nodes)} graphs in graph_ids, {len(batch.y)} "
+                             "in y: they do not fit, or a graph has no node")
+        last = np.cumsum(nodes)
+        first = last - nodes
+        edges = indptr[last] - indptr[first]
+        start, limit = np.repeat(first, edges), np.repeat(nodes, edges)
+        local = indices - start
+        if (np.diff(graph_ids) < 0).any() or (np.diff(indptr) < 0).any() or ((local < 0) | (local >= limit)).any():
+            raise StoreError("a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs "
+                             "stand one after the other, each with edges of its own")
+        counts = np.empty(len(indptr) - 1 + len(nodes), np.int32)  # indptr of each graph alone, from 0
+        counts[first + np.arange(len(nodes))] = 0
+        counts[np.arange(len(indptr) - 1) + graph_ids + 1] = indptr[1:] - np.repeat(indptr[first], nodes)
+        parts = [(counts, nodes + 1), (local.astype(np.int32), edges), (as_numpy(batch.x), nodes),
+                 (as_numpy(batch.e), edges), (as_numpy(batch.y), np.ones_like(nodes))]
+        views, cuts = [], []
+        for array, rows in parts:
+            array = np.ascontiguousarray(array)
+            views.append(memoryview(array.tobytes()))
+            cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
+        values = []
+        for i, (n, m) in enumerate(zip(nodes.tolist(), edges.tolist())):
+            data = b"".join([view[cut[i]:cut[i + 1]] for view, cut in zip(views, cuts)])
+            values.append(struct.pack("<4sIII", b"RBG1", n, m, zlib.crc32(data)) + data)
+        return values
+
+    def _joined(self, ids, values) -> GraphBatch:
+        """Values side by side: each field of all graphs is joined as bytes, so that no graph costs a torch call."""
+        size = GRAPH_HEADER.itemsize
+        heads = np.frombuffer(b"".join([value[:size] for value in values]).ljust(size * len(values)), GRAPH_HEADER)
+        nodes, edges = heads["nodes"].astype(np.int64), heads["edges"].astype(np.int64)
+        widths = (4, 4, self.node_dim * self.node_dtype.itemsize, self.edge_dim * self.edge_dtype.itemsize,
+                  self.target_dim * self.target_dtype.itemsize)
+        ends = size + np.cumsum([(nodes + 1) * 4, edges * 4, nodes * widths[2], edges * widths[3],
+                                 np.full_like(nodes, widths[4])], 0)
+        fine = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
+        fine &= heads["crc"] == [zlib.crc32(value[size:]) for value in values]
+        if not fine.all():
+            raise StoreError(f"{self.file.path}: graph {ids[int(fine.argmin())]} differs from its checksum; rebuild it")
+        starts = np.concatenate([np.full_like(ends[:1], size + 4), ends[:-1]]).tolist()  # without each indptr's 0
+        indptr, indices, x, e, y = (
+            bytearray().join([value[a:b] for value, a, b in zip(values, first, last)])
+            for first, last in zip(starts, ends.tolist()))
+
+        def tensor(data, dtype, rows, width):
+            return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(int(rows), width)
+
+        indptr, indices = (np.frombuffer(data, "<i4") for data in (indptr, indices))
+        indptr = np.concatenate([[0], indptr + np.repeat(np.cumsum(edges) - edges, nodes)]).astype(np.int32)
+        indices = (indices + np.repeat(np.cumsum(nodes) - nodes, edges)).astype(np.int32)
+        graph_ids = torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes))
+        return GraphBatch(torch.from_numpy(indptr), torch.from_numpy(indices), graph_ids,
+                          tensor(x, self.node_dtype, nodes.sum(), self.node_dim),
+                          tensor(e, self.edge_dtype, edges.sum(), self.edge_dim),
+                          tensor(y, self.target_dtype, len(values), self.target_dim))
+
+
+def _read_meta(path) -> dict:
+    return read_meta(path, FORMAT, _files_of_graphs)
+
+
+def _files_of_graphs(need) -> dict:
+    for name in ("node", "edge", "target"):
+        need(f"{name}_dim", within(0, 1 << 24))
+        need(f"{name}_dtype", lambda n: n in DTYPES)
+    return {"graphs.lmdb": ("bytes", []), **split_files(need, 1 << 40)}
+
+
+def verify(path) -> list[str]:
+    """Read a whole data set and compare it with its checksums; see `lmdb_file.verify_directory`."""
+    return verify_directory(path, _read_meta, _problems_of_graphs)
+
+
+def _problems_of_graphs(path):
+    try:
+        graphs = GraphDataset.open(path)
+        graphs.verify()
+    except StoreError as error:
+        yield f"graphs.lmdb: {error}"
+        return
+    try:
+        check_split({name: ids.numpy() for name, ids in graphs.split.items()}, np.zeros(len(graphs), np.int64), "graph")
+    except StoreError as error:
+        name = next((name for name in SPLITS if repr(name) in str(error)), "train")
+        yield f"{name}.npy: {error}"
+
+
+def info(path) -> str:
+    """Number of graphs, widths and dtypes, a line each."""
+    graphs = GraphDataset.open(path)
+    lines = {"graphs": f"{len(graphs):,}"}
+    for part in ("node", "edge", "target"):
+        lines[part] = f"{graphs.meta[f'{part}_dim']} x {graphs.meta[f'{part}_dtype']}"
+    return info_lines(lines, graphs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# importers
+
+
+def build_molecules(path, data, file, options, *, progress=False) -> Path:
+    """Build a `GraphDataset` of molecules, or of any graphs in the same layout.
+
+    Args:
+        path: directory of the data set.
+        data: arrays: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
+            `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
+            `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx`.
+        file: where they come from. options: kept in meta.json; `seed` draws the split where there is none.
+        progress: show a bar.
+
+    Returns:
+        The path of the data set.
+
+    Raises:
+        StoreError: for arrays that do not make such graphs.
+    """
+    nodes, bonds = (data[name].astype(np.int64) for name in ("node_offsets", "bond_offsets"))
+    y = _targets(entry(data, file, "targets", "labels"))
+    x, e, ends = (entry(data, file, name) for name in ("atom_feat", "bond_feat", "bond_index_local"))
+
+    def batch(first):
+        last = min(first + 4096, len(y))
+        a, b = bonds[first], bonds[last]
+        counts = np.diff(bonds[first:last + 1])
+        twice = np.repeat(np.arange(b - a), 2)  # each bond, then its reverse
+        edge_index = ends[:, a:b].astype(np.int64)[:, twice]
+        edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
+        return block_diagonal(np.diff(nodes[first:last + 1]), 2 * counts, edge_index,
+                                    x[nodes[first]:nodes[last]], e[a:b][twice], y[first:last])
+
+    return build_graphs(path, (batch(first) for first in range(0, len(y), 4096)), progress=progress,
+                              split=_graph_split(data, file, len(y), options["seed"]),
+                              source=dict(dataset=Path(file).name, edges="both directions of each bond", **options))
+
+
+def build_crystals(path, data, file, options, *, progress=False) -> Path:
+    """Build a `GraphDataset` of periodic cells, to learn the energy per atom.
+
+    Args:
+        path: directory of the data set.
+        data: arrays: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice` [G, 3, 3] (rows are
+            vectors, angstrom), `energy` [G] (of the cell), perhaps `train_idx`, `val_idx`, `test_idx`.
+        file: where they come from. options: `radius` of the neighbourhoods; `seed` draws the split where there is none.
+        progress: show a bar.
+
+    Returns:
+        The path of the data set; x is the atomic number, e the distance.
+
+    Raises:
+        StoreError: for arrays that do not make such cells.
+    """
+    offsets, lattice = data["atom_offsets"].astype(np.int64), entry(data, file, "lattice").astype(np.float64)
+    coords, numbers = entry(data, file, "frac_coords").astype(np.float64), entry(data, file, "Z").astype(np.uint8)
+    atoms = np.diff(offsets)
+    y = _targets(entry(data, file, "energy") / atoms)
+
+    def batch(first):
+        cells = range(first, min(first + 64, len(y)))
+        found = [periodic_neighbours(coords[offsets[i]:offsets[i + 1]], lattice[i], options["radius"]) for i in cells]
+        edge_index, distance = (np.concatenate(part, -1) for part in zip(*found))
+        return block_diagonal(atoms[cells], [len(d) for _, d in found], edge_index,
+                                    numbers[offsets[first]:offsets[cells[-1] + 1], None],
+                                    distance[:, None].astype(np.float32), y[cells])
+
+    return build_graphs(path, ahead(batch, len(y), 64), progress=progress,
+                              split=_graph_split(data, file, len(y), options["seed"]),
+                              source=dict(dataset=Path(file).name, target="energy per atom", **options))
+
+
+def periodic_neighbours(coords, lattice, radius):
+    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well.
+
+    Args:
+        coords: float64 [n, 3] fractional coordinates. lattice: float64 [3, 3], rows are the vectors of the cell.
+        radius: in the unit of the lattice.
+
+    Returns:
+        (edge_index int64 [2, E], distance float64 [E]); a pair occurs once for each image within the radius, an atom
+        among the neighbours of itself only as an image.
+    """
+    coords = coords - np.floor(coords)
+    heights = 1 / np.linalg.norm(np.linalg.inv(lattice), axis=0)  # distances of opposite faces
+    images = [np.arange(-n, n + 1) for n in np.ceil(radius / heights).astype(int)]
+    images = np.stack(np.meshgrid(*images, indexing="ij"), -1).reshape(-1, 3)
+    place = coords @ lattice
+    sources = (place + (images @ lattice)[:, None]).reshape(-1, 3)  # [images * n, 3]
+    squared = (sources**2).sum(1)[:, None] + (place**2).sum(1) - 2 * sources @ place.T
+    src, dst = (squared <= radius**2 + 1e-6).nonzero()
+    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above has lost digits
+    keep = (distance <= radius) & (src != dst + (~images.any(1)).argmax() * len(coords))
+    return np.stack([src[keep] % len(coords), dst[keep]]), distance[keep]
+
+
+def _targets(values) -> np.ndarray:
+    return np.asarray(values, np.float32).reshape(len(values), -1)
+
+
+def _graph_split(data, file, count, seed) -> dict:
+    """The split in the file; where it has none (or no valid part), a tenth of the graphs is drawn for it."""
+    random = np.random.default_rng(seed)
+    train, test = (entry(data, file, f"{name}_idx", default=None) for name in ("train", "test"))
+    valid = entry(data, file, "val_idx", "valid_idx", default=None)
+    if train is None:
+        test, train = np.split(random.permutation(count), [count // 10])
+    if valid is None:
+        valid, train = np.split(random.permutation(train), [count // 10])
+    return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test if test is not None else []).astype(int))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the regressor
+
+
+class EdgeGatedConv(nn.Module):
+    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it.
+
+    An edge's gate is made of its own features and those of its ends; a node adds up its neighbours' messages, each
+    channel weighed by the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch.
+    """
+
+    def __init__(self, width, last=False):
+        super().__init__()
+        self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
+        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
+
+    def forward(self, src, dst, h, e):
+        """h [N, W], e [E, W] of the edges src [E] -> dst [E] -> both after the layer; the last one needs no e."""
+        own, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
+        gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
+        weight = gate.sigmoid()
+        both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
+        total, weights = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both).chunk(2, 1)
+        h = h + F.silu(self.node_norm(own + total / (weights + 1e-6)))
+        return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
+
+
+class Categories(nn.Module):
+    """uint8 [n, columns] -> [n, width]: the sum of an embedding for each column."""
+
+    def __init__(self, columns, width):
+        super().__init__()
+        self.table = nn.Embedding(256 * columns, width)
+        self.register_buffer("first", 256 * torch.arange(columns), persistent=False)
+
+    def forward(self, x):
+        return self.table(x + self.first).sum(1)
+
+
+class Regressor(nn.Module):
+    """Edge-gated convolutions, the mean over the nodes of each graph, and a small head.
+
+    Args:
+        node_dim, edge_dim: F, D. node_dtype, edge_dtype: uint8 for categories, otherwise numbers.
+        hidden: width W. out_dim: T. num_layers: convolutions. dropout: probability, before the head.
+        mean, std: float [T] of the targets, so that the network itself works on standardised ones.
+    """
+
+    def __init__(self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers=4, dropout=0.0,
+                 mean=0.0, std=1.0):  # fmt: skip
+        super().__init__()
+        self.nodes, self.edges = (
+            Categories(dim, hidden) if dtype == torch.uint8 else
+            nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+            for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
+        )  # fmt: skip
+        self.layers = nn.ModuleList(EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers))
+        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim))
+        self.register_buffer("mean", torch.as_tensor(mean).expand(out_dim).clone().float())
+        self.register_buffer("std", torch.as_tensor(std).expand(out_dim).clone().float())
+
+    def forward(self, graph):
+        """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
+        dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
+        h, e = (enter(rows if rows.dtype == torch.uint8 else rows.float())
+                for enter, rows in ((self.nodes, graph.x), (self.edges, graph.e)))
+        for layer in self.layers:
+            h, e = layer(graph.indices, dst, h, e)
+        pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
+        sizes = graph.graph_ids.bincount(minlength=len(graph.y)).clamp(min=1)
+        return self.head(pooled / sizes.unsqueeze(1)) * self.std + self.mean
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# in the place of sampler and ring
+
+
+class GraphReader:
+    """Many small graphs in the place of sampler and ring: a batch of seeds is a batch of graphs, read from the store.
+
+    Attributes:
+        binary: True where every training target is 0 or 1: then outputs are logits and the loss is cross-entropy.
+        mean, std: [T] of the training targets, which losses are measured in.
+    """
+
+    first_hop, features = False, None
+
+    def __init__(self, graphs, device, streams):
+        self.graphs, self.copies = graphs, CudaCopies(device, streams) if device.type == "cuda" else None
+        y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
+        self.binary = bool(((y == 0) | (y == 1)).all())
+        self.mean, self.std = y.mean(0).float(), y.std(0, correction=0).clamp(min=1e-12).float()
+        self.scale = self.std.to(device)
+
+    def stream(self, slot):
+        """A context, as that of `FeatureRing`."""
+        return self.copies.stream(slot) if self.copies else nullcontext()
+
+    def sample(self, seeds, key, relabel_outer=True):
+        """The graphs numbered `seeds`; nothing is drawn."""
+        return [self.graphs.batch(seeds)]
+
+    def fetch(self, slot, blocks):
+        """Bring the graphs to the training device -> Batch."""
+        (graph,) = blocks
+        if not self.copies:
+            return Batch(blocks, graph.x, graph.y)
+        with self.copies.stream(slot):
+            graph = GraphBatch(*(self.copies.copy(tensor.pin_memory()) for tensor in graph))
+            return Batch([graph], graph.x, graph.y, self.copies.event())
+
+    def loss(self, output, y):
+        """Summed over the graphs: cross-entropy, or squared error in units of the targets' standard deviation."""
+        if self.binary:
+            return F.binary_cross_entropy_with_logits(output, y.float(), reduction="sum")
+        return ((output - y) / self.scale).square().sum()
+
+    @torch.no_grad()
+    def scores(self, args, model, ids):
+        """Figures for the graphs `ids` -> {name: value}; None without graphs. ROC-AUC where targets are 0 or 1."""
+        if not ids.numel():
+            return None
+        model.eval()
+        load = lambda part, slot: self.fetch(slot, self.sample(part, 0))  # noqa: E731
+        output, y = [], []
+        for batch in prefetch(load, ids.split(args.batch_size), depth=args.prefetch, threads=args.sample_threads):
+            batch.wait()
+            output.append(model(batch.blocks[0]).float().cpu())
+            y.append(batch.y.float().cpu())
+        output, y = torch.cat(output), torch.cat(y)
+        if self.binary:
+            return {"roc_auc": roc_auc(output.flatten(), y.flatten())}
+        error, plain = output - y, self.mean - y
+        return {"rmse": error.square().mean().sqrt().item(), "mae": error.abs().mean().item(),
+                "rmse_of_the_mean": plain.square().mean().sqrt().item()}  # fmt: skip
+
+
+def roc_auc(score, y):
+    """Chance that a graph with target 1 scores higher than one with target 0, ties counting half; nan without both."""
+    values, rank = score.double().unique(return_inverse=True)
+    ones = torch.zeros(len(values), dtype=torch.float64).index_add_(0, rank, y.double())
+    zeros = rank.bincount(minlength=len(values)) - ones
+    below = zeros.cumsum(0) - zeros / 2
+    return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
+
+
+def scores_line(scores):
+    """{'rmse': 0.71, 'mae': 0.5} -> 'RMSE 0.7100  MAE 0.5000'; None -> 'n/a'."""
+    return "n/a" if scores is None else "  ".join(f"{name.replace('rmse', 'RMSE').replace('mae', 'MAE').replace('_', ' ')} "
+                                                  f"{value:.4f}" for name, value in scores.items())  # fmt: skip
