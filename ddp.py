@@ -17,11 +17,10 @@ On a machine the ranks share out the cores; with GPUs each is bound to the cores
 
 import atexit
 import ctypes
-import itertools
 import os
 import re
 import signal
-import subprocess
+import socket
 import sys
 import time
 import traceback
@@ -163,10 +162,14 @@ def launch(worker, nprocs, *args, gpus=0):
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
         return
-    # The parent holds the rendezvous: bound to a port that the system chose, so none can be taken in between.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.spawn(_spawned, (worker, nprocs, gpus, store.port, args), nprocs, join=False)
+    # The parent holds the rendezvous. Its socket is bound here, to this machine alone and to a port that the system
+    # chooses: torch's own would listen on every address.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    context = mp.spawn(_spawned, (worker, nprocs, gpus, port, os.getpid(), args), nprocs, join=False)
     _supervise(context)
+    del store
 
 
 _LOCAL = (("LOCAL_RANK", "RANK"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
@@ -203,16 +206,26 @@ def _supervise(context):
             signal.signal(number, handler)
 
 
-def _spawned(rank, worker, nprocs, gpus, port, args):
+def _spawned(rank, worker, nprocs, gpus, port, parent, args):
+    _end_with_the_parent()
+    if os.getppid() != parent:  # it was killed while this process imported torch
+        os._exit(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are all on this machine
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on as SIGTERM
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     _run(worker, Ranks(rank, nprocs, rank, nprocs, gpus), store, args)
 
 
+def _end_with_the_parent():
+    """Have the kernel kill this process when its parent dies, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _run(worker, ranks, store, args):
     """Join the process group, run the worker, end the process with the worker's code, or 1 where it raised."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the parent is killed
+    _end_with_the_parent()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // ranks.local_world))
     if ranks.gpus:
@@ -252,27 +265,6 @@ def cores_near(gpu, sysfs="/sys"):
         return cores
     near = {core for a, b in spans for core in range(int(a), int(b or a) + 1)}
     return near & cores or cores
-
-
-def gpu_links(gpus):
-    """Which of the first GPUs are linked by NVLink and which by PCIe alone -> one line; None where nothing says so."""
-    try:
-        text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = {}
-    for line in text.splitlines():
-        name, *kinds = re.sub(r"\x1b\[\d*m", "", line).split() or [""]
-        if re.fullmatch(r"GPU\d+", name) and not (kinds and kinds[0].startswith("GPU")):  # not the header
-            rows[int(name[3:])] = kinds
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    numbers = [int(n) for n in visible if n.isdigit()] or list(range(gpus))
-    pairs = {"NVLink": [], "PCIe": []}
-    for (i, a), (j, b) in itertools.combinations(enumerate(numbers[:gpus]), 2):
-        if a in rows and b < len(rows[a]):
-            pairs["NVLink" if rows[a][b].startswith("NV") else "PCIe"].append(f"{i}-{j}")
-    found = [f"{kind} {' '.join(names)}" for kind, names in pairs.items() if names]
-    return "; ".join(found) or None
 
 
 class StopSignal:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import ddp
 from graphs import scores_line
 
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
@@ -145,7 +144,6 @@ def describe(ranks, args, store, model):
         *lines,
         f"run     {where}, mode {args.mode}, {args.precision}, {threads}; batch {args.batch_size} x "
         f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch",
-        f"links   {ddp.gpu_links(ranks.gpus) or 'nvidia-smi topo -m does not say'}" if ranks.gpus > 1 else None,
     ):
         if line:
             print(line, flush=True)

@@ -3522,24 +3522,6 @@ def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
     assert ddp.cores_near(gpu, tmp_path) == set(range(8))
 
 
-def test_gpu_links_are_read_from_nvidia_smi(tmp_path, monkeypatch):
-    table = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
-        "GPU0\t X \tNV12\tSYS\tPXB\t0-31\t0\nGPU1\tNV12\t X \tNODE\tSYS\t0-31\t0\nGPU2\tSYS\tNODE\t X \tSYS\t32-63\t1\n"
-        "NIC0\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
-    )
-    command = tmp_path / "nvidia-smi"
-    command.write_text(f"#!/bin/sh\ncat <<'END'\n{table}END\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert ddp.gpu_links(3) == "NVLink 0-1; PCIe 0-2 1-2"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    assert ddp.gpu_links(2) == "PCIe 0-1"
-    command.write_text("#!/bin/sh\nexit 9\n")
-    assert ddp.gpu_links(3) is None
-
-
 def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
     common = ["--dataset", tiny, "--batch-size", 200, "--fanout", "3,3", "--hidden", 8, "--epochs", 1]
     _run_here(tmp_path, *common)
@@ -3872,10 +3854,32 @@ def test_a_killed_parent_leaves_no_orphans(tiny):
             break
     family = _running_below(process.pid)
     assert len(family) >= 3
+    assert _listening(family) <= {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}  # this machine alone
     process.kill()
     process.wait()
     process.stdout.close()
     assert _gone(family)
+
+
+def _listening(pids):
+    """Addresses, as the kernel writes them, on which processes accept connections."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(entry))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
+    process = _start("--dataset", tiny, "--gpus", 0, "--procs", 2, "--epochs", 10000, "--fanout", "3,3")
+    _wait_for(lambda: len(_running_below(process.pid)) >= 3, process)
+    family = _running_below(process.pid)  # the ranks import torch now
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert _gone(family, 20)
 
 
 @pytest.mark.parametrize(
