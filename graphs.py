@@ -171,8 +171,10 @@ class GraphDataset:
         return cls(path, meta)
 
     def __len__(self):
-        with self.file.transaction() as txn:
-            return txn.stat()["entries"]
+        return self.file.read(lambda txn: txn.stat()["entries"])
+
+    def __reduce__(self):
+        return GraphDataset.open, (self.path,)
 
     def append(self, batch):
         """Add the graphs of a batch behind the last one: all of them or none, after a crash as well.
@@ -203,11 +205,14 @@ class GraphDataset:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and min(ids) < 0:
             raise IndexError(f"graph {min(ids)} is out of range: numbers start at 0")
-        with self.file.transaction() as txn:
+
+        def read(txn):
             values = [txn.get(key(i)) for i in ids]
             if None in values:
                 raise IndexError(f"graph {ids[values.index(None)]} is out of range: there are {txn.stat()['entries']}")
             return self._joined(ids, values)
+
+        return self.file.read(read)
 
     def verify(self):
         """Raise StoreError for the first graph whose bytes differ from their checksum or make no graph."""

@@ -67,6 +67,24 @@ class LmdbFile:
                 raise
             raise StoreError(f"{self.path} cannot be read: {error}; rebuild the store") from error
 
+    def read(self, work):
+        """work(txn) at one state of the file -> what it returns, which must not point into the file.
+
+        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of a
+        state can be overwritten by the third commit after it, which begins when the second is there. So the work is
+        done again, damage it met included, when there was a second.
+        """
+        while True:
+            with self.transaction() as txn:
+                try:
+                    result, failure = work(txn), None
+                except (StoreError, import_lmdb().Error) as error:
+                    result, failure = None, error
+                if self._locks or self._env.info()["last_txnid"] <= txn.id() + 1:
+                    if failure:
+                        raise failure
+                    return result
+
     def write(self, change):
         """Run change(txn) in a transaction, again in a larger map when this one is full."""
         lmdb = import_lmdb()
@@ -146,20 +164,41 @@ class LmdbFile:
             stat, writable = os.stat(self.path), os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
-                if (lock := writable and self.sync) and hasattr(os, "posix_fallocate"):
-                    with open(f"{self.path}-lock", "ab") as file:  # LMDB maps it: on a full disk a hole would kill
-                        os.posix_fallocate(file.fileno(), 0, 1 << 16)
+                writable = writable and (not self.sync or self._room_for_locks())
+                self._locks = writable and self.sync
                 self._env = self._open.get(key) or lmdb.open(
                     str(self.path), subdir=False, readahead=False, map_size=stat.st_size + MAP_ROOM, max_readers=1000,
-                    readonly=not writable, lock=lock, sync=self.sync)
+                    readonly=not writable, lock=self._locks, sync=self.sync)
             except (lmdb.Error, OSError) as error:
                 raise StoreError(f"{self.path} cannot be opened: {error}") from error
             self._open[key], self._pid = self._env, os.getpid()
         return self._env
 
+    def _room_for_locks(self):
+        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> there is room."""
+        lock = Path(f"{self.path}-lock")
+        there = lock.exists()
+        try:
+            with open(lock, "ab") as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, 1 << 16)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not there:
+                lock.unlink(missing_ok=True)
+            return False
+
+    @classmethod
+    def _begin_in_child(cls):
+        """A fork: whoever waited in the parent does not here."""
+        cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
+
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=LmdbFile._hold, after_in_parent=LmdbFile._release, after_in_child=LmdbFile._release)
+    os.register_at_fork(
+        before=LmdbFile._hold, after_in_parent=LmdbFile._release, after_in_child=LmdbFile._begin_in_child)
 
 
 @contextlib.contextmanager
@@ -172,6 +211,7 @@ def nothing_changed(path):
 
 
 def key(number) -> bytes:
+    """The key of value `number`."""
     return number.to_bytes(8, "big")
 
 
@@ -264,6 +304,9 @@ class LmdbFeatures:
         self.file, self.shape, self.dtype, self.block_rows, self.large = LmdbFile(path), shape, dtype, block_rows, large
         self._storage = storage_dtype(str(dtype).removeprefix("torch."))
 
+    def __reduce__(self):
+        return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
+
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
         out = gather_target(self, ids, out)
@@ -272,9 +315,12 @@ class LmdbFeatures:
             blocks = np.unique(ids.numpy() // self.block_rows)
             with ThreadPoolExecutor(READ_THREADS) as pool:
                 list(pool.map(self._touch, np.array_split(blocks, 4 * READ_THREADS)))
-        with self.file.transaction() as txn:
+
+        def copy(txn):
             for number, where, rows in self._blocks(ids):
                 target[where] = self._block(txn, number)[rows]
+
+        self.file.read(copy)
         return out
 
     def put_rows(self, ids, rows):
@@ -304,9 +350,12 @@ class LmdbFeatures:
 
     def _touch(self, blocks):
         """Bring blocks into memory: py-lmdb reads a page of each value after the other, other threads run meanwhile."""
-        with self.file.transaction() as txn:
+
+        def touch(txn):
             for number in blocks.tolist():
                 txn.get(key(number))
+
+        self.file.read(touch)
 
     def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""
@@ -332,9 +381,12 @@ class LmdbFeatures:
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
-        with self.file.transaction() as txn:
+
+        def check(txn):
             for number in range(-(-self.shape[0] // self.block_rows)):
                 self._block(txn, number, check=True)
+
+        self.file.read(check)
 
 
 def _forget_sha256(file):

@@ -254,7 +254,7 @@ class GraphStore:
         large = math.prod(shape) * dtype.itemsize > free_host_bytes()
         if meta["backend"] == "mmap":
             table = map_npy(self.path, "features.npy", meta["files"]["features.npy"], ahead=not large)
-            self.features = MmapFeatures(table.view(dtype), large)
+            self.features = MmapFeatures(table.view(dtype), large, self.path)
         else:
             file = check_lmdb(self.path, "features.lmdb", meta["files"]["features.lmdb"])
             self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
@@ -274,6 +274,9 @@ class GraphStore:
         """
         return cls(path, _read_meta(path))
 
+    def __reduce__(self):
+        return GraphStore.open, (self.path,)
+
     def _map(self, name) -> Tensor:
         return map_npy(self.path, name, self.meta["files"][name])
 
@@ -291,10 +294,14 @@ class MmapFeatures:
         dtype: torch dtype.
     """
 
-    def __init__(self, table, large=False):
+    def __init__(self, table, large=False, path=None):
         self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
+        self._path = path
         if not large:
             self.tensor = table
+
+    def __reduce__(self):
+        return _features_of, (self._path,)
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.
@@ -317,6 +324,10 @@ class MmapFeatures:
         with ThreadPoolExecutor(READ_THREADS) as pool:
             list(pool.map(lambda a, b: np.take(source, ids[a:b], 0, target[a:b], "clip"), cuts, cuts[1:]))
         return out
+
+
+def _features_of(path):
+    return GraphStore.open(path).features
 
 
 def free_host_bytes(root="/") -> int:

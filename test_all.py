@@ -2663,6 +2663,74 @@ def test_store_readers_see_all_of_an_update_or_none(tmp_path, monkeypatch):
     assert verify(tmp_path / "g") == verify_graphs(tmp_path / "many") == []
 
 
+def _reads_as_nobody(path, ids, stop, results):
+    """Gather as a user who may not write until told to stop -> how many gathers were torn, how many states were seen."""
+    os.setgid(65534)
+    os.setuid(65534)
+    features, torn, seen = GraphStore.open(path).features, 0, set()
+    while not stop.is_set():
+        read = features.gather(ids)
+        torn += not bool(read.eq(read[0, 0]).all())
+        seen.add(read[0, 0].item())
+    results.put((torn, len(seen), features.file._locks))
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be another user")
+def test_store_another_users_reader_sees_all_of_an_update_or_none():
+    """The reader may not write the lock file, so the writer cannot know what it reads."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        rows, ids = torch.zeros(2000, 64), torch.arange(2000)
+        path = build_store(Path(folder, "g"), backend="lmdb", block_rows=9, **dict(_graph(num_nodes=2000), features=rows))
+        context = multiprocessing.get_context("fork")
+        stop, results = context.Event(), context.Queue()
+        reader = context.Process(target=_reads_as_nobody, args=(path, ids, stop, results))
+        features = GraphStore.open(path).features
+        features.put_rows(ids[:1], rows[:1])
+        reader.start()
+        for number in range(1, 1001):
+            features.put_rows(ids, torch.full_like(rows, number))
+        stop.set()
+        torn, states, locks = results.get(timeout=60)
+        reader.join(20)
+        assert torn == 0 and states > 20 and not locks
+
+
+def test_store_a_fork_while_threads_wait_to_grow_the_map(tmp_path):
+    """The child of such a fork has none of these threads and must not wait for them."""
+    features = GraphStore.open(build_store(tmp_path / "g", backend="lmdb", **_graph())).features
+
+    def reads():
+        with features.file.transaction():
+            time.sleep(0.2)
+
+    for _ in range(4):
+        threads = [threading.Thread(target=reads)]
+        threads += [threading.Thread(target=features.file._resize, args=(1 << 31,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        child = multiprocessing.get_context("fork").Process(target=features.gather, args=(torch.arange(3),))
+        child.start()
+        child.join(20)
+        child.kill()
+        for thread in threads:
+            thread.join()
+        assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_store_pickles_as_its_path(tmp_path, backend):
+    graph = GraphStore.open(build_store(tmp_path / "g", backend=backend, **_graph()))
+    many = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(4)]))
+    for thing in (graph, graph.features, many):
+        data = pickle.dumps(thing)
+        assert len(data) < 1000
+    ids = torch.arange(9)
+    assert torch.equal(pickle.loads(pickle.dumps(graph.features)).gather(ids), graph.features.gather(ids))
+    assert torch.equal(pickle.loads(pickle.dumps(graph)).indices, graph.indices) and len(pickle.loads(data)) == 4
+
+
 def test_store_a_transaction_keeps_its_state_while_others_write(tmp_path):
     rows = torch.zeros(400, 64)
     args = dict(_graph(num_nodes=400), features=rows)
