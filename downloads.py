@@ -26,13 +26,13 @@ import numpy as np
 from tqdm import tqdm
 
 from csc import Rows
-from disk import SPLITS, StoreError
+from disk import SPLITS, StoreError, sync
 from store import build_store
 from tables import csv_chunks, npy_chunks, spool
 
 PLANETOID_URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
 PLANETOID = ("cora", "citeseer", "pubmed")
-OGB_URL = "http://snap.stanford.edu/ogb/data/nodeproppred"
+OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
 OGB = {  # name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)
     "ogbn-arxiv": ("arxiv.zip", "time", 40, True),
     "ogbn-products": ("products.zip", "sales_ranking", 47, False),
@@ -68,12 +68,12 @@ def build_planetoid(path, name, root, *, backend="mmap", progress=False) -> Path
             download(f"{url}/{file.name}", file, progress=False)
         parts[part] = np.loadtxt(file, np.int64, ndmin=1) if part == "test.index" else _read_pickle(file)
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
-    test, allx = parts["test.index"], _dense(parts["allx"])
+    test, allx = parts["test.index"], parts["allx"]
     num_nodes = max(len(allx), test.max() + 1, len(parts["graph"]))
     features = np.zeros((num_nodes, allx.shape[1]), np.float32)
     onehot = np.zeros((num_nodes, parts["ally"].shape[1]), np.int64)
     features[:len(allx)], onehot[:len(allx)] = allx, parts["ally"]
-    features[test], onehot[test] = _dense(parts["tx"]), parts["ty"]
+    features[test], onehot[test] = parts["tx"], parts["ty"]
     features /= np.maximum(features.sum(1, keepdims=True), 1e-12)
     labels = np.where(onehot.any(1), onehot.argmax(1), -1)
     edges = np.array([(u, v) for v, sources in parts["graph"].items() for u in sources], np.int64).reshape(-1, 2).T
@@ -84,18 +84,49 @@ def build_planetoid(path, name, root, *, backend="mmap", progress=False) -> Path
                        source=dict(dataset=name, row_normalize=1), progress=progress)
 
 
+class _Dtype:
+    """What a pickled numpy.dtype becomes: one of a few numeric types, whatever else the file says of it."""
+
+    def __init__(self, name, *_):
+        self.dtype = {"f4": np.float32, "f8": np.float64, "i4": np.int32, "i8": np.int64}.get(name)
+        if self.dtype is None:
+            raise StoreError(f"it holds an array of type {name!r}, which has no place in a Planetoid file")
+
+    def __setstate__(self, state):
+        if len(state) < 2 or state[1] not in ("<", "|", "="):
+            raise StoreError(f"it holds an array of byte order {state[1:2]}, which has no place in a Planetoid file")
+
+
+class _Array:
+    """What a pickled numpy.ndarray becomes: its bytes, looked at as numbers."""
+
+    def __init__(self, *_):
+        self.array = np.empty(0)
+
+    def __setstate__(self, state):
+        _, shape, kind, fortran, data = state
+        data = data.encode("latin1") if isinstance(data, str) else data
+        self.array = np.frombuffer(data, kind.dtype).reshape(shape, order="F" if fortran else "C")
+
+
 class _Csr:
-    """What a pickled scipy.sparse.csr_matrix becomes: an object with its attributes."""
+    """What a pickled scipy.sparse.csr_matrix becomes: its attributes."""
+
+    def __init__(self, *_):
+        pass
+
+    def __setstate__(self, state):
+        self.indptr, self.indices, self.data = (state[name].array for name in ("indptr", "indices", "data"))
+        self.shape = state.get("_shape", state.get("shape"))
 
 
 class _PlanetoidUnpickler(pickle.Unpickler):
-    """Reads the data types of the Planetoid files and nothing else, so that a file cannot run code."""
+    """Reads what the Planetoid files hold and nothing else: a file can neither run code nor make an object of numpy's."""
 
     admitted = {
-        "numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype,
-        "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
+        "numpy.ndarray": _Array, "numpy.dtype": _Dtype, "numpy.core.multiarray._reconstruct": _Array,
         "scipy.sparse.csr.csr_matrix": _Csr, "collections.defaultdict": collections.defaultdict,
-        "builtins.list": list, "builtins.object": object, "copyreg._reconstructor": lambda *_: _Csr(),
+        "builtins.list": list, "builtins.object": object, "copyreg._reconstructor": _Csr,
         "_codecs.encode": lambda text, _: text.encode("latin1"),  # how Python 3 writes bytes for Python 2
     }
 
@@ -109,18 +140,21 @@ class _PlanetoidUnpickler(pickle.Unpickler):
 
 
 def _read_pickle(file):
+    """A Planetoid file: a dense array, the dense array of a sparse matrix, or a dict of lists."""
     try:
         with open(file, "rb") as data:
-            return _PlanetoidUnpickler(data, encoding="latin1").load()
+            value = _PlanetoidUnpickler(data, encoding="latin1").load()
+        return _dense(value) if isinstance(value, _Csr) else value.array if isinstance(value, _Array) else dict(value)
     except Exception as error:  # a damaged pickle may raise anything
         raise StoreError(f"{file} cannot be read: {error}") from error
 
 
 def _dense(matrix) -> np.ndarray:
-    """A pickled CSR matrix as a dense array."""
-    lengths = np.diff(matrix.indptr)
-    dense = np.zeros((len(lengths), vars(matrix).get("_shape", vars(matrix).get("shape"))[1]), np.float32)
-    dense[np.repeat(np.arange(len(lengths)), lengths), matrix.indices] = matrix.data
+    rows, columns = (int(n) for n in matrix.shape)
+    if not 0 <= rows * columns < 1 << 31 or len(matrix.indptr) != rows + 1:
+        raise StoreError(f"its matrix is {rows} x {columns} with {len(matrix.indptr)} row offsets, which does not fit")
+    dense = np.zeros((rows, columns), np.float32)
+    dense[np.repeat(np.arange(rows), np.diff(matrix.indptr)), matrix.indices] = matrix.data
     return dense
 
 
@@ -197,17 +231,26 @@ def build_ogb(path, name, root, *, backend="mmap", progress=False) -> Path:
 
 
 def download(url, target, progress):
-    """Fetch a URL into a file, resuming what an earlier try left in target.part; does nothing if it is there."""
-    part = Path(f"{target}.part")
+    """Fetch a URL into a file, resuming what an earlier try left in target.part; does nothing if it is there.
+
+    A part is resumed only while the server's file is the one it was begun with: its ETag or date lies in target.part.tag.
+
+    Raises:
+        StoreError: for whatever fails, in a sentence; what has arrived stays for the next try.
+    """
+    part, tag = Path(f"{target}.part"), Path(f"{target}.part.tag")
     if target.is_file():
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        have = part.stat().st_size if part.is_file() else 0
-        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            if response.status != 206:  # a server without ranges sends everything again
+        have = part.stat().st_size if part.is_file() and tag.is_file() else 0
+        ranges = {"Range": f"bytes={have}-", "If-Range": tag.read_text()} if have else {}
+        with urllib.request.urlopen(urllib.request.Request(url, headers=ranges), timeout=60) as response:
+            if response.status != 206:  # a server without ranges, or with another file than before, sends everything
                 have = 0
+            version = response.headers.get("ETag", "W/")
+            version = response.headers.get("Last-Modified") if version.startswith("W/") else version  # weak: not of bytes
+            tag.write_text(version) if version else tag.unlink(missing_ok=True)
             length = response.headers.get("Content-Length")
             total = have + int(length) if length else None
             with open(part, "ab" if have else "wb") as file, \
@@ -217,15 +260,21 @@ def download(url, target, progress):
                     file.write(data)
                     bar.update(len(data))
                 size = file.tell()
-        if total is not None and size != total:
-            raise StoreError(f"the download of {url} stopped at {size} of {total} bytes; run it again to go on from "
-                             "there")
     except urllib.error.HTTPError as error:
-        if error.code != 416:
-            raise StoreError(f"cannot download {url}: the server answers {error.code} {error.reason}") from error
-        part.unlink()  # longer than the file: it belongs to another version
-        raise StoreError(f"{part} did not fit {url} and was removed; run it again") from error
+        whole = str(error.headers.get("Content-Range", "")).rpartition("/")[2]
+        if error.code != 416 or whole != str(have):  # 416: nothing is left to send, because the part is all of it
+            raise StoreError(f"cannot download {url}: the server answers {error.code} {error.reason}"
+                             + (f"; {part} does not fit it: remove that to begin anew" if error.code == 416 else "")) from error
+        size = total = have
     except (OSError, http.client.HTTPException) as error:
         raise StoreError(f"the download of {url} failed: {error}; run it again to go on from where it stopped, or put "
                          f"the file at {target}") from error
-    os.replace(part, target)
+    if total is not None and size != total:
+        raise StoreError(f"the download of {url} stopped at {size} of {total} bytes; run it again to go on from there")
+    try:
+        sync(part)
+        os.replace(part, target)
+        sync(target.parent)
+        tag.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{part} could not be renamed to {target}: {error.strerror}") from error

@@ -2378,7 +2378,8 @@ def test_datasets_planetoid_refuses_other_pickles(tmp_path):
             return os.system, (f"touch {tmp_path}/pwned",)
 
     for content, message in ((pickle.dumps(Evil(), 2), "posix.system|os.system"), (b"\x80\x02", "cannot be read"),
-                             (pickle.dumps(io.BytesIO, 2), "BytesIO")):
+                             (pickle.dumps(io.BytesIO, 2), "BytesIO"),
+                             (pickle.dumps(np.array([1, "a"], object), 2), "array of type 'O8'")):
         (tmp_path / "ind.cora.graph").write_bytes(content)
         with pytest.raises(StoreError, match=message):
             prepare("cora", tmp_path, progress=False)
@@ -2397,11 +2398,13 @@ class _Server:
                 server.requests.append((self.path, wanted))
                 if data is None:
                     return self.send_error(404)
-                start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and server.ranges else 0
-                if start >= len(data):
-                    return self.send_error(416)
-                self.send_response(206 if start else 200)
-                self.send_header("Content-Length", str(len(data) - start))
+                tag = f'"{hashlib.sha256(data).hexdigest()}"'
+                same = self.headers.get("If-Range") == tag
+                start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and server.ranges and same else 0
+                self.send_response(416 if start >= len(data) else 206 if start else 200)
+                self.send_header("Content-Range", f"bytes */{len(data)}")
+                self.send_header("ETag", tag)
+                self.send_header("Content-Length", str(max(len(data) - start, 0)))
                 self.end_headers()
                 self.wfile.write(data[start:server.cut])
                 server.cut = None
@@ -2508,10 +2511,27 @@ def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch, ranges):
         with pytest.raises(StoreError, match=f"stopped at 1000 of {len(content)} bytes") as error:
             prepare("ogbn-arxiv", tmp_path, progress=False)
         assert "\n" not in str(error.value)
-        assert [p.name for p in tmp_path.iterdir()] == ["arxiv.zip.part"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["arxiv.zip.part", "arxiv.zip.part.tag"]
         path = prepare("ogbn-arxiv", tmp_path, progress=False)
         assert server.requests[-1][1] == "bytes=1000-"
     assert verify(path) == [] and (tmp_path / "arxiv.zip").read_bytes() == content
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_datasets_download_never_joins_two_versions(tmp_path):
+    """What the server has now is another file than the part was begun with; and a part that is complete is used."""
+    old, now = b"a" * 5000, b"b" * 5000
+    with _Server({"file": old}) as server:
+        server.cut = 1000
+        with pytest.raises(StoreError, match="stopped at 1000 of 5000 bytes"):
+            downloads.download(f"{server.url}/file", tmp_path / "file", progress=False)
+        server.files["file"] = now
+        downloads.download(f"{server.url}/file", tmp_path / "file", progress=False)
+        assert (tmp_path / "file").read_bytes() == now
+        (tmp_path / "file").rename(tmp_path / "file.part")
+        (tmp_path / "file.part.tag").write_text(f'"{hashlib.sha256(now).hexdigest()}"')
+        downloads.download(f"{server.url}/file", tmp_path / "file", progress=False)
+        assert (tmp_path / "file").read_bytes() == now and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
@@ -2520,7 +2540,8 @@ def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
         with pytest.raises(StoreError, match="answers 404"):
             prepare("ogbn-products", tmp_path, progress=False)
         (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
-        with pytest.raises(StoreError, match="run it again"):
+        (tmp_path / "arxiv.zip.part.tag").write_text(f'"{hashlib.sha256(b"x" * 10).hexdigest()}"')
+        with pytest.raises(StoreError, match="answers 416 .*part does not fit it: remove that to begin anew"):
             prepare("ogbn-arxiv", tmp_path, progress=False)
     with pytest.raises(StoreError, match="failed"):
         prepare("ogbn-arxiv", tmp_path, progress=False)
