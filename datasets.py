@@ -23,7 +23,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 import sys
 import zipfile
 import zlib
@@ -32,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from csc import Rows
-from disk import SPLITS, VERSION, StoreError, host_tag, sha256_of
+from disk import SPLITS, VERSION, StoreError, scratch_folder, sha256_of
 from downloads import OGB, PLANETOID, build_ogb, build_planetoid
 from graphs import build_crystals, build_molecules
 from store import BACKENDS, build_store
@@ -386,19 +385,16 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
     if features is None or labels is None:
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
     path = Path(path)
-    spool = path.with_name(f".{path.name}.building.{host_tag()}.{os.getpid()}.csv")  # a later build clears it away
     try:
-        spool.mkdir(parents=True)
-        edges, rows, labels = (spool_csv(spool / name, table, dtype) for name, table, dtype in (
-            ("edges", file, np.int64), ("features", features, np.float32), ("labels", labels, np.int64)))
-        if edges.shape[1] != 2:
-            raise StoreError(f"{file} has {edges.shape[1]} columns: two are needed, source and destination")
-        split = {name: np.concatenate(list(table(ids, np.int64)))[:, 0] for name, ids in (split or {}).items()}
-        return _build(path, edges.T, rows, labels, split, seed, Path(file).name, options)
+        with scratch_folder(path) as folder:
+            edges, rows, labels = (spool_csv(folder / name, table, dtype) for name, table, dtype in (
+                ("edges", file, np.int64), ("features", features, np.float32), ("labels", labels, np.int64)))
+            if edges.shape[1] != 2:
+                raise StoreError(f"{file} has {edges.shape[1]} columns: two are needed, source and destination")
+            split = {name: np.concatenate(list(table(ids, np.int64)))[:, 0] for name, ids in (split or {}).items()}
+            return _build(path, edges.T, rows, labels, split, seed, Path(file).name, options)
     except OSError as error:
         raise StoreError(f"cannot build {path} from {file}: {error}") from error
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
 
 
 def _build(path, edge_index, features, labels, split, seed, source, options) -> Path:

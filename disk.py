@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
 import mmap
 import os
-import platform
 import shutil
 import struct
 import uuid
@@ -53,46 +53,72 @@ def complete_or_not_there(path, need):
     """A hidden directory to write into, which becomes `path` at the end; it takes about `need` bytes."""
     if os.path.lexists(path):
         raise StoreError(f"{path} exists already: remove it or choose another path")
-    building = path.with_name(f".{path.name}.building.{host_tag()}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_dead_builds(path)
-        building.mkdir()
-        yield building
-        for file in [*building.iterdir(), building]:
-            sync(file)
-        os.rename(building, path)
-        sync(path.parent)
+        with scratch_folder(path) as building:
+            try:
+                yield building
+                for file in [*building.iterdir(), building]:
+                    sync(file)
+                os.rename(building, path)
+                sync(path.parent)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                shutil.rmtree(building, ignore_errors=True)
+                free = shutil.disk_usage(path.parent).free
+                raise StoreError(f"no room for {path} on its disk: it takes about {readable_size(need)} and "
+                                 f"{readable_size(free)} are free; free some or build it elsewhere") from error
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise StoreError(f"{path} exists already: another process completed it first") from error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            shutil.rmtree(building, ignore_errors=True)
-            free = shutil.disk_usage(path.parent).free
-            raise StoreError(f"no room for {path} on its disk: it takes about {readable_size(need)} and {readable_size(free)} are "
-                             "free; free some or build it elsewhere") from error
         raise StoreError(f"cannot build {path}: {error}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
-def _remove_dead_builds(path):
-    """Remove what builds of the same target left on this host when their process was killed."""
-    prefix = f".{path.name}.building.{host_tag()}."
+@contextlib.contextmanager
+def scratch_folder(path):
+    """A hidden folder beside `path`, made with the folders above it, and gone at the end unless it was renamed.
+
+    It is locked for as long as its process lives, in whatever container that is. What dead builds of the same target left
+    is what is not locked; it is removed here.
+    """
+    above = [folder for folder in path.absolute().parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(above):
+        sync(folder.parent)
     for entry in path.parent.iterdir():
-        pid = entry.name.removeprefix(prefix).split(".")[0]
-        if entry.name.startswith(prefix) and pid.isdigit():
-            try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
-                shutil.rmtree(entry, ignore_errors=True)
-            except (PermissionError, OverflowError):
-                pass  # alive, and somebody else's
+        if entry.name.startswith(f".{path.name}.building."):
+            _remove_unless_locked(entry)
+    while True:
+        folder = path.with_name(f".{path.name}.building.{uuid.uuid4().hex[:12]}")
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some network file systems have no locks, and then nothing is taken for dead
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():  # not taken for dead before it was locked
+            break
+        os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        for folder in above:
+            with contextlib.suppress(OSError):  # what was built is in it
+                folder.rmdir()
 
 
-def host_tag() -> str:
-    """Eight characters that stand for this machine's name."""
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+def _remove_unless_locked(folder):
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # its process lives
+    finally:
+        os.close(lock)
 
 
 def sync(path):

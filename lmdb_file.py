@@ -77,13 +77,16 @@ class LmdbFile:
         while True:
             with self.transaction() as txn:
                 try:
-                    result, failure = work(txn), None
-                except (StoreError, import_lmdb().Error) as error:
-                    result, failure = None, error
-                if self._locks or self._env.info()["last_txnid"] <= txn.id() + 1:
-                    if failure:
-                        raise failure
-                    return result
+                    result = work(txn)
+                except (StoreError, import_lmdb().Error):
+                    if not self._overtaken(txn):
+                        raise
+                else:
+                    if not self._overtaken(txn):
+                        return result
+
+    def _overtaken(self, txn):
+        return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
 
     def write(self, change):
         """Run change(txn) in a transaction, again in a larger map when this one is full."""

@@ -1975,15 +1975,30 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error):
 
 
 def test_store_removes_what_dead_builds_left(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    stale, alive, other = (tmp_path / f".{name}.building.{disk.host_tag()}.{pid}.abc"
-                           for name, pid in (("g", dead.pid), ("g", os.getpid()), ("other", dead.pid)))
+    """A build that lives has its folder locked, in another container as well, where its process cannot be seen."""
+    stale, alive, other = (tmp_path / f".{name}.building.{n}" for n, name in enumerate(("g", "g", "other")))
     for directory in (stale, alive, other):
         directory.mkdir()
         (directory / "indices.npy").write_bytes(b"half")
-    build_store(tmp_path / "g", **_graph())
-    assert not stale.exists() and alive.exists() and other.exists()
+    code = f"import fcntl, os, time; fcntl.flock(os.open({str(alive)!r}, os.O_RDONLY), fcntl.LOCK_EX); print(flush=True); time.sleep(99)"
+    builder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    builder.stdout.readline()
+    try:
+        build_store(tmp_path / "g", **_graph())
+        assert not stale.exists() and alive.exists() and other.exists()
+    finally:
+        builder.kill()
+        builder.communicate()
+
+
+def test_store_build_leaves_no_folders_behind_where_it_failed(tmp_path):
+    with pytest.raises(StoreError, match="labels"):
+        build_store(tmp_path / "a" / "b" / "g", **dict(_graph(), split={"train": [0, 0]}, features=np.zeros((3, 2)), labels=[0]))
+    with pytest.raises(StoreError, match="finite"):
+        build_store(tmp_path / "a" / "b" / "g", **dict(_graph(), features=np.full((200, 5), np.nan, np.float32)))
+    assert list(tmp_path.iterdir()) == []
+    build_store(tmp_path / "a" / "b" / "g", **_graph())
+    assert [file.name for file in (tmp_path / "a" / "b").iterdir()] == ["g"]
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
