@@ -20,7 +20,9 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
+import stat
 import struct
 import uuid
 import warnings
@@ -200,7 +202,7 @@ def read_meta(path, form=None, describe=None) -> dict:
         StoreError: if it is no store, of another format or version, damaged or altered.
     """
     try:
-        data = (Path(path) / "meta.json").read_bytes()
+        data = _read_regular(Path(path) / "meta.json", 1 << 24)
         meta = json.loads(data)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreError(f"{path} is no store: there is no {Path(path) / 'meta.json'}") from error
@@ -233,6 +235,16 @@ def read_meta(path, form=None, describe=None) -> dict:
     return meta
 
 
+def _read_regular(file, most) -> bytes:
+    """The bytes of a file, which has to be a regular one (a pipe would wait, a device would never end) of at most `most`."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    with open(handle, "rb") as data:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            raise ValueError(f"it is no regular file of at most {readable_size(most)}")
+        return data.read(most)
+
+
 def within(low, high):
     """A test for `need`: a whole number from low to high."""
     return lambda n: type(n) is int and low <= n <= high
@@ -255,7 +267,8 @@ def _fits(name, record, dtype, shape):
     size = record.get("bytes")
     if name.endswith(".npy") and ("sha256" not in record or size != 128 + math.prod(shape) * np.dtype(dtype).itemsize):
         return False
-    return within(1, 1 << 60)(size)
+    digest = record.get("sha256", "0" * 64)
+    return within(1, 1 << 60)(size) and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,9 +289,12 @@ def check_size(path, name, record) -> Path:
     """Check that a file is there and as long as recorded (an LMDB file may have grown) -> its path."""
     file, grows = Path(path) / name, name.endswith(".lmdb")
     try:
-        size = file.stat().st_size
+        status = file.stat()
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror}; rebuild the store") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{file} is no regular file; rebuild the store")
+    size = status.st_size
     if size < record["bytes"] or size > record["bytes"] and not grows:
         raise StoreError(f"{file} is {'truncated' if size < record['bytes'] else 'too long'}: it has {size} bytes and "
                          f"should have {record['bytes']}; rebuild the store")

@@ -429,6 +429,13 @@ def _fanout(text) -> list[int]:
     return fanout
 
 
+def _format(path):
+    try:
+        return read_meta(path)["format"]
+    except StoreError:
+        return FORMAT  # and whoever opens it says what is wrong
+
+
 def _build_from(source, args):
     split = {name: getattr(args, name) for name in SPLITS if getattr(args, name)}
     _beside("datasets").build(
@@ -470,8 +477,7 @@ def main(argv=None) -> int:
             names = ("gpus", "procs", "fanout", "batch_size", "hidden", "free_gpu")
             print(_beside("plan").estimate_lines(args.path, **{name: getattr(args, name) for name in names}))
             return 0
-        of_many = read_meta(args.path)["format"] != FORMAT
-        module = _beside("graphs") if of_many else sys.modules[__name__]
+        module = _beside("graphs") if _format(args.path) == "ringblock-graphs" else sys.modules[__name__]
         if args.command != "verify":
             print(module.info(args.path))
             return 0
@@ -479,11 +485,13 @@ def main(argv=None) -> int:
     except StoreError as error:
         print(f"store.py: {error}", file=sys.stderr)
         return 2
-    names = {problem.partition(":")[0] for problem in problems} | {file.name for file in Path(args.path).iterdir()}
-    names = {name for name in names if not name.endswith("-lock")}  # LMDB's own, of the processes at work
-    for name in sorted(names):
-        bad = [problem for problem in problems if problem.startswith(f"{name}:")]
-        print(f"BAD {bad[0]}" if bad else f"OK  {name}")
+    bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
+    files = {"meta.json"} if "meta.json" in bad else {"meta.json", *read_meta(args.path)["files"]}
+    for name in sorted(files | bad.keys()):
+        print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
+    for entry in sorted(Path(args.path).iterdir()):
+        if entry.name not in files and not entry.name.endswith("-lock"):  # LMDB's own, of the processes at work
+            print(f"--  {entry.name}: not part of the store, not looked at")
     return 1 if problems else 0
 
 

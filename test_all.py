@@ -2122,6 +2122,34 @@ def test_store_command_line(tmp_path, capsys):
     assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no store" in none.stderr
 
 
+def test_store_verify_trusts_nothing(tmp_path, capsys):
+    """Digests that are none, pipes and devices in the place of files, files that nobody knows."""
+    path = build_store(tmp_path / "g", **_graph())
+    good = (path / "meta.json").read_bytes()
+    for digest in ("", "0" * 63, 7, None):
+        files = json.loads(good)["files"]
+        files["labels.npy"]["sha256"] = digest
+        (path / "meta.json").write_bytes(disk.dump_meta(dict(json.loads(good), files=files)))
+        assert verify(path)[0].startswith("meta.json: "), digest
+    (path / "meta.json").unlink()
+    for place in (lambda: (path / "meta.json").symlink_to("/dev/zero"), lambda: os.mkfifo(path / "meta.json")):
+        place()
+        assert "no regular file" in verify(path)[0]
+        (path / "meta.json").unlink()
+    (path / "meta.json").write_bytes(good)
+    (path / "labels.npy").rename(tmp_path / "kept")
+    os.mkfifo(path / "labels.npy")
+    assert "no regular file" in verify(path)[0] and store.main(["verify", str(path)]) == 1
+    (path / "labels.npy").unlink()
+    (tmp_path / "kept").rename(path / "labels.npy")
+    (path / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    assert store.main(["verify", str(path)]) == 0
+    assert "--  notes.txt: not part of the store" in capsys.readouterr().out
+    (path / "meta.json").write_bytes(good[:-2])
+    assert store.main(["verify", str(path)]) == 1 and capsys.readouterr().out.startswith("BAD meta.json: ")
+
+
 def _gather_in_child(features, path, queue):
     ids = torch.arange(150)
     queue.put([float(f.gather(ids).double().sum()) for f in (features, GraphStore.open(path).features) if f])
