@@ -25,10 +25,10 @@ five passes over flat arrays, which read the graph and write the block, with not
     gather        the node ids at these places
     relabel       a node's number in the batch: the one it has, or the next
 
-What that saves: no list of edges in global ids is written, sorted or read again; and destinations are not hashed at
-all, for they are the sources of the hop before (or the seeds), and the table of numbers lasts from hop to hop. The
-outermost hop, which is the largest, can leave out relabelling as well (`relabel_outer=False`). How the passes overlap
-in time is told at the top of sampler_c.py. `_Torch` below does the same five passes in torch operations.
+What that saves: no graph of sampled edges is built, sorted or read again, and destinations need no hashing, because
+they are the sources of the hop before (or the seeds) and the table of numbers lasts for the whole batch. The outermost
+hop, by far the largest, can do without relabelling too (`relabel_outer=False`). In C the passes also overlap: see the
+first lines of sampler_c.py. `_Torch` below does the same five passes with torch operations, one after the other.
 """
 
 import functools
@@ -37,7 +37,7 @@ import sys
 import threading
 import types
 import warnings
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Block(NamedTuple):
     indptr: Tensor  # [S+1] edges of destination s are indices[indptr[s]:indptr[s+1]]
     indices: Tensor  # [E] positions in src_nodes
     src_nodes: Tensor  # [N] global node ids; the first S are the seeds, in the order given
-    edge_ids: Optional[Tensor] = None  # [E] position of each edge in the graph's `indices`, when asked for
+    edge_ids: Tensor | None = None  # [E] position of each edge in the graph's `indices`, when asked for
 
     @property
     def num_src(self):
@@ -102,10 +102,10 @@ class Block(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # The sampler checks its arguments; a backend does the work. A backend is made from a _Task and has one method,
 #
-#     sample(seeds [S], hops) -> [(indptr, indices, src_nodes, edge_ids or None)], a Block's fields for each hop,
+#     sample(seeds, hops) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each of the hops,
 #
-# from the seeds outward, or None where a seed comes twice. There are _Torch and _DGL in this file, and one in each of
-# sampler_c.py and sampler_cuda.py, which import nothing from here: the law is handed to them.
+# from the seeds outward; None if a seed comes twice. There are two in this file, _Torch and _DGL, and one each in
+# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them.
 
 
 class _Task(NamedTuple):
@@ -113,10 +113,15 @@ class _Task(NamedTuple):
 
     indptr: Tensor  # int64 [V+1]
     indices: Tensor  # int32 or int64 [M]
-    weights: Optional[Tensor]  # float [M]
+    weights: Tensor | None  # float [M]
     rule: str  # "uniform", "replace", "labor" or "weighted"
     edge_ids: bool  # whether blocks have them
-    threads: Optional[int]  # None: torch.get_num_threads()
+    threads: int | None  # None: torch.get_num_threads()
+
+    @property
+    def rule_number(self):
+        """The rule in C."""
+        return ("uniform", "replace", "labor", "weighted").index(self.rule)
 
 
 class _Hop(NamedTuple):
@@ -215,7 +220,7 @@ def _native(task):
         _warn_missing(f"{error.name}.py")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_missing(file):
     warnings.warn(f"the slower torch backend is used; for the native one copy {file} beside sampler.py", stacklevel=4)
 
@@ -314,7 +319,8 @@ def _draw(key, v, j):  # 32 random bits as int64: draw j of node v, for int64 te
     return _shift(_mix(_mix(v ^ _signed(key)) ^ j), 32)
 
 
-# The same in C. The C library and the CUDA kernels are compiled from this one text.
+# The same in C, the one text from which the C library and the CUDA kernels are compiled. They define FN, how functions
+# are declared, and the types ID and WEIGHT.
 _LAW = r"""
 typedef unsigned long long u64;
 typedef long long i64;
@@ -333,7 +339,7 @@ typedef struct {  // what to draw from, and how
   const i64 *indptr;
   const ID *indices;
   const WEIGHT *weights;
-  i64 mode, k;  // k -1: all
+  i64 rule, k;  // k -1: all
   u64 key;
 } hop_t;
 
@@ -344,12 +350,12 @@ FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
 // How many edges a row will have whose list starts at `start`.
 FN i64 count_row(const hop_t *hop, i64 start, i64 degree) {
   i64 count = 0, end = start + degree;
-  if (hop->mode == REPLACE) return degree ? hop->k : 0;
-  if (hop->mode == LABOR) {
+  if (hop->rule == REPLACE) return degree ? hop->k : 0;
+  if (hop->rule == LABOR) {
     for (i64 edge = start; edge < end; edge++) count += labor_keeps(hop, edge, degree);
     return count;
   }
-  if (hop->mode == WEIGHTED) for (i64 edge = start; edge < end; edge++) count += hop->weights[edge] > 0;
+  if (hop->rule == WEIGHTED) for (i64 edge = start; edge < end; edge++) count += hop->weights[edge] > 0;
   else count = degree;
   return hop->k < 0 || count < hop->k ? count : hop->k;
 }
@@ -383,15 +389,15 @@ FN void pick_heaviest(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64
 
 // Write the n = count_row() chosen positions in the graph's indices to out.
 FN void pick_row(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64 *out, double *best) {
-  if (hop->mode == WEIGHTED) {
+  if (hop->rule == WEIGHTED) {
     pick_heaviest(hop, v, start, degree, n, out, best);
-  } else if (hop->mode == LABOR) {
+  } else if (hop->rule == LABOR) {
     for (i64 edge = start; edge < start + degree; edge++) if (labor_keeps(hop, edge, degree)) *out++ = edge;
-  } else if (hop->mode == REPLACE) {
+  } else if (hop->rule == REPLACE) {
     for (i64 i = 0; i < n; i++) out[i] = start + below(draw(hop->key, v, i), degree);
   } else if (n == degree) {
     for (i64 i = 0; i < n; i++) out[i] = start + i;
-  } else for (i64 i = 0; i < n; i++) {  // Floyd: a pick that is taken becomes the last place of its range, which is free
+  } else for (i64 i = 0; i < n; i++) {  // Floyd: instead of a taken place the last of the range, which cannot be
     i64 last = start + degree - n + i;
     i64 pick = start + below(draw(hop->key, v, i), degree - n + i + 1);
     for (i64 earlier = 0; earlier < i; earlier++) if (out[earlier] == pick) { pick = last; break; }
@@ -414,7 +420,7 @@ class _Torch:
         self.table = None  # [V] a node's number in the batch, V where it has none; made at first use
 
     def sample(self, seeds, hops):
-        """A backend's one method."""
+        """Sample all hops of a batch."""
         task = self.task
         with self.lock:
             table, self.table = self.table, None  # comes back clean; after an exception the next batch makes another
@@ -525,7 +531,7 @@ class _DGL:
             self.graph.edata["weight"] = task.weights
 
     def sample(self, seeds, hops):
-        """A backend's one method."""
+        """Sample all hops of a batch."""
         if seeds.unique().numel() < seeds.numel():
             return None
         with self.lock:

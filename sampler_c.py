@@ -1,25 +1,26 @@
-"""The CPU backend of sampler.py: C code that samples a hop and builds its block, compiled at first use.
+"""The C backend of sampler.py: samples a hop and builds its block on the CPU, compiled at first use.
 
-Copy this file and native.py beside sampler.py, which hands it the law (what is drawn); here is how: the five passes of
-sampler.py's first lines, and when they run.
+Copy this file and native.py beside sampler.py. That file says what is drawn ("the law", which it hands over) and what a
+hop consists of: degrees, prefix sum, picks, gather, relabel. This one says when each of these passes runs.
 
-All passes wait for memory, not for arithmetic: a degree is one random read of indptr, a pick's id one of indices, its
-number one of the hash table, each a cache miss in a large graph. A loop that reads, waits and goes on has one miss in
-flight. So every loop here asks for a line long before its turn (`__builtin_prefetch`, for edges AHEAD = 96 of them),
-and tens of misses are in flight at a time; that is most of this file's speed.
+The passes wait for memory, not for arithmetic. A degree is a random read of `indptr`, the id of a picked neighbour one
+of `indices`, its number one of the hash table, and in a large graph each is a cache miss. A loop that reads, waits and
+goes on has one miss in flight; the loops here ask for a cache line long before its turn (`__builtin_prefetch`, AHEAD
+edges early), so that tens of misses overlap. Most of the speed comes from that.
 
-Destinations are handled in chunks of 512, which threads take one after the other, whoever is free:
+Threads take the destinations in chunks of ROWS, whoever is free the next one:
 
-    this thread      count 0, 2, 3 ...  | prefix | pick 0 | relabel 0 | pick 2 | relabel 1, 2 | pick 5 | relabel 3 ...
-    other threads    count 1, 4 ...     |  sum   | pick 1      | pick 3        | pick 4       | pick 6      | ...
+    this thread     count 0 | count 2 | prefix sum | pick 0 | relabel 0 | pick 2    | relabel 1 | relabel 2 | pick 5 ...
+    another         count 1 | count 3 |            | pick 1      | pick 3      | pick 4      | pick 6      | pick 7 ...
 
-`count` reads degrees; the prefix sum of what each row will have says where its edges stand and how much memory the
-block takes; `pick` draws places and gathers the ids there; `relabel` replaces ids by numbers. The last two are fused:
-a chunk is relabelled while its edges are still in the cache and the others are busy with the chunks after it.
+Counting comes first: only when it is known how many edges each row has is there a place in the block for each, and
+threads can write without asking one another. Picking a chunk includes the gather of its ids. Relabelling is fused with
+it: a chunk is relabelled while its edges are still in the cache and while the other threads pick the chunks behind it.
 
-One thread relabels, in the order of the edges, because a node's number is the count of distinct nodes before it. That
-makes `src_nodes` the same for any number of threads, and the table needs no locks or atomics. It keeps up: a slot of
-the table is one miss, like the id that a pick gathers, and it helps with picking whenever no chunk is ready.
+One thread relabels, in the order of the edges, because the number of a new node is how many distinct nodes came before
+it. Hence `src_nodes` is the same for any number of threads, and the table needs neither locks nor atomics. The price:
+relabelling is somewhat less than half of the work, so a batch gains little from more than three threads. To use more
+cores, sample several batches at once, from as many Python threads.
 """
 
 import ctypes
@@ -63,7 +64,10 @@ typedef struct {        // one hop of a batch; Job in Python
   i64 S, N, bits, threads;  // N: nodes that have a number so far
 } job_t;
 
-typedef struct { i64 room, *positions; double *keys; } scratch_t;  // of one thread: for the edges of a chunk
+typedef struct {        // of one thread, for the edges of a chunk
+  i64 room, *positions; // where each edge stands in hop.indices
+  double *best;         // for pick_row
+} scratch_t;
 
 // ---- sharing out chunks
 
@@ -123,13 +127,14 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
     job->degree[row] = list[1] - list[0];
   }
   for (i64 row = first; row < end; row++) {
-    if (job->hop.mode == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
+    if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
     job->offsets[row + 1] = (ID)count_row(&job->hop, job->start[row], job->degree[row]);
   }
   return 0;
 }
 
-i64 rb_count(job_t *job) {  // fills start, degree, offsets -> E, or -1 without memory
+// Fill start, degree and offsets -> E, or -1 without memory.
+i64 rb_count(job_t *job) {
   i64 E = 0;
   if (share_out(job, count_chunk, 0)) return -1;
   job->offsets[0] = 0;
@@ -139,7 +144,8 @@ i64 rb_count(job_t *job) {  // fills start, degree, offsets -> E, or -1 without 
 
 // ---- picks and gather
 
-// Floyd for n rows side by side, in vector registers: picks[i][row] is draw i of a row, hash = mix(key ^ v), k < degree.
+// Floyd's algorithm for n rows side by side, which the compiler turns into vector instructions: picks[i][row] is draw i
+// of a row, hash[row] its mix(key ^ v), and every degree is above k. The same draws as pick_row() makes.
 static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restrict degree,
                   uint32_t (*restrict picks)[ROWS]) {
   uint32_t taken[ROWS];
@@ -155,36 +161,44 @@ static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restri
   }
 }
 
+static int make_room(scratch_t *scratch, i64 edges) {  // nonzero: no memory
+  if (edges <= scratch->room) return 0;
+  free(scratch->positions);
+  scratch->room = edges + edges / 4;
+  scratch->positions = malloc(scratch->room * (sizeof(i64) + sizeof(double)));
+  scratch->best = (double *)(scratch->positions + scratch->room);
+  if (!scratch->positions) scratch->room = 0;
+  return !scratch->positions;
+}
+
 static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
-  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), k = job->hop.k, n = 0;
-  i64 base = job->offsets[first], E = job->offsets[end] - base;
-  uint32_t rows[ROWS], degree[ROWS], picks[VECTOR_K][ROWS];  // n rows that are drawn side by side
-  u64 hash[ROWS];
-  if (scratch->room < E) {
-    free(scratch->positions);
-    scratch->room = E + E / 4;
-    scratch->positions = malloc(scratch->room * (sizeof(i64) + sizeof(double)));
-    scratch->keys = (double *)(scratch->positions + scratch->room);
-    if (!scratch->positions) return scratch->room = 0, -1;
-  }
+  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), k = job->hop.k;
+  i64 base = job->offsets[first], E = job->offsets[end] - base;  // this chunk's edges in the block
+  if (make_room(scratch, E)) return -1;
   i64 *positions = scratch->positions;
+
+  i64 wide = 0;  // rows that floyd() draws side by side
+  uint32_t wide_row[ROWS], wide_degree[ROWS], picks[VECTOR_K][ROWS];
+  u64 wide_hash[ROWS];
   for (i64 row = first; row < end; row++) {
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
-    if (job->hop.mode == UNIFORM && count < job->degree[row] && k <= VECTOR_K) {
-      rows[n] = (uint32_t)row;
-      degree[n] = (uint32_t)job->degree[row];
-      hash[n++] = mix(job->hop.key ^ v);
+    if (job->hop.rule == UNIFORM && count < job->degree[row] && k <= VECTOR_K) {
+      wide_row[wide] = (uint32_t)row;
+      wide_degree[wide] = (uint32_t)job->degree[row];
+      wide_hash[wide] = mix(job->hop.key ^ v);
+      wide++;
     } else {
-      pick_row(&job->hop, v, job->start[row], job->degree[row], count, positions + at, scratch->keys + at);
+      pick_row(&job->hop, v, job->start[row], job->degree[row], count, positions + at, scratch->best + at);
     }
   }
-  if (n) floyd(n, k, hash, degree, picks);
-  for (i64 i = 0; i < n; i++) {
-    i64 *out = positions + job->offsets[rows[i]] - base;
-    for (i64 q = 0; q < k; q++) out[q] = job->start[rows[i]] + picks[q][i];
+  if (wide) floyd(wide, k, wide_hash, wide_degree, picks);
+  for (i64 i = 0; i < wide; i++) {
+    i64 row = wide_row[i], at = job->offsets[row] - base;
+    for (i64 pick = 0; pick < k; pick++) positions[at + pick] = job->start[row] + picks[pick][i];
   }
-  for (i64 e = 0; e < E; e++) {
+
+  for (i64 e = 0; e < E; e++) {  // gather
     __builtin_prefetch(&job->hop.indices[positions[MIN(e + AHEAD, E - 1)]]);
     job->local[base + e] = job->hop.indices[positions[e]];
   }
@@ -196,7 +210,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
 
 static inline u64 home(ID node, i64 bits) { return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - bits); }
 
-// The number of a node, which is `next` if it had none. Whether it had is as good as random: nothing branches on it.
+// The number of a node, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
 static inline ID number_of(slot_t *table, i64 bits, ID node, ID next) {
   u64 at = home(node, bits);
   slot_t slot = table[at];
@@ -223,9 +237,10 @@ static void relabel_chunk(job_t *job, i64 chunk) {
   job->N = next;
 }
 
-// The fused part of a hop: threads pick and gather chunk after chunk, this one relabels behind them. `table` holds the
-// destinations with numbers 0 .. S-1, so they open `src`, and every id that is met for the first time is added to both.
-// Without a table, `local` keeps global ids. -> N, or -1 without memory.
+// The fused part of a hop: all threads pick and gather, chunk after chunk, and this one relabels behind them. The hop
+// before has left the destinations in the table, numbered 0 .. S-1; so `src` begins with them, and each id that is met
+// for the first time is added to both. Sampling first and building the block afterwards would write all edges to
+// memory, read them again, and look up destinations too. Without a table, local ids stay global. -> N, -1 without memory.
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
@@ -244,7 +259,8 @@ i64 rb_number(slot_t *table, i64 bits, const ID *nodes, i64 n) {
 
 void rb_huge_pages(void *memory, i64 bytes) {  // fewer TLB misses under random access; advice, may be ignored
 #ifdef MADV_HUGEPAGE
-  uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + bytes) / page * page;
+  uintptr_t page = 4096, address = (uintptr_t)memory;
+  uintptr_t first = (address + page - 1) / page * page, end = (address + bytes) / page * page;
   if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE);
 #endif
 }
@@ -256,7 +272,7 @@ class Job(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("indptr", "indices", "weights")),
-        *((name, ctypes.c_int64) for name in ("mode", "k")),
+        *((name, ctypes.c_int64) for name in ("rule", "k")),
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in ("dst", "start", "degree", "offsets", "local", "edges", "src", "table")),
         *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads")),
@@ -274,9 +290,9 @@ SIGNATURES = {
 
 
 def load(task, law):
-    """The backend for a `_Task` of sampler.py, or None, after one warning, where its code cannot be compiled.
+    """Backend for a task (`sampler._Task`), or None, after one warning, where the C code cannot be compiled.
 
-    law: C that defines hop_t, mix, below, count_row and pick_row for node ids ID and weights WEIGHT.
+    law: C that defines hop_t, mix, below, count_row and pick_row for node ids of type ID and weights of type WEIGHT.
     """
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
@@ -285,14 +301,14 @@ def load(task, law):
     return Backend(task._replace(weights=weights), library) if library else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _library(law, ids, weights):
     flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}"]
     return native.load_c("sampler", INCLUDES + law + PASSES, flags, SIGNATURES)
 
 
 class Backend:
-    """Calls the C code; ctypes releases the GIL meanwhile. Working memory is as large as a batch, not as the graph."""
+    """Calls the C code, for which ctypes releases the GIL. Working memory is as large as a batch, not as the graph."""
 
     def __init__(self, task, library):
         self.task, self.library = task, library
@@ -300,7 +316,7 @@ class Backend:
         self.slots = 0  # of the table, at the end of the last batch: the next one will need about as many
 
     def sample(self, seeds, hops):
-        """Sample the hops one after the other; see sampler.py for what comes and goes."""
+        """Sample all hops of a batch, as sampler.py asks of a backend."""
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
@@ -316,10 +332,10 @@ class Backend:
         return blocks
 
     def _hop(self, work, dst, hop):
+        """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources."""
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
         offsets, (start, degree) = dst.new_empty(S + 1), work.rows(S)
-        job = Job(k=hop.k, key=hop.key, S=S, threads=task.threads or torch.get_num_threads())
-        job.mode = ("uniform", "replace", "labor", "weighted").index(task.rule)  # the enum of the law
+        job = Job(rule=task.rule_number, k=hop.k, key=hop.key, S=S, threads=task.threads or torch.get_num_threads())
         job.indptr, job.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         job.weights = None if task.weights is None else task.weights.data_ptr()
         job.dst, job.start, job.degree, job.offsets = (t.data_ptr() for t in (dst, start, degree, offsets))
@@ -345,7 +361,7 @@ class Backend:
 
 
 class WorkingMemory:
-    """What one batch works in, kept for the next: the table of numbers, and start and degree of every row."""
+    """What a batch works in, kept for the next one: the table of numbers, and the start and degree of every row."""
 
     def __init__(self, library, dtype):
         self.library, self.bits = library, 0

@@ -20,8 +20,8 @@ import torch
 KERNELS = r"""
 #define KERNEL extern "C" __global__ void
 #define THREAD(n) i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; if (i >= (n)) return
-#define HOP {indptr, indices, weights, mode, k, (u64)(unsigned)high << 32 | (unsigned)low}
-#define GRAPH const i64 *indptr, const ID *indices, const double *weights, int mode, int k, int high, int low
+#define HOP {indptr, indices, weights, rule, k, (u64)(unsigned)high << 32 | (unsigned)low}
+#define GRAPH const i64 *indptr, const ID *indices, const double *weights, int rule, int k, int high, int low
 
 KERNEL count_rows(GRAPH, const ID *v, const i64 *S, int bound, i64 *start, i64 *degree, i64 *count) {
   THREAD(bound);
@@ -39,7 +39,8 @@ KERNEL pick_rows(GRAPH, const ID *v, const i64 *S, const i64 *start, const i64 *
   pick_row(&hop, (u64)v[i], start[i], degree[i], offsets[i + 1] - at, edges + at, best + at);
 }
 // table [V]: a node's number; V where it has none; below 0 the claim of an edge, the first of which wins.
-KERNEL claim(const ID *indices, const i64 *edges, const i64 *E, int bound, ID *local, ID *table, const i64 *V, int relabel) {
+KERNEL claim(const ID *indices, const i64 *edges, const i64 *E, int bound, ID *local, ID *table, const i64 *V,
+             int relabel) {
   THREAD(*E);
   ID node = local[i] = indices[edges[i]];
   if (relabel && (table[node] < 0 || table[node] == *V)) atomicMin(&table[node], (ID)(i - bound));
@@ -83,9 +84,10 @@ class Kernels:
         self.compiled = {}
 
     def __call__(self, name, bound, *arguments):
-        kernel = self.compiled.get(name) or self.compiled.setdefault(name, torch.cuda._compile_kernel(self.source, name))
+        if name not in self.compiled:
+            self.compiled[name] = torch.cuda._compile_kernel(self.source, name)
         if bound:
-            kernel(grid=(-(-bound // 256), 1, 1), block=(256, 1, 1), args=list(arguments))
+            self.compiled[name](grid=(-(-bound // 256), 1, 1), block=(256, 1, 1), args=list(arguments))
 
 
 class Backend:
@@ -100,13 +102,12 @@ class Backend:
 
     def __init__(self, task, kernels):
         self.task, self.kernels, self.num_nodes = task, kernels, task.indptr.numel() - 1
-        self.mode = ("uniform", "replace", "labor", "weighted").index(task.rule)  # the enum of the law
         self.weights = task.indptr if task.weights is None else task.weights.double()  # some pointer; none is read
         self.lock = threading.Lock()  # one batch at a time owns the table
         self.table = None  # [V] a node's number in the batch, V where it has none; made at first use
 
     def sample(self, seeds, hops):
-        """Sample the hops one after the other; see sampler.py for what comes and goes."""
+        """Sample all hops of a batch, as sampler.py asks of a backend."""
         with self.lock:
             table, self.table = self.table, None  # comes back clean; after an exception the next batch makes another
             if table is None:
@@ -136,7 +137,8 @@ class Backend:
     def _hop(self, table, src, N, V, hop):
         """One hop of destinations src [bound], of which the first N count; N, V and what is returned stay there."""
         bound, integers = src.numel(), {"dtype": torch.int64, "device": src.device}
-        graph = (self.task.indptr, self.task.indices, self.weights, self.mode, hop.k, hop.key >> 32, hop.key & 0xFFFFFFFF)
+        high, low, rule = hop.key >> 32, hop.key & 0xFFFFFFFF, self.task.rule_number
+        graph = (self.task.indptr, self.task.indices, self.weights, rule, hop.k, high, low)  # GRAPH of the kernels
         start, degree, count = torch.empty(3, bound, **integers)
         self.kernels("count_rows", bound, *graph, src, N, bound, start, degree, count)
         offsets = torch.cat([count.new_zeros(1), count.cumsum(0)])
