@@ -46,10 +46,10 @@ def load_c(name, source, flags, signatures):
     except (OSError, subprocess.SubprocessError) as error:
         if name not in _warned:
             _warned.add(name)
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            reason = [*(getattr(error, "stderr", None) or str(error)).strip().splitlines(), repr(error)][0]
             warnings.warn(
-                f"the C code of {name} could not be compiled, so slower torch operations are used; install a "
-                "C compiler (apt install gcc) or name one in the variable CC. Reason: " + (reason[0] if reason else repr(error)),
+                f"the C code of {name} could not be compiled, so slower torch operations are used; install a C "
+                f"compiler (apt install gcc) or name one in the variable CC. Reason: {reason}",
                 stacklevel=2,
             )
         return None
@@ -95,7 +95,7 @@ def _cache():
 
 
 def _is_ours(path, kind):
-    """Whether this is a file (kind S_IFREG) or folder (S_IFDIR) of this user, no link, that nobody else may write to."""
+    """Whether it is a file (kind S_IFREG) or folder (S_IFDIR) of this user, no link, that nobody else may write to."""
     status = os.lstat(path)
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid() and not writable

@@ -118,7 +118,8 @@ static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *), void (*
 
 // ---- degrees and prefix sum
 
-static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
+static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
+  (void)scratch;  // it needs none
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S);
   for (i64 row = first; row < end; row++) {
     __builtin_prefetch(&job->hop.indptr[job->dst[MIN(row + 32, end - 1)]]);
@@ -240,7 +241,7 @@ static void relabel_chunk(job_t *job, i64 chunk) {
 // The fused part of a hop: all threads pick and gather, chunk after chunk, and this one relabels behind them. The hop
 // before has left the destinations in the table, numbered 0 .. S-1; so `src` begins with them, and each id that is met
 // for the first time is added to both. Sampling first and building the block afterwards would write all edges to
-// memory, read them again, and look up destinations too. Without a table, local ids stay global. -> N, -1 without memory.
+// memory, read them again, and look up destinations too. Without a table `local` stays global. -> N, -1: no memory.
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);

@@ -801,6 +801,8 @@ def test_dgl_backend_and_block_conversions():
                 if method == "weighted":
                     assert (options["weights"][block.edge_ids] > 0).all()
             assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
+            bare = s.sample(seeds, 0, relabel_outer=False)[0]
+            assert torch.equal(bare.indices, indices[outer.edge_ids]) and torch.equal(bare.src_nodes, inner.src_nodes)
     block = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(seeds, 0)[0]
     there, x = block.to_dgl(), torch.randn(block.num_src, 7)
     assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
