@@ -46,10 +46,10 @@ def load_c(name, source, flags, signatures):
     except (OSError, subprocess.SubprocessError) as error:
         if name not in _warned:
             _warned.add(name)
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            reason = [*(getattr(error, "stderr", None) or str(error)).strip().splitlines(), repr(error)][0]
             warnings.warn(
-                f"the C code of {name} could not be compiled, so slower torch operations are used; install a C compiler "
-                f"(apt install gcc) or name one in the variable CC. Reason: {reason[0] if reason else error!r}",
+                f"the C code of {name} could not be compiled, so slower torch operations are used; install a C "
+                f"compiler (apt install gcc) or name one in the variable CC. Reason: {reason}",
                 stacklevel=2,
             )
         return None
@@ -60,7 +60,7 @@ def load_c(name, source, flags, signatures):
 
 
 def _compile(name, source, compiler, flags):
-    """Path of the library: out of the cache, or compiled aside and then renamed, so that it is complete or not there."""
+    """Path of the library: from the cache, or compiled aside and then renamed, so that it is complete or not there."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = "\0".join([source, version, *flags, sys.platform, platform.machine(), _cpu_flags()])
     stem = f"{name}-{_sha256(key.encode())[:24]}"
@@ -95,7 +95,7 @@ def _cache():
 
 
 def _is_ours(path, kind):
-    """Whether `path` is a file or folder (kind: S_IFREG, S_IFDIR; not a link) of this user that nobody else may write to."""
+    """Whether it is a file (kind S_IFREG) or folder (S_IFDIR) of this user, no link, that nobody else may write to."""
     status = os.lstat(path)
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid() and not writable

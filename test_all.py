@@ -60,6 +60,7 @@ import lmdb_file
 import model
 import plan
 import sampler
+import sampler_cuda
 import store
 import train
 from csc import Rows
@@ -345,19 +346,16 @@ def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_p
     for i in range(60):
         indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
         s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
-        if method == "weighted":
-            s._weights = (None, s.weights.double())
-        s._kernels = _EmulatedKernels(indices.dtype, tmp_path, seed=i)
-        seeds = seeds.to(indices.dtype)
+        s._backend = sampler_cuda.Backend(s._backend.task, _EmulatedKernels(indices.dtype, tmp_path, seed=i))
         expected = _law(indptr, indices, fanouts, seeds, step, **options)
         for _ in range(2):  # twice: the table is back at rest
-            assert _as_lists(s._sample_cuda(seeds, step, True)) == expected, (i, fanouts)
-        outer = s._sample_cuda(seeds, step, False)[0]
+            assert _as_lists(s.sample(seeds, step)) == expected, (i, fanouts)
+        outer = s.sample(seeds, step, relabel_outer=False)[0]
         assert outer.indices.tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
         assert outer.src_nodes.tolist() == expected[0][2][: outer.num_dst]
         if seeds.numel():
             with pytest.raises(ValueError, match="more than once"):
-                s._sample_cuda(torch.cat([seeds, seeds[:1]]), step, True)
+                s.sample(torch.cat([seeds, seeds[:1]]), step)
 
 
 def test_cuda_source_is_accepted_by_nvcc(tmp_path):
@@ -575,13 +573,92 @@ def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path
     assert output.startswith("torch 1 ") and "apt install gcc" in output
 
 
+@pytest.mark.parametrize("file", ["sampler_c", "native"])
+def test_a_file_that_was_not_copied_along_is_named_once(file, monkeypatch):
+    monkeypatch.delitem(sys.modules, "sampler_c", raising=False)
+    monkeypatch.setitem(sys.modules, file, None)
+    sampler._warn_missing.cache_clear()
+    with pytest.warns(UserWarning, match=f"copy {file}.py beside sampler.py") as caught:
+        assert [NeighborSampler(**_small()).backend for _ in range(2)] == ["torch", "torch"] and len(caught) == 1
+
+
+_ANSWER = """
+import ctypes, native
+library = native.load_c("test", "int answer(void) { return 42; }", ["-shared", "-fPIC"], {"answer": (ctypes.c_int,)})
+print(library.answer(), library._name)
+"""
+
+
+def _plant(good, evil, link=False, mode=0o700, owner=None, folder_mode=0o700, folder_owner=None, above=0o700):
+    """Put another library in the place of a good one, under the name that it would have."""
+    planted = good.with_name(good.name.replace(good.stem.split("-")[-1], hashlib.sha256(evil.read_bytes()).hexdigest()))
+    good.unlink()
+    planted.symlink_to(evil) if link else shutil.copy(evil, planted).chmod(mode)
+    good.parent.chmod(folder_mode)
+    good.parent.parent.chmod(above)
+    for path, user in ((planted, owner), (good.parent, folder_owner)):
+        if user:
+            os.chown(path, user, user)
+
+
+PLANTED = {  # how: the answer of the library that is loaded, whether it comes from the cache
+    "by this user": ({}, 666, True),  # the name is right: what refuses the others is who could have written them
+    "by another user": (dict(owner=65534), 42, True),
+    "writable by the group": (dict(mode=0o720), 42, True),
+    "writable by everybody": (dict(mode=0o702), 42, True),
+    "a link": (dict(link=True), 42, True),
+    "in another user's folder": (dict(folder_owner=65534), 42, False),
+    "in a folder of the group": (dict(folder_mode=0o770), 42, False),
+    "in a folder for everybody": (dict(folder_mode=0o707), 42, False),
+    "in a sticky folder for everybody": (dict(folder_mode=0o1777), 42, False),
+    "below a folder for everybody": (dict(above=0o777), 42, False),
+    "below a sticky folder for everybody": (dict(above=0o1777), 666, True),
+    "damaged": (None, 42, True),
+}
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+@pytest.mark.parametrize("how", PLANTED)
+def test_native_loads_only_what_is_this_users_own_and_undamaged(how, tmp_path):
+    plant, answer, in_cache = PLANTED[how]
+    if os.geteuid() and plant and {"owner", "folder_owner"} & plant.keys():
+        pytest.skip("only root can give files away")
+    cache, temporary, evil = tmp_path / "cache", tmp_path / "temporary", tmp_path / "evil.so"
+    cache.mkdir(), temporary.mkdir()
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", evil], input="int answer(void) { return 666; }", text=True)
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+
+    def ask():  # under the worst umask: what is made is for everybody to write, unless its maker sees to it
+        command = f"umask 0; exec {shlex.quote(sys.executable)} -c {shlex.quote(_ANSWER)}"
+        done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert not list(temporary.iterdir())
+        number, path = done.stdout.split()
+        return int(number), Path(path)
+
+    def digest(path):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    number, good = ask()
+    inode = good.stat().st_ino
+    assert number == 42 and good.parent == cache / "ringblock" and good.stem.endswith(digest(good))
+    assert ask() == (42, good) and good.stat().st_ino == inode  # not compiled again
+    if how == "damaged":
+        good.write_bytes(good.read_bytes()[:5000])
+    else:
+        _plant(good, evil, **plant)
+    number, path = ask()
+    assert (number, path.parent == good.parent) == (answer, in_cache)
+    assert not in_cache or path.stem.endswith(digest(path))
+
+
 def _sanitized(folder):
     asan = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     script = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
-import sampler
-sampler._FLAGS[:] = ["-O1", "-g", "-fPIC", "-shared", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+import sampler_c
+sampler_c.FLAGS[:] = ["-O1", "-g", "-fPIC", "-shared", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
 import test_all
 for method in test_all.METHODS:
     test_all.test_sampler_follows_the_law(method, "native")
@@ -603,7 +680,7 @@ def test_native_code_under_address_and_undefined_behaviour_sanitizers(beside):
     if "no asan" in output:
         pytest.skip("the compiler has no AddressSanitizer")
     assert output.strip() == "clean", errors[-3000:]
-    assert len(list((folder / "ringblock").iterdir())) == 2
+    assert len(list((folder / "ringblock").iterdir())) == 4  # node ids and weights of 4 and 8 bytes
 
 
 def test_the_adapter_feeds_dgls_dataloader():
@@ -724,6 +801,8 @@ def test_dgl_backend_and_block_conversions():
                 if method == "weighted":
                     assert (options["weights"][block.edge_ids] > 0).all()
             assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
+            bare = s.sample(seeds, 0, relabel_outer=False)[0]
+            assert torch.equal(bare.indices, indices[outer.edge_ids]) and torch.equal(bare.src_nodes, inner.src_nodes)
     block = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(seeds, 0)[0]
     there, x = block.to_dgl(), torch.randn(block.num_src, 7)
     assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
@@ -4227,13 +4306,20 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
 # each leaf alone
 
 
-ALONE = {
-    "sampler": """
-import torch
+SAMPLES = """
+import torch, warnings
 from sampler import NeighborSampler
-blocks = NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2, 2]).sample(torch.tensor([0]), 0)
-assert blocks[-1].src_nodes.tolist() == [0, 1, 2]
-""",
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        s = NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2, 2])
+assert s.sample(torch.tensor([0]), 0)[-1].src_nodes.tolist() == [0, 1, 2]
+caught = [str(warning.message) for warning in caught]
+"""
+
+ALONE = {  # the files that are copied: what is done with them
+    "sampler": SAMPLES + "assert s.backend == 'torch' and len(caught) == 1 and 'copy sampler_c.py' in caught[0], caught",
+    "sampler sampler_c native": SAMPLES + "assert s.backend == 'native' and not caught, caught",
     "features": """
 import torch
 from collections import namedtuple
@@ -4285,7 +4371,7 @@ def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):
     for leaf, use in ALONE.items():
         folder = tmp_path / leaf
         folder.mkdir()
-        for name in (leaf, *TAKEN_ALONG.get(leaf, ())):
+        for name in (*leaf.split(), *TAKEN_ALONG.get(leaf, ())):
             shutil.copy(HERE / f"{name}.py", folder)
         (folder / "use.py").write_text(use)
         runs[leaf] = subprocess.Popen([sys.executable, "use.py"], cwd=folder, env=environment, text=True,

@@ -1,0 +1,389 @@
+"""The C backend of sampler.py: samples a hop and builds its block on the CPU, compiled at first use.
+
+Copy this file and native.py beside sampler.py. That file says what is drawn ("the law", which it hands over) and what a
+hop consists of: degrees, prefix sum, picks, gather, relabel. This one says when each of these passes runs.
+
+The passes wait for memory, not for arithmetic. A degree is a random read of `indptr`, the id of a picked neighbour one
+of `indices`, its number one of the hash table, and in a large graph each is a cache miss. A loop that reads, waits and
+goes on has one miss in flight; the loops here ask for a cache line long before its turn (`__builtin_prefetch`, AHEAD
+edges early), so that tens of misses overlap. Most of the speed comes from that.
+
+Threads take the destinations in chunks of ROWS, whoever is free the next one:
+
+    this thread     count 0 | count 2 | prefix sum | pick 0 | relabel 0 | pick 2    | relabel 1 | relabel 2 | pick 5 ...
+    another         count 1 | count 3 |            | pick 1      | pick 3      | pick 4      | pick 6      | pick 7 ...
+
+Counting comes first: only when it is known how many edges each row has is there a place in the block for each, and
+threads can write without asking one another. Picking a chunk includes the gather of its ids. Relabelling is fused with
+it: a chunk is relabelled while its edges are still in the cache and while the other threads pick the chunks behind it.
+
+One thread relabels, in the order of the edges, because the number of a new node is how many distinct nodes came before
+it. Hence `src_nodes` is the same for any number of threads, and the table needs neither locks nor atomics. The price:
+relabelling is somewhat less than half of the work, so a batch gains little from more than three threads. To use more
+cores, sample several batches at once, from as many Python threads.
+"""
+
+import ctypes
+import functools
+
+import native
+import torch
+
+INCLUDES = r"""
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#define FN static inline
+"""
+
+# The law of sampler.py stands between these two.
+
+PASSES = r"""
+#define ROWS 512      // destinations in a chunk
+#define VECTOR_K 64   // the largest fanout that is drawn for a chunk's rows side by side
+#define AHEAD 96      // edges: how early memory is asked for
+#define THREADS 64    // at most
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+typedef struct { ID node, number; } slot_t;  // of a hash table with open addressing; node -1: empty
+
+typedef struct {        // one hop of a batch; Job in Python
+  hop_t hop;            // the graph, and what to draw
+  const ID *dst;        // [S] destinations
+  i64 *start, *degree;  // [S] where a destination's neighbour list begins in hop.indices, and its length
+  ID *offsets;          // [S+1] the block's indptr
+  ID *local;            // [E] the block's indices: global ids until they are relabelled
+  i64 *edges;           // [E] the block's edge_ids; null: not asked for
+  ID *src;              // [S+E+1] the block's src_nodes
+  slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
+  i64 S, N, bits, threads;  // N: nodes that have a number so far
+} job_t;
+
+typedef struct {        // of one thread, for the edges of a chunk
+  i64 room, *positions; // where each edge stands in hop.indices
+  double *best;         // for pick_row
+} scratch_t;
+
+// ---- sharing out chunks
+
+typedef struct {
+  job_t *job;
+  int (*work)(job_t *, i64 chunk, scratch_t *);  // nonzero: no memory
+  i64 chunks;
+  atomic_llong next;    // the first chunk that nobody has taken
+  atomic_int failed;
+  atomic_char *done;    // [chunks]
+} crew_t;
+
+static int take_chunk(crew_t *crew, scratch_t *scratch) {
+  i64 chunk = atomic_fetch_add(&crew->next, 1);
+  if (chunk >= crew->chunks) return 0;
+  if (crew->work(crew->job, chunk, scratch)) atomic_store(&crew->failed, 1);
+  atomic_store(&crew->done[chunk], 1);
+  return 1;
+}
+static void *take_chunks(void *crew) {
+  scratch_t scratch = {0};
+  while (take_chunk(crew, &scratch));
+  free(scratch.positions);
+  return 0;
+}
+
+// `work` on all chunks, in any order and on several threads. This thread hands finished chunks to `follow` (or null) in
+// their order; while the next one is not finished, it works as the others do. -> nonzero without memory.
+// (No OpenMP: torch's own threads spin for a while after each parallel region, on the cores that these threads need.)
+static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *), void (*follow)(job_t *, i64)) {
+  crew_t crew = {.job = job, .work = work, .chunks = (job->S + ROWS - 1) / ROWS};
+  scratch_t scratch = {0};
+  pthread_t others[THREADS];
+  i64 wanted = MIN(MIN(job->threads, THREADS), crew.chunks) - 1, started = 0;
+  if (!(crew.done = calloc(crew.chunks + 1, 1))) return -1;
+  while (started < wanted && !pthread_create(&others[started], 0, take_chunks, &crew)) started++;  // fewer do as well
+  for (i64 chunk = 0; chunk < crew.chunks;) {
+    if (atomic_load(&crew.done[chunk])) {
+      if (follow && !atomic_load(&crew.failed)) follow(job, chunk);
+      chunk++;
+    } else if (!take_chunk(&crew, &scratch)) sched_yield();
+  }
+  while (started) pthread_join(others[--started], 0);
+  free(scratch.positions);
+  free((void *)crew.done);
+  return crew.failed;
+}
+
+// ---- degrees and prefix sum
+
+static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
+  (void)scratch;  // it needs none
+  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S);
+  for (i64 row = first; row < end; row++) {
+    __builtin_prefetch(&job->hop.indptr[job->dst[MIN(row + 32, end - 1)]]);
+    const i64 *list = &job->hop.indptr[job->dst[row]];
+    job->start[row] = list[0];
+    job->degree[row] = list[1] - list[0];
+  }
+  for (i64 row = first; row < end; row++) {
+    if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
+    job->offsets[row + 1] = (ID)count_row(&job->hop, job->start[row], job->degree[row]);
+  }
+  return 0;
+}
+
+// Fill start, degree and offsets -> E, or -1 without memory.
+i64 rb_count(job_t *job) {
+  i64 E = 0;
+  if (share_out(job, count_chunk, 0)) return -1;
+  job->offsets[0] = 0;
+  for (i64 row = 1; row <= job->S; row++) job->offsets[row] = (ID)(E += job->offsets[row]);
+  return E;
+}
+
+// ---- picks and gather
+
+// Floyd's algorithm for n rows side by side, which the compiler turns into vector instructions: picks[i][row] is draw i
+// of a row, hash[row] its mix(key ^ v), and every degree is above k. The same draws as pick_row() makes.
+static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restrict degree,
+                  uint32_t (*restrict picks)[ROWS]) {
+  uint32_t taken[ROWS];
+  for (i64 i = 0; i < k; i++) {
+    uint32_t *restrict pick = picks[i];
+    for (i64 row = 0; row < n; row++) {
+      pick[row] = (uint32_t)below(mix(hash[row] ^ (u64)i) >> 32, degree[row] - k + i + 1);
+      taken[row] = 0;
+    }
+    for (i64 earlier = 0; earlier < i; earlier++)
+      for (i64 row = 0; row < n; row++) taken[row] |= picks[earlier][row] == pick[row];
+    for (i64 row = 0; row < n; row++) pick[row] = taken[row] ? (uint32_t)(degree[row] - k + i) : pick[row];
+  }
+}
+
+static int make_room(scratch_t *scratch, i64 edges) {  // nonzero: no memory
+  if (edges <= scratch->room) return 0;
+  free(scratch->positions);
+  scratch->room = edges + edges / 4;
+  scratch->positions = malloc(scratch->room * (sizeof(i64) + sizeof(double)));
+  scratch->best = (double *)(scratch->positions + scratch->room);
+  if (!scratch->positions) scratch->room = 0;
+  return !scratch->positions;
+}
+
+static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
+  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), k = job->hop.k;
+  i64 base = job->offsets[first], E = job->offsets[end] - base;  // this chunk's edges in the block
+  if (make_room(scratch, E)) return -1;
+  i64 *positions = scratch->positions;
+
+  i64 wide = 0;  // rows that floyd() draws side by side
+  uint32_t wide_row[ROWS], wide_degree[ROWS], picks[VECTOR_K][ROWS];
+  u64 wide_hash[ROWS];
+  for (i64 row = first; row < end; row++) {
+    u64 v = (u64)job->dst[row];
+    i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
+    if (job->hop.rule == UNIFORM && count < job->degree[row] && k <= VECTOR_K) {
+      wide_row[wide] = (uint32_t)row;
+      wide_degree[wide] = (uint32_t)job->degree[row];
+      wide_hash[wide] = mix(job->hop.key ^ v);
+      wide++;
+    } else {
+      pick_row(&job->hop, v, job->start[row], job->degree[row], count, positions + at, scratch->best + at);
+    }
+  }
+  if (wide) floyd(wide, k, wide_hash, wide_degree, picks);
+  for (i64 i = 0; i < wide; i++) {
+    i64 row = wide_row[i], at = job->offsets[row] - base;
+    for (i64 pick = 0; pick < k; pick++) positions[at + pick] = job->start[row] + picks[pick][i];
+  }
+
+  for (i64 e = 0; e < E; e++) {  // gather
+    __builtin_prefetch(&job->hop.indices[positions[MIN(e + AHEAD, E - 1)]]);
+    job->local[base + e] = job->hop.indices[positions[e]];
+  }
+  if (job->edges && E) memcpy(job->edges + base, positions, sizeof(i64) * E);
+  return 0;
+}
+
+// ---- relabel
+
+static inline u64 home(ID node, i64 bits) { return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - bits); }
+
+// The number of a node, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
+static inline ID number_of(slot_t *table, i64 bits, ID node, ID next) {
+  u64 at = home(node, bits);
+  slot_t slot = table[at];
+  while (__builtin_expect(slot.node != node && slot.node != -1, 0)) {
+    at = (at + 1) & ((1ULL << bits) - 1);
+    slot = table[at];
+  }
+  slot.number = slot.node == node ? slot.number : next;
+  slot.node = node;
+  table[at] = slot;
+  return slot.number;
+}
+
+static void relabel_chunk(job_t *job, i64 chunk) {
+  i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
+  ID *local = job->local, *src = job->src, next = (ID)job->N;
+  for (i64 e = first; e < end; e++) {
+    __builtin_prefetch(&job->table[home(local[MIN(e + AHEAD, end - 1)], job->bits)], 1);
+    ID node = local[e];
+    local[e] = number_of(job->table, job->bits, node, next);
+    src[next] = node;  // if it is not new, the next node is written over it
+    next += local[e] == next;
+  }
+  job->N = next;
+}
+
+// The fused part of a hop: all threads pick and gather, chunk after chunk, and this one relabels behind them. The hop
+// before has left the destinations in the table, numbered 0 .. S-1; so `src` begins with them, and each id that is met
+// for the first time is added to both. Sampling first and building the block afterwards would write all edges to
+// memory, read them again, and look up destinations too. Without a table `local` stays global. -> N, -1: no memory.
+i64 rb_pick(job_t *job) {
+  job->N = job->S;
+  if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
+  return share_out(job, pick_chunk, job->table ? relabel_chunk : 0) ? -1 : job->N;
+}
+
+// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1.
+i64 rb_number(slot_t *table, i64 bits, const ID *nodes, i64 n) {
+  memset(table, 0xff, sizeof(slot_t) << bits);
+  for (i64 i = 0; i < n; i++) {
+    __builtin_prefetch(&table[home(nodes[MIN(i + AHEAD, n - 1)], bits)], 1);
+    if (number_of(table, bits, nodes[i], (ID)i) != (ID)i) return i;
+  }
+  return -1;
+}
+
+void rb_huge_pages(void *memory, i64 bytes) {  // fewer TLB misses under random access; advice, may be ignored
+#ifdef MADV_HUGEPAGE
+  uintptr_t page = 4096, address = (uintptr_t)memory;
+  uintptr_t first = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE);
+#endif
+}
+"""
+
+
+class Job(ctypes.Structure):
+    """job_t of the C code, whose first six fields are hop_t of the law."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("indptr", "indices", "weights")),
+        *((name, ctypes.c_int64) for name in ("rule", "k")),
+        ("key", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("dst", "start", "degree", "offsets", "local", "edges", "src", "table")),
+        *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads")),
+    ]
+
+
+FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
+TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float", torch.float64: "double"}
+SIGNATURES = {
+    "rb_count": (ctypes.c_int64, ctypes.POINTER(Job)),
+    "rb_pick": (ctypes.c_int64, ctypes.POINTER(Job)),
+    "rb_number": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+    "rb_huge_pages": (None, ctypes.c_void_p, ctypes.c_int64),
+}
+
+
+def load(task, law):
+    """Backend for a task (`sampler._Task`), or None, after one warning, where the C code cannot be compiled.
+
+    law: C that defines hop_t, mix, below, count_row and pick_row for node ids of type ID and weights of type WEIGHT.
+    """
+    weights = task.weights
+    if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
+        weights = weights.float()
+    library = _library(law, task.indices.dtype, torch.float32 if weights is None else weights.dtype)
+    return Backend(task._replace(weights=weights), library) if library else None
+
+
+@functools.cache
+def _library(law, ids, weights):
+    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}"]
+    return native.load_c("sampler", INCLUDES + law + PASSES, flags, SIGNATURES)
+
+
+class Backend:
+    """Calls the C code, for which ctypes releases the GIL. Working memory is as large as a batch, not as the graph."""
+
+    def __init__(self, task, library):
+        self.task, self.library = task, library
+        self.idle = []  # working memory between batches
+        self.slots = 0  # of the table, at the end of the last batch: the next one will need about as many
+
+    def sample(self, seeds, hops):
+        """Sample all hops of a batch, as sampler.py asks of a backend."""
+        try:
+            work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
+        except IndexError:
+            work = WorkingMemory(self.library, seeds.dtype)
+        if not work.number(seeds, max(self.slots, 2 * seeds.numel())):
+            return None
+        src, blocks = seeds, []
+        for hop in hops:
+            blocks.append(self._hop(work, src, hop))
+            src = blocks[-1][2]
+        self.slots = work.slots
+        self.idle.append(work)
+        return blocks
+
+    def _hop(self, work, dst, hop):
+        """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources."""
+        task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
+        offsets, (start, degree) = dst.new_empty(S + 1), work.rows(S)
+        job = Job(rule=task.rule_number, k=hop.k, key=hop.key, S=S, threads=task.threads or torch.get_num_threads())
+        job.indptr, job.indices = task.indptr.data_ptr(), task.indices.data_ptr()
+        job.weights = None if task.weights is None else task.weights.data_ptr()
+        job.dst, job.start, job.degree, job.offsets = (t.data_ptr() for t in (dst, start, degree, offsets))
+        E = self.library.rb_count(job)
+        if E > torch.iinfo(dst.dtype).max:
+            raise ValueError(f"this hop has {E} edges, too many for {dst.dtype} blocks; use smaller batches or fanouts")
+        if E < 0:
+            raise MemoryError(f"no memory to sample a hop of {S} nodes")
+
+        local, src = dst.new_empty(E), dst
+        edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
+        job.local, job.edges = local.data_ptr(), edges.data_ptr() if task.edge_ids else None
+        if hop.relabel:
+            most = min(S + E, V)  # nodes after this hop; a table that is at most half full is quickly searched
+            if work.slots < 2 * most:
+                work.number(dst, 2 * most)
+            src = dst.new_empty(S + E + 1)
+            job.src, job.table, job.bits = src.data_ptr(), work.table.data_ptr(), work.bits
+        N = self.library.rb_pick(job)
+        if N < 0:
+            raise MemoryError(f"no memory to sample a hop of {S} nodes")
+        return offsets, local, src[:N], edges
+
+
+class WorkingMemory:
+    """What a batch works in, kept for the next one: the table of numbers, and the start and degree of every row."""
+
+    def __init__(self, library, dtype):
+        self.library, self.bits = library, 0
+        self.table = torch.empty(0, dtype=dtype)  # [2 * slots] node, number, node, number ...
+        self.start_and_degree = torch.empty(2, 0, dtype=torch.int64)
+
+    @property
+    def slots(self):
+        """Slots of the table in use, a power of two."""
+        return 1 << self.bits
+
+    def rows(self, S):
+        """Room for start and degree of S rows, int64 [2, S or more]."""
+        if self.start_and_degree.shape[1] < S:
+            self.start_and_degree = torch.empty(2, S + S // 8, dtype=torch.int64)
+        return self.start_and_degree
+
+    def number(self, nodes, slots):
+        """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""
+        self.bits = max(4, (slots - 1).bit_length())
+        if self.table.numel() < 2 * self.slots:
+            self.table = self.table.new_empty(2 * self.slots)
+            self.library.rb_huge_pages(self.table.data_ptr(), self.table.numel() * self.table.element_size())
+        return self.library.rb_number(self.table.data_ptr(), self.bits, nodes.data_ptr(), nodes.numel()) < 0
