@@ -62,7 +62,9 @@ typedef struct {        // one hop of a batch; Job in Python
   ID *src;              // [S+E+1] the block's src_nodes
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;  // N: nodes that have a number so far
+  i64 V, M;             // of the graph: what is read from it has to lie within
 } job_t;
+enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
 typedef struct {        // of one thread, for the edges of a chunk
   i64 room, *positions; // where each edge stands in hop.indices
@@ -73,7 +75,7 @@ typedef struct {        // of one thread, for the edges of a chunk
 
 typedef struct {
   job_t *job;
-  int (*work)(job_t *, i64 chunk, scratch_t *);  // nonzero: no memory
+  int (*work)(job_t *, i64 chunk, scratch_t *);  // 0, or why it failed
   i64 chunks;
   atomic_llong next;    // the first chunk that nobody has taken
   atomic_int failed;
@@ -83,7 +85,8 @@ typedef struct {
 static int take_chunk(crew_t *crew, scratch_t *scratch) {
   i64 chunk = atomic_fetch_add(&crew->next, 1);
   if (chunk >= crew->chunks) return 0;
-  if (crew->work(crew->job, chunk, scratch)) atomic_store(&crew->failed, 1);
+  int failure = crew->work(crew->job, chunk, scratch);
+  if (failure) atomic_store(&crew->failed, failure);
   atomic_store(&crew->done[chunk], 1);
   return 1;
 }
@@ -95,14 +98,14 @@ static void *take_chunks(void *crew) {
 }
 
 // `work` on all chunks, in any order and on several threads. This thread hands finished chunks to `follow` (or null) in
-// their order; while the next one is not finished, it works as the others do. -> nonzero without memory.
+// their order; while the next one is not finished, it works as the others do. -> 0, or why it failed.
 // (No OpenMP: torch's own threads spin for a while after each parallel region, on the cores that these threads need.)
 static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *), void (*follow)(job_t *, i64)) {
   crew_t crew = {.job = job, .work = work, .chunks = (job->S + ROWS - 1) / ROWS};
   scratch_t scratch = {0};
   pthread_t others[THREADS];
   i64 wanted = MIN(MIN(job->threads, THREADS), crew.chunks) - 1, started = 0;
-  if (!(crew.done = calloc(crew.chunks + 1, 1))) return -1;
+  if (!(crew.done = calloc(crew.chunks + 1, 1))) return NO_MEMORY;
   while (started < wanted && !pthread_create(&others[started], 0, take_chunks, &crew)) started++;  // fewer do as well
   for (i64 chunk = 0; chunk < crew.chunks;) {
     if (atomic_load(&crew.done[chunk])) {
@@ -120,13 +123,16 @@ static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *), void (*
 
 static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   (void)scratch;  // it needs none
+  int damaged = 0;
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S);
   for (i64 row = first; row < end; row++) {
     __builtin_prefetch(&job->hop.indptr[job->dst[MIN(row + 32, end - 1)]]);
     const i64 *list = &job->hop.indptr[job->dst[row]];
     job->start[row] = list[0];
     job->degree[row] = list[1] - list[0];
+    damaged |= list[0] < 0 || list[1] < list[0] || list[1] > job->M;
   }
+  if (damaged) return DAMAGED;
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
     job->offsets[row + 1] = (ID)count_row(&job->hop, job->start[row], job->degree[row]);
@@ -134,10 +140,11 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   return 0;
 }
 
-// Fill start, degree and offsets -> E, or -1 without memory.
+// Fill start, degree and offsets -> E, or why it failed.
 i64 rb_count(job_t *job) {
   i64 E = 0;
-  if (share_out(job, count_chunk, 0)) return -1;
+  int failure = share_out(job, count_chunk, 0);
+  if (failure) return failure;
   job->offsets[0] = 0;
   for (i64 row = 1; row <= job->S; row++) job->offsets[row] = (ID)(E += job->offsets[row]);
   return E;
@@ -175,7 +182,7 @@ static int make_room(scratch_t *scratch, i64 edges) {  // nonzero: no memory
 static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), k = job->hop.k;
   i64 base = job->offsets[first], E = job->offsets[end] - base;  // this chunk's edges in the block
-  if (make_room(scratch, E)) return -1;
+  if (make_room(scratch, E)) return NO_MEMORY;
   i64 *positions = scratch->positions;
 
   i64 wide = 0;  // rows that floyd() draws side by side
@@ -199,10 +206,14 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     for (i64 pick = 0; pick < k; pick++) positions[at + pick] = job->start[row] + picks[pick][i];
   }
 
+  int damaged = 0;
   for (i64 e = 0; e < E; e++) {  // gather
     __builtin_prefetch(&job->hop.indices[positions[MIN(e + AHEAD, E - 1)]]);
-    job->local[base + e] = job->hop.indices[positions[e]];
+    ID node = job->hop.indices[positions[e]];
+    damaged |= (u64)(i64)node >= (u64)job->V;  // it will be read at: a changed byte on the disk must not end the process
+    job->local[base + e] = node;
   }
+  if (damaged) return DAMAGED;
   if (job->edges && E) memcpy(job->edges + base, positions, sizeof(i64) * E);
   return 0;
 }
@@ -241,11 +252,12 @@ static void relabel_chunk(job_t *job, i64 chunk) {
 // The fused part of a hop: all threads pick and gather, chunk after chunk, and this one relabels behind them. The hop
 // before has left the destinations in the table, numbered 0 .. S-1; so `src` begins with them, and each id that is met
 // for the first time is added to both. Sampling first and building the block afterwards would write all edges to
-// memory, read them again, and look up destinations too. Without a table `local` stays global. -> N, -1: no memory.
+// memory, read them again, and look up destinations too. Without a table `local` stays global. -> N, or why it failed.
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
-  return share_out(job, pick_chunk, job->table ? relabel_chunk : 0) ? -1 : job->N;
+  int failure = share_out(job, pick_chunk, job->table ? relabel_chunk : 0);
+  return failure ? failure : job->N;
 }
 
 // Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1.
@@ -276,7 +288,7 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rule", "k")),
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in ("dst", "start", "degree", "offsets", "local", "edges", "src", "table")),
-        *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads")),
+        *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads", "V", "M")),
     ]
 
 
@@ -337,14 +349,14 @@ class Backend:
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
         offsets, (start, degree) = dst.new_empty(S + 1), work.rows(S)
         job = Job(rule=task.rule_number, k=hop.k, key=hop.key, S=S, threads=task.threads or torch.get_num_threads())
+        job.V, job.M = V, task.indices.numel()
         job.indptr, job.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         job.weights = None if task.weights is None else task.weights.data_ptr()
         job.dst, job.start, job.degree, job.offsets = (t.data_ptr() for t in (dst, start, degree, offsets))
         E = self.library.rb_count(job)
+        _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
             raise ValueError(f"this hop has {E} edges, too many for {dst.dtype} blocks; use smaller batches or fanouts")
-        if E < 0:
-            raise MemoryError(f"no memory to sample a hop of {S} nodes")
 
         local, src = dst.new_empty(E), dst
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
@@ -356,9 +368,16 @@ class Backend:
             src = dst.new_empty(S + E + 1)
             job.src, job.table, job.bits = src.data_ptr(), work.table.data_ptr(), work.bits
         N = self.library.rb_pick(job)
-        if N < 0:
-            raise MemoryError(f"no memory to sample a hop of {S} nodes")
+        _check(N, S)
         return offsets, local, src[:N], edges
+
+
+def _check(result, S):
+    """Raise if the C code says that it failed."""
+    if result == -1:
+        raise MemoryError(f"no memory to sample a hop of {S} nodes")
+    if result < 0:
+        raise IndexError("the graph is damaged: a list in indptr or a node in indices lies outside of it")
 
 
 class WorkingMemory:

@@ -418,6 +418,23 @@ def test_a_hub_of_degree_a_million(method):
         assert all(torch.equal(a, b) for x, y in zip(native, plain) for a, b in zip(x, y))
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_damaged_graph_is_an_error_and_no_crash(method, backend):
+    """Unchecked, as a store is opened: ids and lists outside of the graph are met while sampling."""
+    rng = np.random.default_rng(3)
+    for damage in (2**30, -(2**30), 50, -1):
+        for what in ("indices", "indptr"):
+            indptr, indices = _random_graph(rng, 50, 12)
+            options = dict(METHODS[method], check=False)
+            if method == "weighted":
+                options["weights"] = torch.ones(indices.numel())
+            (indices if what == "indices" else indptr)[3::7] = damage if what == "indices" else damage * 1000
+            s = NeighborSampler(indptr, indices, [20, 20, 20], backend=backend, **options)
+            with pytest.raises((IndexError, RuntimeError), match="damaged|out of|index|nonneg|negative|repeats"):
+                s.sample(torch.arange(50), 0)
+
+
 def test_the_outermost_hop_can_keep_global_ids():
     indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
     for backend in ("native", "torch"):
