@@ -46,6 +46,8 @@ from tqdm import tqdm
 
 import allocator
 import bench
+import bench_accuracy
+import bench_training
 import checkpoint
 import csc
 import datasets
@@ -1634,7 +1636,7 @@ def test_model_layers_equal_dgls(name, ids):
         layer = LAYERS[name](width, out_dim)
         for parameter in layer.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
-        twin = bench.dgl_twin(layer)
+        twin = bench_training.dgl_twin(layer)
         h = torch.randn(block.num_src, width, requires_grad=True)
         ours, expected = layer(block, h), twin(theirs, h)
         if name.startswith("gat"):
@@ -1660,7 +1662,7 @@ def test_model_blocks_run_dgls_and_pygs_layers():
         h = x
         if library == "dgl":
             _dgl()
-            layers = [bench.dgl_twin(layer) for layer in ours.layers]
+            layers = [bench_training.dgl_twin(layer) for layer in ours.layers]
         elif pyg is None:
             pytest.skip("torch_geometric is not there")
         for i, (layer, block) in enumerate(zip(ours.layers, blocks)):
@@ -4224,7 +4226,7 @@ def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
     """Two components of three and two nodes and one alone: the largest is kept, with its features and labels."""
     features = {"feat_indptr": [0, 1, 3, 3, 4, 5, 6], "feat_indices": [0, 1, 2, 3, 0, 1], "feat_shape": [6, 4]}
     np.savez(tmp_path / "six.npz", edge_index=[[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]], labels=[0, 1, 2, 3, 4, 5], **features)
-    bench.write_graph(tmp_path / "six.npz", tmp_path / "three.npz", component=True, edges=True)
+    bench_accuracy.write_graph(tmp_path / "six.npz", tmp_path / "three.npz", component=True, edges=True)
     three = np.load(tmp_path / "three.npz")
     assert three["edge_index"].tolist() == [[0, 2, 1], [2, 1, 0]] and three["labels"].tolist() == [0, 2, 4]
     assert three["feat_indptr"].tolist() == [0, 1, 1, 2] and three["feat_indices"].tolist() == [0, 0]
@@ -4232,7 +4234,7 @@ def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is not there")
     settings = [("", "--lr 0.02 --weight-decay 5e-4"), (":row_normalize=0", "--lr 1e-6")]
-    monkeypatch.setitem(bench.REAL, "cora", ("--hidden 16 --epochs 30", *bench.REAL["cora"][1:3], settings))
+    monkeypatch.setitem(bench_accuracy.REAL, "cora", ("--hidden 16 --epochs 30", *bench_accuracy.REAL["cora"][1:3], settings))
     out = tmp_path / "out.json"
     words = ["accuracy", "--dataset", "cora", "--data", str(DATA), "--runs", "2", "--threads", "1", "--json", str(out)]
     assert bench.main([*words, "--models", "mlp,gcn"]) == 0

@@ -1,0 +1,164 @@
+"""python bench.py sampler: one batch of this sampler beside one of DGL's, GraphBolt's, pyg-lib's and torch-sparse's.
+
+A contender is a function of the number of a batch: it samples the batch and returns how many edges it drew.
+"""
+
+import functools
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from allocator import keep_freed_memory
+from bench_tools import dgl_graph, in_memory, interleave, made, medians, opened, print_times, random_lines
+from sampler import DGLAdapter, NeighborSampler, import_dgl
+
+
+def ours(draw, seeds):
+    """A NeighborSampler of this project."""
+    return lambda i: sum(block.num_edges for block in draw.sample(seeds[i], i))
+
+
+def dgl(indptr, indices, fanouts, seeds, fused):
+    """DGL's NeighborSampler, called directly."""
+    graph = dgl_graph(in_memory(indptr), in_memory(indices, torch.int64))
+    theirs = import_dgl().dataloading.NeighborSampler(fanouts[::-1], fused=fused)
+    return lambda i: sum(block.num_edges() for block in theirs.sample(graph, seeds[i])[2])
+
+
+def graphbolt(indptr, indices, fanouts, seeds):
+    """GraphBolt's pipeline, one for all rounds, as in training: it is not set up again for every batch."""
+    import dgl.graphbolt as gb
+
+    graph = gb.fused_csc_sampling_graph(indptr, indices)
+    items = gb.ItemSet(torch.cat(seeds).to(indices.dtype), names="seed_nodes")
+    batches = iter(gb.ItemSampler(items, batch_size=seeds[0].numel()).sample_neighbor(graph, fanouts[::-1]))
+    return lambda i: sum(hop.sampled_csc.indices.numel() for hop in next(batches).sampled_subgraphs)
+
+
+def pyg_lib(indptr, indices, fanouts, seeds):
+    """The operator behind PyG's NeighborLoader."""
+    import pyg_lib
+
+    indices, sample = in_memory(indices, torch.int64), pyg_lib.sampler.neighbor_sample
+    return lambda i: sample(indptr, indices, seeds[i], fanouts, csc=True)[0].numel()
+
+
+def torch_sparse(indptr, indices, fanouts, seeds):
+    """The operator that PyG falls back to."""
+    import torch_sparse  # noqa: F401  registers the operator
+
+    indices, sample = in_memory(indices, torch.int64), torch.ops.torch_sparse.neighbor_sample
+    return lambda i: sample(indptr, indices, seeds[i], fanouts, False, True)[1].numel()
+
+
+def bench_sampler(args):
+    """Time one batch of every sampler; returns the figures. Freed memory is kept for all of them, as train.py does."""
+    keep_freed_memory()
+    store, generator = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
+    seeds = [torch.randperm(store.num_nodes, generator=generator)[: args.batch_size] for _ in range(args.rounds + 2)]
+    graph = in_memory(store.indptr), in_memory(store.indices)
+    draw = functools.partial(NeighborSampler, *graph, args.fanout, check=False)
+    native = draw(threads=args.threads, backend="native")
+    if native.backend != "native":
+        raise ImportError("the native sampler, to which the others are compared, needs a C compiler (cc)")
+    task = *graph, args.fanout, seeds
+    contenders = {
+        "native": ours(native, seeds),
+        "native, 1 thread": ours(draw(threads=1), seeds),
+        "torch ops": ours(draw(backend="torch"), seeds),
+    } | made({
+        "DGL fused, int64": lambda: dgl(*task, fused=True),
+        "DGL unfused, int64": lambda: dgl(*task, fused=False),
+        "GraphBolt": lambda: graphbolt(*task),
+        "pyg-lib": lambda: pyg_lib(*task),
+        "torch-sparse": lambda: torch_sparse(*task),
+    })  # fmt: skip
+    drawn = {name: [] for name in contenders}
+    times = interleave(contenders, args.rounds, note=lambda name, edges: drawn[name].append(edges))
+    edges = {name: statistics.mean(counts) for name, counts in drawn.items()}
+    rate = {name: edges[name] / seconds for name, seconds in medians(times).items()}
+    median, least = print_times("sampler", times, "ms", 1, **{
+        "edges": {name: f"{count / 1e3:.0f} k" for name, count in edges.items()},
+        "edges/s": {name: f"{speed / 1e6:.1f} M" for name, speed in rate.items()},
+    })  # fmt: skip
+    figures = {"contenders": {
+        name: {"median_ms": ms, "min_ms": least[name], "edges": edges[name], "edges_per_s": rate[name],
+               "ratio_to_native": ms / median["native"]} for name, ms in median.items()
+    }}  # fmt: skip
+    figures["floor"] = floor(args, native, seeds)
+    figures["two_python_threads"] = python_threads(args, draw(threads=1), seeds)
+    figures["dgl_dataloader"] = dgl_loader(args, native, seeds) if "DGL fused, int64" in contenders else None
+    if args.larger:
+        figures["larger"] = larger(args, native, seeds)
+    return figures
+
+
+def floor(args, native, seeds):
+    """What a batch must touch, divided by the bandwidth at which index_select reads random places on this machine.
+
+    A batch may take less: some lines are in the cache, and prefetching keeps more misses in flight than index_select.
+    """
+    blocks = native.sample(seeds[0], 0)
+    lines = sum(block.num_dst + block.num_edges for block in blocks)  # one for each row of indptr, one for each edge
+    took = medians(interleave({"lines": random_lines(native.indices), "ours": ours(native, seeds)}, args.rounds))
+    bandwidth = (64 << 20) / took["lines"]
+    seconds = 64 * lines / bandwidth
+    print(f"floor: {lines:,} cache lines of 64 bytes at {bandwidth / 1e9:.1f} GB/s of random access = "
+          f"{seconds * 1e3:.1f} ms; native takes {took['ours'] / seconds:.2f} times that")  # fmt: skip
+    return {"lines": lines, "random_access_bytes_per_s": bandwidth, "floor_ms": seconds * 1e3,
+            "native_over_floor": took["ours"] / seconds}  # fmt: skip
+
+
+def python_threads(args, draw, seeds):
+    """Batches a second of two Python threads over those of one; each samples eight, so that its start costs little."""
+    lines = random_lines(draw.indices)
+
+    def sample(i, first, count=8):
+        for step in range(i + first, i + first + count):
+            draw.sample(seeds[step % len(seeds)], step)
+
+    def read(i, threads):
+        torch.set_num_threads(threads)
+        lines(i)
+
+    with ThreadPoolExecutor(2) as pool:
+        times = interleave({
+            "one": lambda i: sample(i, 0, 16), "two": lambda i: list(pool.map(sample, [i, i], [0, 8])),
+            "bare one": lambda i: read(i, 1), "bare two": lambda i: read(i, 2),
+        }, args.rounds)  # fmt: skip
+    torch.set_num_threads(args.threads)
+    gain = statistics.median(one / two for one, two in zip(times["one"], times["two"]))
+    bare = statistics.median(one / two for one, two in zip(times["bare one"], times["bare two"]))
+    print(f"two Python threads, eight batches each: {gain:.2f} times the batches/s of one (bare random access gains "
+          f"{bare:.2f} times from a second thread)")  # fmt: skip
+    return {"gain": gain, "random_access_gain": bare}
+
+
+def dgl_loader(args, native, seeds):
+    """Batches a second of DGL's DataLoader with its own NeighborSampler and with this one in its place."""
+    load, nodes = import_dgl().dataloading, torch.cat(seeds)
+    graph = dgl_graph(native.indptr, in_memory(native.indices, torch.int64))
+    samplers = {"adapter": DGLAdapter(native), "DGL": load.NeighborSampler(args.fanout[::-1])}
+    loaders = {name: load.DataLoader(graph, nodes, one, batch_size=args.batch_size) for name, one in samplers.items()}
+    passes = {name: lambda i, loader=loader: list(map(len, loader)) for name, loader in loaders.items()}
+    rate = {name: len(seeds) / seconds for name, seconds in medians(interleave(passes, 5, warmup=1)).items()}
+    gain = rate["adapter"] / rate["DGL"]
+    print(f"DGL's DataLoader: {rate['DGL']:.1f} batches/s with its NeighborSampler, {rate['adapter']:.1f} with the "
+          f"adapter, {gain:.2f} times")  # fmt: skip
+    return {**rate, "gain": gain}
+
+
+def larger(args, native, seeds):
+    """The time of a sampled edge on the graph --larger over that on the graph at hand."""
+    store, generator = opened(args.larger, args.root), torch.Generator().manual_seed(1)
+    graph = in_memory(store.indptr), in_memory(store.indices)
+    big = NeighborSampler(*graph, args.fanout, check=False, threads=args.threads)
+    others = [torch.randint(store.num_nodes, (args.batch_size,), generator=generator).unique() for _ in seeds]
+    drawn = {"small": [], "big": []}
+    runs = {"small": ours(native, seeds), "big": ours(big, others)}
+    took = medians(interleave(runs, args.rounds, note=lambda name, edges: drawn[name].append(edges)))
+    cost = {name: seconds / sum(drawn[name]) for name, seconds in took.items()}
+    ratio, times = cost["big"] / cost["small"], store.num_nodes / native.num_nodes
+    print(f"{args.larger} ({times:.1f} times the nodes): {ratio:.2f} times the time for an edge")
+    return {"dataset": args.larger, "time_per_edge_ratio": ratio}

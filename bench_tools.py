@@ -1,0 +1,205 @@
+"""What the parts of bench.py share: contenders timed in turn, tables, memory, processes of their own, figures."""
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import statistics
+import sys
+import threading
+import time
+import types
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+import allocator
+import datasets
+from sampler import import_dgl
+from store import GraphStore
+
+
+def hardware():
+    """Processor, memory, GPU and versions -> dict."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return {
+        "cpu": named[1].strip() if named else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def settle(threads):
+    """Give this process its number of threads, silence warnings and bound oneDNN's caches as train.py does."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    allocator.before_torch()  # oneDNN reads its variables at its first product
+
+
+def opened(dataset, root):
+    """The store of a data set, built under `root` if it is not there -> GraphStore."""
+    return GraphStore.open(datasets.prepare(dataset, root))
+
+
+def made(makers):
+    """Call {name: function that makes a contender} -> {name: contender}; prints which are left out, and why."""
+    contenders = {}
+    for name, make in makers.items():
+        try:
+            contenders[name] = make()
+        except Exception as error:  # importing another library can raise anything
+            print(f"left out: {name} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:90]})")
+    return contenders
+
+
+def interleave(contenders, rounds, *, warmup=2, twice=False, note=lambda name, result: None):
+    """Time contenders {name: function of the round's number}, each once a round, in turn -> {name: [seconds]}.
+
+    The first `warmup` rounds do not count. With `twice`, an untimed run precedes each timed one, so that a contender
+    finds memory and caches as it left them itself. note(name, result) is called with what each run returned.
+    """
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    times = {name: [] for name in contenders}
+    for i in range(warmup + rounds):
+        for name, run in contenders.items():
+            if twice:
+                run(i)
+            synchronize()
+            time.sleep(0.02)  # the OpenMP threads of the one before spin for a while and would slow this one down
+            start = time.perf_counter()
+            result = run(i)
+            synchronize()
+            if i >= warmup:
+                times[name].append(time.perf_counter() - start)
+            note(name, result)
+    return times
+
+
+def medians(times):
+    """{name: [seconds]} -> {name: median}."""
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def print_table(rows, header):
+    """Print rows of strings under a header, columns aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+
+
+def print_times(what, times, unit, digits, **columns):
+    """Print a row for each contender, with further columns {header: {name: cell}} -> its median, its minimum.
+
+    Both are {name: number} in the unit, "ms" or "s"; the ratio is to the median of the first contender.
+    """
+    factor, first = {"ms": 1e3, "s": 1}[unit], next(iter(times))
+    median = {name: factor * seconds for name, seconds in medians(times).items()}
+    least = {name: factor * min(seconds) for name, seconds in times.items()}
+    rows = [[name, f"{median[name]:.{digits}f}", f"{least[name]:.{digits}f}", f"{median[name] / median[first]:.2f}",
+             *(column[name] for column in columns.values())] for name in times]  # fmt: skip
+    print_table(rows, [what, f"median {unit}", f"min {unit}", f"time / {first}", *columns])
+    return median, least
+
+
+def keep_figures(args, figures):
+    """Write the figures to --json, with the machine and the arguments."""
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        everything = {"machine": hardware(), "arguments": vars(args), **figures}
+        Path(args.json).write_text(json.dumps(everything, indent=1) + "\n")
+
+
+def in_memory(tensor, dtype=None):
+    """A copy in huge pages, where the system has them: random access then misses the TLB less, for every contender."""
+    copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
+    if sys.platform == "linux":
+        start = -(-copy.data_ptr() // 4096) * 4096
+        size = max(copy.data_ptr() + copy.nbytes - start, 0)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE
+    return copy.copy_(tensor)
+
+
+def random_lines(tensor, count=1 << 20):
+    """A contender that gathers `count` cache lines of 64 bytes from random places of a tensor's memory."""
+    lines = tensor.view(torch.uint8)[: tensor.nbytes // 64 * 64].view(torch.int64).view(-1, 8)
+    picks = [torch.randint(0, lines.shape[0], (count,)) for _ in range(5)]
+    out = torch.empty(count, 8, dtype=torch.int64)
+    return lambda i: torch.index_select(lines, 0, picks[i % 5], out=out)
+
+
+def dgl_graph(indptr, indices):
+    """The CSC graph (int64 tensors) as a DGL graph, which shares its memory."""
+    return import_dgl().graph(("csc", (indptr, indices, [])), num_nodes=indptr.numel() - 1)
+
+
+class OwnProcess:
+    """What make(*args, **options) returns, in a process whose memory is its own; calls are passed on to it."""
+
+    held = None  # in that process: what was made
+
+    def __init__(self, threads, make, *args, **options):
+        spawn = multiprocessing.get_context("spawn")
+        self.process = ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
+        self.process.submit(OwnProcess._make, make, args, options).result()
+
+    def __call__(self, *args):
+        return self.process.submit(OwnProcess._call, args).result()
+
+    @staticmethod
+    def _make(make, args, options):
+        OwnProcess.held = make(*args, **options)
+
+    @staticmethod
+    def _call(args):
+        return OwnProcess.held(*args)
+
+
+def memory_of_process(file):
+    """Figures of this process from /proc/self/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
+    lines = [line.split() for line in Path("/proc/self", file).read_text().splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+@contextlib.contextmanager
+def watch():
+    """Watch this process while the body runs; yields a namespace, which is filled when the body ends.
+
+    .seconds; .peak and .grown, bytes of anonymous memory; .mapped, bytes of files; .faults that waited for the disk.
+    """
+    seen, done = types.SimpleNamespace(peak=0), threading.Event()
+
+    def sample():
+        while not done.wait(0.02):
+            seen.peak = max(seen.peak, memory_of_process("status")["RssAnon"])
+
+    before, faults = memory_of_process("status"), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    thread = threading.Thread(target=sample)
+    thread.start()
+    start = time.perf_counter()
+    try:
+        yield seen
+        seen.seconds = time.perf_counter() - start
+    finally:
+        done.set()
+        thread.join()
+    after = memory_of_process("status")
+    seen.faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
+    seen.grown, seen.mapped = after["RssAnon"] - before["RssAnon"], after["RssFile"]
+
+
+def forget_pages(path):
+    """Make the kernel drop the files of a store from memory, so that they are read from the disk."""
+    for file in Path(path).iterdir():
+        with open(file, "rb") as data:
+            os.fsync(data.fileno())
+            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
