@@ -53,7 +53,7 @@ def step_data(args):
 class Ours:
     """A training step of this project, as train.py takes it on CPU; each trick can be left out.
 
-    `batches` lists the seed nodes of each batch; `features` stand in for the store's own; `slots` batches live at once.
+    `batches` lists the seed nodes of each batch, `features` replaces the store's own, `slots` batches may live at once.
     """
 
     def __init__(self, store, batches, args, *, native_sampler=True, first_hop=True, kept_buffers=True,
@@ -159,7 +159,7 @@ def bench_step(args):
     })  # fmt: skip
     times = interleave(runs, args.rounds, twice=True)
     median, least = print_times("one step", times, "ms", 0)
-    ratios = {name: median[theirs] / median[ours] for name, (theirs, ours) in RATIOS.items() if theirs in median}
+    ratios = {name: median[theirs] / median[own] for name, (theirs, own) in RATIOS.items() if theirs in median}
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.2f} times as fast as DGL")
     return {"median_ms": median, "min_ms": least, "ratios": ratios, "losses": step_losses(ours)}
