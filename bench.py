@@ -9,6 +9,7 @@
     python bench.py store --edges 200000000 --features-gb 32 --graphs 1000000 --json store.json
     python bench.py inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python bench.py accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
+    python bench.py gpu                          # on a CUDA GPU: everything that is worth knowing, in 15 minutes
     python bench.py picture results/*.json       # throughput beside DGL's, drawn from what the others wrote
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
@@ -26,7 +27,10 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from bench_accuracy import bench_accuracy
+from bench_gpu import bench_gpu, machine
 from bench_sampler import bench_sampler
 from bench_store import bench_store
 from bench_tools import hardware, keep_figures, settle
@@ -47,10 +51,14 @@ def bench_picture(args):
     found = {}
     for file in args.files or sorted(str(path) for path in Path("results").glob("*.json")):
         content = json.loads(Path(file).read_text())
-        found.setdefault(content["arguments"]["what"], content)  # of two the first
-    labels = {"native": "ringblock", "torch ops": "ringblock, torch ops",
+        what = f"gpu {content['part']}" if "part" in content else content["arguments"]["what"]
+        found.setdefault(what, content)  # of two the first
+    on_gpu = {f"cuda-cuda {precision} {how}": f"ringblock, {precision}, {how}"
+              for precision in ("fp32", "tf32", "bf16") for how in ("eager", "graph")}  # fmt: skip
+    labels = {"native": "ringblock", "torch ops": "ringblock, torch ops", "torch operations": "ringblock, torch ops",
               "all tricks": "ringblock, fp32", "bf16": "ringblock, bf16",
-              "ours": "ringblock", "ours, tables in files": "ringblock, tables in files"}  # fmt: skip
+              "ours": "ringblock", "ours, tables in files": "ringblock, tables in files",
+              **on_gpu, "cuda-cuda fp32 plain": "plain version, fp32", "cpu-cuda fp32 PyG": "PyG, fp32"}  # fmt: skip
     draws = {  # command: (title, milliseconds of each contender, those that are drawn)
         "sampler": ("sampling a batch", lambda f: {name: c["median_ms"] for name, c in f["contenders"].items()},
                     ["native", "torch ops", "DGL fused, int64", "DGL unfused, int64", "GraphBolt"]),
@@ -58,12 +66,17 @@ def bench_picture(args):
                  ["bf16", "all tricks", "DGL, malloc kept", "DGL as shipped"]),
         "inference": ("exact inference, all nodes", lambda f: {name: 1e3 * s for name, s in f["median_s"].items()},
                       ["ours", "ours, tables in files", "DGL, 65536 nodes at a time", "DGL, 4096 nodes at a time"]),
+        "gpu sampling": ("sampling a batch", lambda f: f.get("median_ms", {}),
+                         ["native", "torch operations", "PyG NeighborLoader"]),
+        "gpu products": ("a training step, dropout 0.5", lambda f: f.get("step_ms", {}), list(labels)),
     }  # fmt: skip
     charts = []
     for what, (title, read, names) in draws.items():
         if what in found:
             times = read(found[what])
-            charts.append((title, {labels.get(name, name): times[name] for name in names if name in times}))
+            times = {labels.get(name, name): times[name] for name in names if name in times}
+            gpu = found[what]["machine"].get("gpu") if "part" in found[what] else None
+            charts += [(f"{title}, {gpu}" if gpu else title, times)] if times else []
     if not charts:
         raise StoreError(f"nothing to draw in {args.files}: give what bench.py sampler, step or inference --json wrote")
     size = 4.2 * len(charts), 2.4
@@ -71,7 +84,7 @@ def bench_picture(args):
     for axis, (title, times) in zip(axes[0], charts):
         colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]
         bars = axis.barh(list(times), [1e3 / ms for ms in times.values()], color=colors)
-        texts = [f" {ms:.0f} ms" if ms < 1e4 else f" {ms / 1e3:.0f} s" for ms in times.values()]
+        texts = [f" {ms:.{0 if ms >= 10 else 2}f} ms" if ms < 1e4 else f" {ms / 1e3:.0f} s" for ms in times.values()]
         axis.bar_label(bars, texts, fontsize=8)
         axis.invert_yaxis()
         axis.margins(x=0.25)
@@ -89,7 +102,7 @@ def main(argv=None):
     """Run the command line -> exit code."""
     runs = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling,
             "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
-            "picture": bench_picture}  # fmt: skip
+            "gpu": bench_gpu, "picture": bench_picture}  # fmt: skip
     numbers = lambda text: [int(k) for k in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -100,8 +113,8 @@ def main(argv=None):
     add("--fanout", default="15,10,5", type=numbers)
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
-    add("--threads", type=int, default=2, help="threads of every contender")
-    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs)")
+    add("--threads", type=int, help="threads of every contender (default: 2; gpu: one for each core)")
+    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs; gpu: 5)")
     add("--json", metavar="FILE", help="write the figures here as well")
     add("--larger", metavar="DATASET", help="sampler: also compare the cost of an edge on this larger graph")
     add("--shared", default="synthetic:nodes=2500000,degree=1,features=400", metavar="DATASET",
@@ -117,6 +130,10 @@ def main(argv=None):
     add("--data", default="../shared/data", metavar="DIR", help="accuracy: folder of the real graphs")
     add("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin,labels")
     add("--runs", type=int, default=10, help="accuracy: seeds, at least 2")
+    add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; files go to gpu-quick under --root")
+    add("--minutes", type=float, default=15, help="gpu: time for all parts")
+    add("--parts", metavar="A,B", help="gpu: only these, of those that bench_gpu.py lists")
+    add("--out", metavar="DIR", help="gpu: folder of gpu-*.json (default: results)")
     add("--png", default="results/throughput.png", metavar="FILE", help="picture: where it goes")
     args = parser.parse_args(argv)
     if args.files and args.what != "picture":
@@ -126,18 +143,24 @@ def main(argv=None):
     if unknown := set((args.models or "mlp").split(",")) - {"mlp", "labels", *CONVS}:
         parser.error(f"--models {','.join(sorted(unknown))}: choose from mlp,{','.join(CONVS)},labels")
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
-    args.rounds = args.rounds or (5 if args.what == "scaling" else 20)
+    args.rounds = args.rounds or {"scaling": 5, "gpu": 5}.get(args.what, 20)
+    args.threads = args.threads or (torch.get_num_threads() if args.what == "gpu" else 2)
     settle(args.threads)
-    print("  ".join(f"{name} {value}" for name, value in hardware().items()))
+    on_gpu = args.what == "gpu" or (args.what == "scaling" and args.gpus)
+    here = machine() if on_gpu else hardware()
+    if args.what != "picture" and (torch.cuda.is_available() or not on_gpu):
+        where = "measured on the GPU" if on_gpu else "measured on the CPU"
+        print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
     if args.what in ("sampler", "step", "features", "inference"):
         print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  "
               f"n = {args.rounds}")  # fmt: skip
     try:
-        keep_figures(args, runs[args.what](args))
+        figures = runs[args.what](args)
+        keep_figures(args, here, figures)
     except (StoreError, ImportError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 1 if args.what == "gpu" and figures["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -26,14 +26,13 @@ from store import GraphStore
 
 
 def hardware():
-    """Processor, memory, GPU and versions -> dict."""
+    """Processor, memory and versions -> dict; for GPUs see `machine` of bench_gpu.py."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return {
         "cpu": named[1].strip() if named else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -111,11 +110,11 @@ def print_times(what, times, unit, digits, **columns):
     return median, least
 
 
-def keep_figures(args, figures):
-    """Write the figures to --json, with the machine and the arguments."""
+def keep_figures(args, machine, figures):
+    """Write the figures to --json, with the machine (`hardware`) and the arguments."""
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        everything = {"machine": hardware(), "arguments": vars(args), **figures}
+        everything = {"machine": machine, "arguments": vars(args), **figures}
         Path(args.json).write_text(json.dumps(everything, indent=1) + "\n")
 
 

@@ -47,6 +47,7 @@ from tqdm import tqdm
 import allocator
 import bench
 import bench_accuracy
+import bench_gpu
 import bench_training
 import checkpoint
 import csc
@@ -4255,6 +4256,80 @@ def test_bench_picture_draws_what_is_committed(tmp_path):
     files = [str(path) for path in (HERE / "results").glob("*.json")]
     assert bench.main(["picture", *files, "--png", str(tmp_path / "speed.png")]) == 0
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_gpu_without_a_gpu_is_one_sentence_and_the_others_say_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(["gpu", "--root", str(tmp_path), "--threads", "2"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("bench.py: gpu needs a CUDA GPU") and said.err.count("\n") == 1
+    monkeypatch.setattr(bench, "bench_sampler", lambda args: {})
+    assert bench.main(["sampler", "--threads", "2", "--json", str(tmp_path / "s.json")]) == 0
+    assert re.match("measured on the CPU  cpu ", capsys.readouterr().out.splitlines()[0])
+    assert "gpu" not in json.loads((tmp_path / "s.json").read_text())["machine"]
+
+
+def _part_that_keeps(args, record):
+    record.keep(median_ms={"native": 1.5, "torch operations": 6.0}, summary=f"{args.batch_size} seeds in 1.5 ms")
+    with record.attempt("PyG", optional=True):
+        raise ImportError("no PyG here")
+
+
+def _part_that_raises(args, record):
+    with record.attempt("one contender"):
+        raise ValueError("of two things the first\nand the second")
+    record.keep(half=1)
+    raise RuntimeError("the other half")
+
+
+def _part_that_dies(args, record):
+    os._exit(7)
+
+
+def _part_that_hangs(args, record):
+    subprocess.run(["sleep", "600"])
+
+
+def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
+    """An exception, a crash and a time limit are written into the part's file, and the others run."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(bench_gpu, "PROCESSES", multiprocessing.get_context("fork"))  # spawning takes seconds each
+    parts = {"raises": (_part_that_raises, 60), "dies": (_part_that_dies, 60), "hangs": (_part_that_hangs, 1),
+             "sampling": (_part_that_keeps, 60)}  # fmt: skip
+    monkeypatch.setattr(bench_gpu, "PARTS", parts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "machine", dict)
+    monkeypatch.setattr(bench_gpu, "machine", lambda: {"gpu": "some GPU"})
+    words = ["gpu", "--threads", "2", "--out", str(tmp_path / "out"), "--batch-size", "7"]
+    assert bench.main(words) == 1
+    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    assert files.keys() == {f"gpu-{name}" for name in parts}
+    for name, content in files.items():
+        assert {"machine", "arguments", "part", "finished", "failed", "left_out", "seconds"} <= content.keys()
+        assert content["part"] == name[4:] and content["arguments"]["what"] == "gpu" and content["arguments"]["batch_size"] == 7
+    assert files["gpu-raises"]["half"] == 1 and files["gpu-raises"]["failed"] == [
+        "one contender: ValueError: of two things the first", "raises: RuntimeError: the other half"]  # fmt: skip
+    assert files["gpu-dies"]["failed"] == ["its process ended with exit code 7"]
+    assert files["gpu-hangs"]["failed"] == ["stopped after 1 s"] and files["gpu-hangs"]["seconds"] < 30
+    good = files["gpu-sampling"]
+    assert good["machine"] and good["finished"] and not good["failed"] and good["left_out"] == ["PyG: no PyG here"]
+    text = capfd.readouterr().out
+    assert "FAILED  one contender: ValueError" in text and re.search(r"sampling +\| \d+ +\| 1 left out +\| 7 seeds in 1.5 ms", text)
+    assert bench.main([*words, "--parts", "sampling"]) == 0
+    assert bench.main([*words, "--parts", "sampling,x"]) == 2 and "--parts x: choose from raises" in capfd.readouterr().err
+    assert bench.main([*words, "--parts", "sampling", "--minutes", "0"]) == 1
+    assert json.loads((tmp_path / "out" / "gpu-sampling.json").read_text())["failed"] == ["no time left of --minutes 0"]
+
+
+def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
+    pytest.importorskip("matplotlib")
+    common = {"machine": {"gpu": "some GPU"}, "arguments": {"what": "gpu"}}
+    for part, figures in (("sampling", {"median_ms": {"native": 0.2}}), ("products", {"step_ms": {"cuda-cuda fp32 eager": 2.5}}), ("trace", {})):
+        (tmp_path / f"gpu-{part}.json").write_text(json.dumps({**common, "part": part, **figures}))
+    files = sorted(map(str, tmp_path.glob("*.json")))
+    assert bench.main(["picture", *files, "--png", str(tmp_path / "speed.png")]) == 0
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert bench.main(["picture", files[2], "--png", str(tmp_path / "none.png")]) == 2  # nothing of it can be drawn
 
 
 def _readme_blocks(language):
