@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from bench_accuracy import bench_accuracy
-from bench_gpu import bench_gpu, machine
+from bench_gpu import bench_gpu, gpu_machine
 from bench_sampler import bench_sampler
 from bench_store import bench_store
 from bench_tools import hardware, keep_figures, settle
@@ -146,9 +146,9 @@ def main(argv=None):
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5}.get(args.what, 20)
     args.threads = args.threads or (torch.get_num_threads() if args.what == "gpu" else 2)
     settle(args.threads)
-    on_gpu = args.what == "gpu" or (args.what == "scaling" and args.gpus)
-    here = machine() if on_gpu else hardware()
-    if args.what != "picture" and (torch.cuda.is_available() or not on_gpu):
+    on_gpu = torch.cuda.is_available() and (args.what == "gpu" or (args.what == "scaling" and args.gpus))
+    here = gpu_machine() if on_gpu else hardware()
+    if args.what != "picture" and (on_gpu or args.what != "gpu"):
         where = "measured on the GPU" if on_gpu else "measured on the CPU"
         print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
     if args.what in ("sampler", "step", "features", "inference"):

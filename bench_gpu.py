@@ -45,20 +45,9 @@ from model import CONVS
 from sampler import NeighborSampler
 
 PROCESSES = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-ARGUMENTS = (
-    "what",
-    "fanout",
-    "batch_size",
-    "hidden",
-    "threads",
-    "rounds",
-    "window",
-    "quick",
-    "minutes",
-    "parts",
-    "root",
-    "out",
-)
+ARGUMENTS = "what fanout batch_size hidden threads rounds window quick minutes parts root out".split()
+FIELDS = "driver_version power.limit clocks.max.sm clocks.max.mem pcie.link.gen.max pcie.link.width.max".split()
+PACKAGES = "numpy nvidia-cuda-nvrtc nvidia-cuda-nvrtc-cu12 cuda-bindings torch_geometric pyg-lib dgl".split()
 GOALS = "goals: 2 times for sampling, 3 times for training; the paper's figures are 1.52 and 1.80"
 
 
@@ -72,14 +61,8 @@ class Record:
     def __init__(self, args, part, seconds=0):
         self.path, self.deadline = Path(args.out, f"gpu-{part}.json"), time.time() + seconds
         arguments = {name: getattr(args, name) for name in ARGUMENTS}
-        self.content = {
-            "machine": None,
-            "arguments": arguments,
-            "part": part,
-            "finished": False,
-            "failed": [],
-            "left_out": [],
-        }
+        self.content = {"machine": None, "arguments": arguments, "part": part, "finished": False}
+        self.content |= {"failed": [], "left_out": []}
 
     def keep(self, **figures):
         """Add figures to the file, which is whole at any time."""
@@ -190,30 +173,20 @@ def machine():
             "capability": f"{device.major}.{device.minor}",
             "multiprocessors": device.multi_processor_count,
         }
-    fields = [
-        "driver_version",
-        "power.limit",
-        "clocks.max.sm",
-        "clocks.max.mem",
-        "pcie.link.gen.max",
-        "pcie.link.width.max",
-    ]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader"]
         line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
-        found |= dict(zip(fields, line.split(", ")))
-    for package in (
-        "numpy",
-        "nvidia-cuda-nvrtc",
-        "nvidia-cuda-nvrtc-cu12",
-        "cuda-bindings",
-        "torch_geometric",
-        "pyg-lib",
-        "dgl",
-    ):
+        found |= dict(zip(FIELDS, line.split(", ")))
+    for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def gpu_machine():
+    """What `machine` says, asked in a process that ends: some GPUs serve one at a time, and the parts come after."""
+    with PROCESSES.Pool(1) as pool:
+        return pool.apply(machine)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,13 +196,12 @@ def machine():
 def tests(args, record):
     """pytest's own count of the tests that have gpu or cuda in their names."""
     command = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda", Path(__file__).with_name("test_all.py")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    environment = {**os.environ, "COLUMNS": "300"}  # pytest cuts what failed to the terminal's width
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, env=environment)
     last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""])[-1]
-    failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
-    record.keep(
-        counts={what: int(n) for n, what in re.findall(r"(\d+) (\w+)", last.partition(" in ")[0])},
-        summary=last.strip("= "),
-    )
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE)
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (\w+)", last.partition(" in ")[0])}
+    record.keep(counts=counts, summary=last.strip("= "))
     print(last)
     for line in failed:
         record.fail(line[:300])
@@ -255,12 +227,8 @@ def losses(args, record):
     options = ["--epochs", "2", "--fanout", "5,4,3", "--hidden", "64", "--batch-size", "64" if args.quick else "256"]
     for precision in ("fp32", "bf16"):
         for conv in CONVS:
-            more = [
-                *options,
-                "--model",
-                conv,
-                *(["--dropout", "0"] if conv == "gat" else []),
-            ]  # its attention's is drawn by the device
+            # gat without dropout: that of its attention is drawn by the device
+            more = [*options, "--model", conv, *(["--dropout", "0"] if conv == "gat" else [])]
             cpu = None
             for mode in ("cpu-cpu", *GPU_MODES):
                 name = f"{conv} {precision} {mode}"
@@ -269,16 +237,11 @@ def losses(args, record):
                     cpu = found[name] if mode == "cpu-cpu" else cpu
                     if not cpu:
                         raise RuntimeError("the CPU's own run failed")
-                    apart = max(abs(a - b) for a, b in zip(found[name], cpu))
-                    fine = apart < 1.01e-4 if precision == "fp32" else apart < 0.02 * max(cpu)
-                    rows.append(
-                        [
-                            name,
-                            "  ".join(f"{loss:.4f}" for loss in found[name]),
-                            f"{apart:.1e}",
-                            "same" if fine else "DIFFERS",
-                        ]
-                    )
+                    apart = [abs(a - b) for a, b in zip(found[name], cpu, strict=True)]
+                    most = 1.01e-4 if precision == "fp32" else 0.02 * max(cpu)
+                    fine = all(a < most for a in apart)  # a loss that is no number is not
+                    said = "  ".join(f"{loss:.4f}" for loss in found[name])
+                    rows.append([name, said, f"{max(apart):.1e}", "same" if fine else "DIFFERS"])
                     record.keep(losses=found)
                     if not fine:
                         record.fail(f"{name}: losses {found[name]}, on the CPU {cpu}")
@@ -374,5 +337,5 @@ PARTS = {  # name: (function, seconds it may take)
     "arxiv": (functools.partial(training, size="arxiv"), 120),
     "transfer": (transfer, 60),
     "trace": (trace, 60),
-    "sanitizer": (sanitizer, 120),
+    "sanitizer": (sanitizer, 180),
 }

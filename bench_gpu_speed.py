@@ -160,6 +160,7 @@ def bytes_of_batch(blocks):
 
 def pyg_loader(args, store, workers, **arrays):
     """PyG's NeighborLoader on the store's graph, as its examples set it up."""
+    import pyg_lib  # noqa: F401  it samples, and counts the nodes of each hop, which trim_to_layer asks for
     from torch_geometric.data import Data
     from torch_geometric.loader import NeighborLoader
 
@@ -249,7 +250,6 @@ class PyG:
     """NeighborLoader and SAGEConv, each layer on what the later ones need (trim_to_layer). In fp32."""
 
     def __init__(self, args, size):
-        import pyg_lib  # noqa: F401  only its sampler counts the nodes of each hop, which trim_to_layer asks for
         from torch_geometric.nn import SAGEConv
 
         store = opened(graph_name(args, size), args.root)

@@ -4298,7 +4298,7 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
              "sampling": (_part_that_keeps, 60)}  # fmt: skip
     monkeypatch.setattr(bench_gpu, "PARTS", parts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "machine", dict)
+    monkeypatch.setattr(bench, "gpu_machine", dict)
     monkeypatch.setattr(bench_gpu, "machine", lambda: {"gpu": "some GPU"})
     words = ["gpu", "--threads", "2", "--out", str(tmp_path / "out"), "--batch-size", "7"]
     assert bench.main(words) == 1
