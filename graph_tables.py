@@ -18,14 +18,46 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 
 import numpy as np
 
 from store import StoreError
-from tables import DESTINATIONS, LABELS, NONE, NUMBER, SOURCES, opened, spool
+from tables import NONE, opened, plural, short, spool
 
-LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
+SOURCES = {"source", "src", "from", "u"}  # names of columns, in the forms that _forms gives
+DESTINATIONS = {"destination", "dest", "dst", "target", "to", "v"}
+LABELS = {"label", "labels", "class", "category", "target", "y"}
+IDS = {"id", "node", "nodeid", "nid", "index", "unnamed0", "indexlevel0"}  # the last two are pandas'
 MORE = {"weight": {"weight", "w"}, "time": {"time", "timestamp", "t"}}  # what edges may have besides their ends
+KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | MORE["weight"] | MORE["time"]
+LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
+
+
+def _forms(name) -> set[str]:
+    """A column's name in small letters, and without a final "id" or "node": `from_node_id`, `Source ID`."""
+    word = re.sub("[^a-z0-9]", "", name.lower())
+    return {word, word.removesuffix("id").removesuffix("node")} - {""}
+
+
+def _is_id(name, j) -> bool:
+    """Whether the name of column j says that it holds ids; the first column's may be empty, or end in id."""
+    word = re.sub("[^a-z0-9]", "", name.lower())
+    return word in IDS or j == 0 and (word == "" or word.endswith("id") and not _forms(name) & LABELS)
+
+
+def _known(name, j) -> bool:
+    return bool(_forms(name) & KNOWN) or _is_id(name, j)
+
+
+def _named(table, words) -> list[int]:
+    """The columns with one of these names."""
+    return [j for j, name in enumerate(table.names or ()) if _forms(name) & words]
+
+
+def _id_column(table) -> int | None:
+    """The first column whose name says that it holds ids."""
+    return next((j for j, name in enumerate(table.names or ()) if _is_id(name, j)), None)
 
 
 class Nodes:
@@ -56,7 +88,7 @@ class Nodes:
                 self._check(table, lines, nodes, lambda row, column, names=text_: names[column][row])
                 yield lines, nodes, whole_, real_, text_[n:]
             return
-        if self.names is None:
+        if self.names is None and any(table.kinds[j] == "text" for j in columns):
             table.hint = f"; nodes are named by text where {self.source} has a column of ids"
         for lines, whole_, real_, text_ in table.chunks([*columns, *whole], real, text, missing):
             names = nodes = whole_ if n == whole_.shape[1] else whole_[:, :n]
@@ -70,7 +102,8 @@ class Nodes:
         if nodes.size and (nodes.min() < 0 or nodes.max() >= self.count):
             row, column = np.argwhere((nodes < 0) | (nodes >= self.count))[0]
             there = f"has the nodes 0 to {self.count - 1:,}" if self.names is None else "has no such id"
-            raise table.error(lines[row], f"there is no node {name(row, column)}: {self.source} {there}")
+            what = f"there is no node {short(str(name(row, column)), '')}"
+            raise table.error(lines[row], f"{what}: {self.source} {there}")
 
     def save(self, file):
         """Write the names, that of node i in line i + 1."""
@@ -93,16 +126,17 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
     Raises:
         StoreError: for a cell that is no finite float32, an id that occurs twice, a column that is called label.
     """
-    with opened(file) as table:
-        node = table.id_column()
-        node = 0 if node is None and not table.numeric[0] else node
-        text = node is not None and not table.numeric[node]
+    with opened(file, _known) as table:
+        node = _id_column(table)
+        node = 0 if node is None and table.kinds[0] == "text" else node
+        text = node is not None and table.kinds[node] in ("text", "mixed")
         real = [j for j in range(table.width) if j != node]
-        for j in table.named(LEAKS):
+        for j in _named(table, LEAKS):
             raise StoreError(f"{file} has a column {table.column(j)}, and features must not tell the label: leave it "
                              "out, or give it another name if it is something else")
         if not real:
             raise StoreError(f"{file} has no features: its only column, {table.column(0)}, holds ids")
+        table.hint = "; rename the column if it holds no ids"
         ids, perhaps = [], node is None and len(real) > 1
 
         def rows():
@@ -132,33 +166,34 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
         if node is not None:
             ids = [name for part in ids for name in part] if text else np.concatenate(ids)
             x, nodes = _name(table, target, x, ids, node)
-        table.say(f"{x.shape[1]:,} features")
+        table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
 
 def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Name the nodes by the ids of the rows, or put the rows in the order of their numbers."""
-    count, column = len(x), table.column(node)
+    total, column = len(x), table.column(node)
     if isinstance(ids, list):
-        numbered, again = False, [name for name, times in collections.Counter(ids).items() if times > 1 or not name]
+        numbered = False
+        again = [name for name, times in collections.Counter(ids).items() if times > 1 or not name]
     else:
         ordered = np.sort(ids)
-        numbered, again = np.array_equal(ordered, np.arange(count)), ordered[1:][ordered[1:] == ordered[:-1]]
+        numbered, again = np.array_equal(ordered, np.arange(total)), ordered[1:][ordered[1:] == ordered[:-1]]
     if len(again):
-        what = f"holds {again[0]} more than once" if again[0] != "" else "has an empty cell"
-        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, and {what}; if they are none, rename it")
+        what = f"{short(str(again[0]), '')} is there more than once" if again[0] != "" else "a cell is empty"
+        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, but {what}; rename it if it holds no ids")
     if not numbered:
-        table.notes.append(f"{column} names the nodes, such as {ids[0]}")
-        return x, Nodes(count, table.name, ids, by_row=False)
-    in_order = bool((ids == np.arange(count)).all())
+        table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
+        return x, Nodes(total, table.name, ids, by_row=False)
+    in_order = bool((ids == np.arange(total)).all())
     table.notes.append(f"{column} numbers the nodes" + ("" if in_order else ", the rows are put in their order"))
     if not in_order:
         ordered = np.memmap(f"{target}-ordered", np.float32, "w+", shape=x.shape)
-        for a in range(0, count, 4096):
+        for a in range(0, total, 4096):
             ordered[ids[a:a + 4096]] = x[a:a + 4096]
         os.remove(target)
         x = ordered
-    return x, Nodes(count, table.name, by_row=in_order)
+    return x, Nodes(total, table.name, by_row=in_order)
 
 
 def labels(file, nodes) -> tuple[np.ndarray, list[str] | None]:
@@ -175,18 +210,22 @@ def labels(file, nodes) -> tuple[np.ndarray, list[str] | None]:
     Raises:
         StoreError: for labels that are neither, for the wrong number of rows, a node that is there twice.
     """
-    with opened(file) as table:
+    with opened(file, _known) as table:
         label, node = _label_columns(table)
         if node is None and not nodes.by_row:
             raise StoreError(f"{file} has no column of ids: {nodes.source} has one, which is not 0 to V-1 in order, so "
                              "labels need a column id as well")
+        if node is not None:
+            table.notes.append(f"{table.column(node)} taken as ids, {table.column(label)} as labels")
         y, classes = np.full(nodes.count, -1), {}
         seen = np.zeros(nodes.count, bool)
-        number = table.numeric[label]
+        number = table.kinds[label] != "text"
         kinds = dict(real=[label], missing=True) if number else dict(text=[label])
         for lines, named, _, real, text in nodes.chunks(table, [] if node is None else [node], **kinds):
             if table.rows > nodes.count:
-                raise table.error(lines[-1], f"there are more labels than the {nodes.count:,} rows of {nodes.source}")
+                hint = "" if table.names else "; a header is known by the name label"
+                what = f"there are more labels than the {nodes.count:,} rows of {nodes.source}"
+                raise table.error(lines[-1], what + hint)
             rows = named[:, 0] if node is not None else np.arange(table.rows - len(lines), table.rows)
             _once(table, lines, rows, seen)
             if number:
@@ -198,37 +237,33 @@ def labels(file, nodes) -> tuple[np.ndarray, list[str] | None]:
             else:
                 y[rows] = [-1 if name.lower() in NONE else classes.setdefault(name, len(classes)) for name in text[0]]
         if node is None and table.rows < nodes.count:
-            raise StoreError(f"{file} has {table.rows:,} rows of labels, {nodes.source} has {nodes.count:,} of features")
+            raise StoreError(f"{file} has {table.rows:,} labels, {nodes.source} has {nodes.count:,} rows of features")
         missing = np.count_nonzero(y < 0)
         if missing == nodes.count:
             raise StoreError(f"{file} has no label for any node of {nodes.source}")
-        names = None if number else _sort_classes(table, y, classes)
-        if number and not table.whole[label]:
+        names = None if number else _sort_classes(y, classes)
+        if table.kinds[label] == "real":
             table.notes.append("floats that are whole numbers taken as labels")
         found = f"classes {', '.join(names[:3])}{', ...' * (len(names) > 3)}" if names else f"labels up to {y.max()}"
-        table.say(found, *([f"{missing:,} nodes without a label"] if missing else []))
+        table.say(found, *([f"{plural(missing, 'node')} without a label"] if missing else []))
     return y, names
 
 
 def _label_columns(table) -> tuple[int, int | None]:
     """(column of the labels, column of ids or None)."""
-    node = table.id_column()
-    named = [j for j in table.named(LABELS) if j != node]
+    node = _id_column(table)
+    named = [j for j in _named(table, LABELS) if j != node]
     if table.width == 1 and node is None:
         return 0, None
     if table.width == 2:
         node = node if node is not None else 1 - named[0] if len(named) == 1 else 0
         return 1 - node, node
-    found = ", ".join(map(table.column, range(table.width)))
+    found = short(", ".join(map(table.column, range(table.width))), "")
     raise StoreError(f"{table.name} has the columns {found}: one of labels is needed, or one of ids and one of labels")
 
 
-def _sort_classes(table, y, classes) -> list[str]:
+def _sort_classes(y, classes) -> list[str]:
     """Number classes in the order of their names."""
-    numbers, words = ([name for name in classes if bool(NUMBER.fullmatch(name)) == kind] for kind in (True, False))
-    if numbers and words:
-        raise StoreError(f"{table.name} has numbers and text as labels, such as {numbers[0]!r} and {words[0]!r}; where "
-                         "there is no label, leave the cell empty")
     names = sorted(classes)
     place = np.empty(len(names) + 1, np.int64)
     place[[classes[name] for name in names]] = np.arange(len(names))
@@ -259,19 +294,21 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
         keep: which of the further columns "weight" and "time" to read; every other column is refused.
 
     Returns:
-        (a memmap of int64 [2, M], sources over destinations; {name: [M] int64 or float64} of what was kept).
+        (a memmap of int64 [2, M], sources over destinations; what was kept: weight float64 [M], time int64 [M] or, if
+        the first times are no integers, float64).
 
     Raises:
         StoreError: for nodes that are not there, for columns that nobody asked for.
     """
-    with opened(file) as table, contextlib.ExitStack() as files:
+    with opened(file, _known) as table, contextlib.ExitStack() as files:
         ends = _end_columns(table)
-        more = {name: j for name in keep for j in table.named(MORE[name]) if j not in ends}
+        more = {name: j for name in keep for j in _named(table, MORE[name]) if j not in ends}
         extra = [table.column(j) for j in range(table.width) if j not in (*ends, *more.values())]
         if extra:
-            raise StoreError(f"{file} has more columns than are understood, {', '.join(extra)}: leave them out"
-                             + ("" if table.names else "; names in a header would tell which is which"))
-        whole, real = ([name for name in more if table.whole[more[name]] == kind] for kind in (True, False))
+            raise StoreError(f"{file} has more columns than are understood, {short(', '.join(extra), '')}: leave them "
+                             "out" + ("" if table.names else "; names in a header would tell which is which"))
+        whole = [name for name in more if name == "time" and table.kinds[more[name]] == "whole"]
+        real = [name for name in more if name not in whole]
         out = {name: files.enter_context(open(f"{target}-{name}", "wb")) for name in more}
 
         def pairs():
@@ -293,21 +330,21 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
 
 def _end_columns(table) -> list[int]:
     """The columns of sources and destinations."""
-    found = [table.named(words) for words in (SOURCES, DESTINATIONS)]
+    found = [_named(table, words) for words in (SOURCES, DESTINATIONS)]
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, source and destination")
     if [len(columns) for columns in found] == [1, 1]:
         return [found[0][0], found[1][0]]
     if any(found):
-        raise StoreError(f"{table.name} has the columns {', '.join(table.names)}: call one of them source and one "
-                         "destination")
+        raise StoreError(f"{table.name} has the columns {short(', '.join(table.names), '')}: call one of them source "
+                         "and one destination")
     table.notes.append(f"{table.column(0)} taken as source, {table.column(1)} as destination")
     return [0, 1]
 
 
 def ids(file, nodes) -> np.ndarray:
     """Read a table of one column that names nodes, each once -> int64 [n]; StoreError for a mask, or for no rows."""
-    with opened(file) as table:
+    with opened(file, _known) as table:
         if table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, the ids of nodes")
         seen, found = np.zeros(nodes.count, bool), []

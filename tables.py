@@ -1,6 +1,6 @@
 """A table in a file -> chunks of its rows, never whole in memory: csv in all its kinds, and parquet.
 
-    with opened("edges.csv.gz") as table:                     # table.names, table.width, table.numeric
+    with opened("edges.csv.gz", known) as table:              # table.names, table.width, table.kinds
         for lines, whole, real, text in table.chunks(whole=[0, 1], real=[2]):
             ...                                               # int64 [r, 2], float64 [r, 1]
     array = spool("file", chunks, np.float32, width)          # a memmap of what is read several times
@@ -36,15 +36,9 @@ import numpy as np
 from store import StoreError
 
 PIECE = 1 << 19  # bytes of text parsed at once: they stay in the cache
-LINE = 1 << 24  # bytes of the longest line
+LINE = 1 << 23  # bytes of the longest line
 SAMPLE = 1000  # rows at most from which the layout is guessed
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
-
-SOURCES = {"source", "src", "from", "u"}  # names of columns, in the forms that _forms gives
-DESTINATIONS = {"destination", "dest", "dst", "target", "to", "v"}
-LABELS = {"label", "labels", "class", "category", "target", "y"}
-IDS = {"id", "node", "nodeid", "nid", "index", "unnamed0", "indexlevel0"}  # the last two are pandas'
-KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | {"weight", "time", "timestamp"}
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -59,19 +53,20 @@ class Table:
     Args:
         stream: binary file at its beginning: text, compressed or not, or parquet (which has to be seekable).
         name: what messages call it.
+        known: function of a name and the number of its column, by which a header over columns of text is known.
 
     Attributes:
         names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
-        numeric, whole: [width] bool, whether a column holds numbers, and integers, as far as was looked.
-        notes: what was guessed, in words. hint: how a number could have been text, to end an error with.
+        kinds: [width] "whole", "real", "text" (no cell is like a number) or "mixed", as far as was looked.
+        notes: what was guessed, in words. hint: the end of a message about what is no integer.
 
     Raises:
         StoreError: for what is no table of equal rows, here or while reading.
     """
 
-    def __init__(self, stream, name):
-        self.name, self.names, self.rows, self.notes, self.hint = str(name), None, 0, [], ""
-        self._separator, self._trailing, self._unit, self._line = "", False, "line", 0
+    def __init__(self, stream, name, known=lambda name, j: False):
+        self._known, self.name, self.names, self.rows, self.notes, self.hint = known, str(name), None, 0, [], ""
+        self._separator, self._trailing, self._text, self._unit, self._line = ",", False, False, "line", 0
         self._skipped = collections.Counter()
         stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream)
         with self._readable():
@@ -103,30 +98,23 @@ class Table:
             (lines [r], int64 [r, len(whole)], float64 [r, len(real)], a list of r strings for each text column).
         """
         whole, real, text = list(whole), list(real), list(text)
+        self._text = bool(text)
         for line, piece in self._pieces:
             numbers = None if text else self._plain(piece, whole, real)
             if numbers is not None:
                 lines, strings = range(line, line + len(numbers[0])), []
             else:
-                lines, rows = self._split(line, piece)
-                numbers = (self._numbers(lines, rows, whole, np.int64),
-                           self._numbers(lines, rows, real, np.float64, missing))
-                strings = [[row[j] for row in rows] for j in text]
+                lines, cells = self._split(line, piece)
+                numbers = (self._numbers(lines, cells, whole, np.int64),
+                           self._numbers(lines, cells, real, np.float64, missing))
+                strings = [cells[j] for j in text]
             self.rows += len(lines)
             if len(lines):
                 yield lines, *numbers, strings
 
-    def named(self, words) -> list[int]:
-        """The columns with one of these names."""
-        return [j for j, name in enumerate(self.names or ()) if _forms(name) & words]
-
-    def id_column(self) -> int | None:
-        """The column that holds ids, by its name."""
-        return next((j for j, name in enumerate(self.names or ()) if _is_id(name, j)), None)
-
     def column(self, j) -> str:
         """What messages call a column."""
-        return repr(self.names[j]) if self.names else f"column {j + 1}"
+        return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
 
     def error(self, line, what) -> StoreError:
         """An error to raise, which names the file and the line."""
@@ -134,8 +122,8 @@ class Table:
 
     def say(self, *more):
         """Print in one line what was guessed and found."""
-        skipped = [f"{count:,} {what}" for what, count in self._skipped.items() if count]
-        print(f"{Path(self.name).name}: {', '.join([*self.notes, *skipped, f'{self.rows:,} rows', *more])}")
+        counts = [plural(number, what) for what, number in {**self._skipped, "row": self.rows}.items() if number]
+        print(f"{Path(self.name).name}: {', '.join([*self.notes, *counts, *more])}")
 
     # -----------------------------------------------------------------------------------------------------------------
     # bytes -> lines -> cells -> numbers
@@ -156,27 +144,21 @@ class Table:
             import pyarrow.parquet
         except ImportError as error:
             raise StoreError(f"{self.name} is parquet: reading it needs pyarrow (pip install pyarrow)") from error
-        self._unit, self._separator = "row", ","
-        no_header = pyarrow.csv.WriteOptions(include_header=False)
-
-        @contextlib.contextmanager
-        def readable():
-            try:
-                yield
-            except (pyarrow.ArrowException, OSError) as error:
-                raise StoreError(f"{self.name} cannot be read as parquet: {error}") from error
+        self._unit = "row"
 
         def pieces():
-            with readable():
-                for batch in file.iter_batches(max(1, (1 << 16) // len(names))):
+            try:
+                file = pyarrow.parquet.ParquetFile(stream)
+                yield file.schema_arrow.names
+                for batch in file.iter_batches(max(1, (1 << 16) // len(file.schema_arrow))):
                     out = io.BytesIO()
-                    pyarrow.csv.write_csv(batch, out, no_header)
+                    pyarrow.csv.write_csv(batch, out, pyarrow.csv.WriteOptions(include_header=False))
                     yield out.getvalue()
+            except (pyarrow.ArrowException, OSError, ZeroDivisionError) as error:
+                raise StoreError(f"{self.name} cannot be read as parquet: {error}") from error
 
-        with readable():
-            file = pyarrow.parquet.ParquetFile(stream)
-            names = file.schema_arrow.names
-        return names, pieces()
+        found = pieces()
+        return next(found), found
 
     def _cut(self, data):
         """(number of the first line, whole lines) of a stream of bytes, with a line feed after each line."""
@@ -197,49 +179,53 @@ class Table:
             if len(rest) > LINE:
                 raise self.error(self._line + 1, f"it goes on for more than {LINE >> 20} MiB without an end")
 
-    def _lines(self, line, text) -> list[tuple[int, str]]:
-        """(number, line) of the lines of a piece that hold rows."""
+    def _lines(self, line, text) -> tuple[list[int], list[str]]:
+        """(numbers, lines) of a piece, those that hold rows."""
         try:
-            lines = list(enumerate(text.decode().split("\n")[:-1], line))
+            lines = text.decode().split("\n")[:-1]
         except UnicodeDecodeError as error:
             line += text.count(b"\n", 0, error.start)
             raise self.error(line, f"byte {text[error.start]:#x} is not UTF-8; save the table as UTF-8") from None
+        numbers = range(line, line + len(lines))
         if self._unit == "row":
-            return lines
+            return numbers, lines
         for bad in (b"\0", b"\xef\xbb\xbf"):
             if bad in text:
                 line += text.count(b"\n", 0, text.find(bad))
                 raise self.error(line, "it holds a zero byte or a byte-order mark, which are no text")
-        kept = [(n, row) for n, row in lines if row.strip(" ") and not row.lstrip().startswith("#")]
-        blank = sum(not row.strip(" ") for _, row in lines) if len(kept) < len(lines) else 0
-        self._skipped.update({"lines of comments": len(lines) - len(kept) - blank, "blank lines": blank})
-        return kept
-
-    def _cells(self, lines, separator) -> list:
-        """A list of cells for each line; None where a quote does not end in its line."""
-        options = dict(delimiter=separator or "\x1f", skipinitialspace=separator != " ", strict=True)
-        try:
-            rows = list(csv.reader(lines, **options))
-        except csv.Error:
-            rows = []
-        if len(rows) != len(lines):
-            return [None] if len(lines) == 1 else [self._cells([line], separator)[0] for line in lines]
-        if separator == " ":  # columns may be aligned with several
-            return [[cell.strip() for cell in row if cell] for row in rows]
-        return [[cell.strip() for cell in row] or [""] for row in rows]
+        starts = [line.lstrip(" ")[:1] for line in lines]
+        if "#" in starts and self._text:
+            n = starts.index("#")
+            raise self.error(numbers[n], f"{short(lines[n])} is a comment, or else text that has to be in quotes")
+        if "#" in starts or "" in starts:
+            self._skipped.update({"comment": starts.count("#"), "blank line": starts.count("")})
+            keep = [start not in ("#", "") for start in starts]
+            numbers, lines = list(itertools.compress(numbers, keep)), list(itertools.compress(lines, keep))
+        return numbers, lines
 
     def _split(self, line, text) -> tuple[list[int], list[list[str]]]:
-        """(line numbers, rows of `width` cells) of a piece."""
-        lines = self._lines(line, text)
-        rows, width = self._cells([line for _, line in lines], self._separator), self.width + self._trailing
-        for (n, line), row in zip(lines, rows):
-            if row is None:
-                raise self.error(n, f"{_short(line)} has a quote that does not end in its line")
-            if len(row) != width:
-                raise self.error(n, f"{_short(line)} has {_count(len(row))}, the others have {width}{self._by()}")
-            if self._trailing and row.pop():
-                raise self.error(n, f"{_short(line)} has {_count(width)}, of which the last was empty above")
-        return [n for n, _ in lines], rows
+        """(line numbers, columns of cells) of a piece."""
+        numbers, lines = self._lines(line, text)
+        width, cells = self.width + self._trailing, []
+        with contextlib.suppress(csv.Error):
+            for row in _csv_rows(lines, self._separator):
+                if len(row) != width:
+                    break
+                cells += row
+        if len(cells) != width * len(lines):
+            for n, line in zip(numbers, lines):
+                row = _cells(line, self._separator)
+                if row is None:
+                    raise self.error(n, f"{short(line)} has a quote that does not end in its line, or an endless cell")
+                if len(row) != width:
+                    found = plural(len(row), "column") + self._by()
+                    raise self.error(n, f"{short(line)} has {found}, the others have {width}")
+        cells = [cell.strip() for cell in cells]
+        columns = [cells[j::width] for j in range(width)]
+        if self._trailing and any(last := columns.pop()):
+            n = next(n for n, cell in zip(numbers, last) if cell)
+            raise self.error(n, f"it has {plural(width, 'column')}, of which the last was empty above")
+        return numbers, columns
 
     def _plain(self, text, whole, real):
         """(int64 [r, len(whole)], float64 [r, len(real)]) of a piece of nothing but plain numbers, else None."""
@@ -256,15 +242,17 @@ class Table:
             return None
         return exact.astype(np.int64), values if real == every else values[:, real]
 
-    def _numbers(self, lines, rows, columns, dtype, missing=False) -> np.ndarray:
-        """[r, len(columns)] numbers of cells."""
-        values = None
-        if columns:
-            text = "".join(",".join([row[j] for j in columns]) + "\n" for row in rows)
-            values = _parse(text.encode(), len(columns), ",", dtype)
+    def _numbers(self, lines, columns, wanted, dtype, missing=False) -> np.ndarray:
+        """[r, len(wanted)] numbers of cells."""
+        if not wanted:
+            return np.empty((len(lines), 0), dtype)
+        cells = [columns[j] for j in wanted]
+        text = "".join(f"{row}\n" for row in map(",".join, zip(*cells)))
+        values = _parse(text.encode(), len(wanted), ",", dtype)
         if values is None or not np.isfinite(values).all():
-            values = [[self._number(n, row[j], j, dtype, missing) for j in columns] for n, row in zip(lines, rows)]
-        return np.array(values, dtype).reshape(len(rows), len(columns))
+            values = [[self._number(n, cell, j, dtype, missing) for j, cell in zip(wanted, row)]
+                      for n, *row in zip(lines, *cells)]
+        return np.array(values, dtype).reshape(-1, len(wanted))
 
     def _number(self, line, cell, j, dtype, missing):
         """The number in a cell, as _parse reads it where it is plain."""
@@ -277,94 +265,108 @@ class Table:
                 return dtype(value)
         elif missing and cell.lower() in NONE:
             return math.nan
-        what = "a whole number of 64 bits" if dtype == np.int64 else "a finite number"
-        raise self.error(line, f"{self.column(j)} is {_short(cell)}, which is not {what}{self.hint}")
+        what = f"a whole number of 64 bits{self.hint}" if dtype == np.int64 else "a finite number"
+        raise self.error(line, f"{self.column(j)} is {short(cell)}, which is not {what}")
 
     # -----------------------------------------------------------------------------------------------------------------
     # guesses
 
     def _guess(self):
         """Find separator, width, header and kinds of columns in the first rows, then put these back."""
-        head, sample = b"", []
+        head, sample, start, above, skipped = [], [], 0, b"", self._skipped.copy()
         for line, text in self._pieces:
-            head, sample = head + text, sample + self._lines(line, text)
-            if len(sample) > 2:
-                break
+            numbers, lines = self._lines(line, text)
+            if head or numbers:
+                start = start or numbers[0]
+                head.append((line, text))
+                sample += lines[:SAMPLE]
+                size = sum(len(text) for _, text in head)
+                if size >= PIECE and len(sample) > 1 or size > 2 * LINE:
+                    break
+            else:  # nothing but comments so far
+                above, skipped = text, self._skipped.copy()
         if not sample:
             raise StoreError(f"{self.name} is empty: it has no rows")
-        lines, start = [line for _, line in sample[:SAMPLE]], sample[0][0]
+        lines = sample[:SAMPLE]
+        line, text = head[0]
+        *over, text = text.split(b"\n", start - line)
+        comments = sum(line.lstrip().startswith(b"#") for line in over)
+        skipped.update({"comment": comments, "blank line": len(over) - comments})
+        self._skipped = skipped
         if self._unit == "row":
             self.width = len(self.names)
         else:
             self._separator, self.width = self._guess_separator(lines)
-        first, *rest = self._cells(lines, self._separator)
-        rest = [row for row in rest if row and len(row) == self.width]
-        if first is None or len(first) != self.width:  # a row as bad as others, to be refused when it is read
-            rows = rest
-        else:
-            rows = [first, *rest]
-        if self.width > 1 and not any(row[-1] for row in rows) and self._unit == "line":
-            self._trailing, self.width = True, self.width - 1
-            rows = [row[:-1] for row in rows]
-        above = head.split(b"\n", start)[:start - 1]
-        if self._unit == "line" and rows and len(first or ()) == self.width + self._trailing and self._is_header(rows):
-            self.names, start = rows.pop(0), start + 1
-        elif above and above[-1].lstrip().startswith(b"#"):  # where numpy writes the names
-            names = self._cells([above[-1].decode().strip().lstrip("# ")], self._separator)[0] or []
-            if len(names) == self.width and any(_forms(name) & KNOWN for name in names):
-                self.names = names
+        cells = [_cells(line, self._separator) for line in lines]
+        rows = [row for row in cells if row and len(row) == self.width]  # the others are refused when they are read
+        if self._unit == "line":
+            if self.width > 1 and not any(row[-1] for row in rows):
+                self._trailing, self.width = True, self.width - 1
+                rows = [row[:-1] for row in rows]
+            if rows and len(cells[0] or ()) == self.width + self._trailing and self._is_header(rows):
+                self.names, start, text = rows.pop(0), start + 1, text.partition(b"\n")[2]
+            else:
+                self.names = self._names_in_comment((over or above.split(b"\n")[:-1] or [b""])[-1])
         if self.names and len(set(self.names)) < self.width:
             raise StoreError(f"{self.name} has two columns called {max(self.names, key=self.names.count)!r}")
-        columns = list(zip(*rows)) or [()] * self.width
-        self.numeric, self.whole = ([all(cell.lower() in NONE or pattern.fullmatch(cell) for cell in column)
-                                     for column in columns] for pattern in (NUMBER, WHOLE))
-        comments = sum(line.lstrip().startswith(b"#") for line in above)
-        self._skipped = collections.Counter({"lines of comments": comments, "blank lines": len(above) - comments})
-        head = head.split(b"\n", start - 1)[-1]
-        self._pieces = itertools.chain([(start, head)] if head else [], self._pieces)
-        ends = " and one at the end of each row" if self._trailing else ""
-        self.notes += [f"{_count(self.width)}{self._by()}{ends}",
-                       f"header {self._separator.join(self.names)}" if self.names else "no header"]
+        self.kinds = list(map(_kind, zip(*rows or [[""] * self.width])))
+        self._pieces = itertools.chain([(start, text)] if text else [], head[1:], self._pieces)
+        more = self._by() * (self.width + self._trailing > 1) + " and one at the end of each row" * self._trailing
+        self.notes = [plural(self.width, "column") + more,
+                      f"header {short(self._separator.join(self.names), '')}" if self.names else "no header"]
+        if not self.names and self.width > 1 and lines[0] == self._separator.join(map(str, range(self.width))):
+            self.notes[1] += f" ({lines[0]} is a row)"
+
+    def _names_in_comment(self, line) -> list[str] | None:
+        """The names that numpy writes into the comment above the rows, if they are known."""
+        line = line.decode().strip()
+        names = _cells(line.lstrip("# "), self._separator) or []
+        known = len(names) == self.width and any(map(self._known, names, itertools.count()))
+        return names if line.startswith("#") and known else None
 
     def _guess_separator(self, lines) -> tuple[str, int]:
-        """(separator, width): the first that all lines agree on, else that most do; "" and 1 if none is there."""
+        """(separator, width): the first that all lines agree on, else that most do; one column has "," in no line."""
         found = []
         for rank, separator in enumerate("\t;, "):
-            widths = collections.Counter(len(row or ()) for row in self._cells(lines, separator))
+            widths = collections.Counter(len(_cells(line, separator) or ()) for line in lines)
             width, count = max(widths.items(), key=lambda item: (item[1], item[0]))
             if width > 1 and 2 * count >= len(lines):
                 found.append((count == len(lines), -rank, separator, width))
-        return max(found)[2:] if found else ("", 1)
+        return max(found)[2:] if found else (",", 1)
 
     def _is_header(self, rows) -> bool:
         """Whether the first row has names: no number where others have numbers, or else names that are known."""
         first, rest = rows[0], rows[1:]
-        if any(_like_number(cell) for cell in first[1:]):  # pandas names columns 0, 1, ... and the index not at all
+        numbered = [str(j) for j in range(len(first))]  # how pandas names columns without names
+        if first == numbered and rest:
+            fractions = all(all(map(NUMBER.fullmatch, row)) and not all(map(WHOLE.fullmatch, row)) for row in rest)
+            return len(first) > 2 or len(first) == 2 and fractions
+        if len(first) > 1 and first[1:] == numbered[:-1] and self._known(first[0], 0) and rest:  # "" for the index
             index = [row[0] for row in rest]
-            plausible = first[0] or index == [str(i) for i in range(len(index))] or not any(map(_like_number, index))
-            counted = first[1:] == [str(j) for j in range(len(first) - 1)]
-            return bool(rest and plausible and counted and _is_id(first[0], 0))
-        if _like_number(first[0]) and (first[0] or len(first) == 1):
+            return bool(first[0]) or index == [str(i) for i in range(len(index))] or not any(map(_like_number, index))
+        if any(map(_like_number, first[1:])) or _like_number(first[0]) and (first[0] or len(first) == 1):
             return False
-        if any(all(NUMBER.fullmatch(cell) for cell in column) for column in zip(*rest)):
+        if all(cell[:1] in "0123456789.+-" for cell in first):  # damaged numbers
+            return False
+        if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
             return True
-        known = any(_forms(name) & KNOWN or _is_id(name, j) for j, name in enumerate(first))
+        known = any(map(self._known, first, itertools.count()))
         return known and set(first).isdisjoint(itertools.chain.from_iterable(rest))
 
     def _by(self) -> str:
-        names = {"\t": "tab", " ": "space"}
-        return f" by separator {names.get(self._separator, repr(self._separator))}" if self._separator else ""
+        name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
+        return f" by separator {name}" if self._unit == "line" else ""
 
 
 @contextlib.contextmanager
-def opened(file):
-    """The table in the file at a path; StoreError if it cannot be read."""
+def opened(file, known):
+    """The `Table` in the file at a path; StoreError if it cannot be read."""
     try:
         stream = open(file, "rb")
     except OSError as error:
         raise StoreError(f"cannot read {file}: {error.strerror}") from error
     with stream:
-        yield Table(stream, file)
+        yield Table(stream, file, known)
 
 
 def spool(file, chunks, dtype, width) -> np.memmap:
@@ -373,6 +375,22 @@ def spool(file, chunks, dtype, width) -> np.memmap:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
     rows = os.path.getsize(file) // (width * np.dtype(dtype).itemsize)
     return np.memmap(file, dtype, "r", shape=(rows, width)) if rows else np.empty((0, width), dtype)
+
+
+def _csv_rows(lines, separator):
+    """Rows of cells; raises csv.Error for a quote that never ends."""
+    if separator == " ":  # columns may be aligned with several
+        lines = (line if '"' in line else " ".join(filter(None, line.split(" "))) for line in lines)
+    rows = csv.reader(lines, delimiter=separator, skipinitialspace=separator != " ", strict=True)
+    return (row or [""] for row in rows)
+
+
+def _cells(line, separator) -> list[str] | None:
+    """The cells of one line; None where a quote does not end in it."""
+    try:
+        return [cell.strip() for row in _csv_rows([line], separator) for cell in row]
+    except csv.Error:
+        return None
 
 
 def _parse(text, width, separator, dtype):
@@ -389,7 +407,7 @@ def _parse(text, width, separator, dtype):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             text = text.replace(b"\n", b",")
-            text = text.replace(separator.encode(), b",") if separator not in ("", ",") else text
+            text = text.replace(separator.encode(), b",") if separator != "," else text
             values = np.fromstring(text, dtype, sep=",")
     except (ValueError, DeprecationWarning):
         return None
@@ -411,25 +429,23 @@ def _unxz(stream):
         data = decoder.unused_data
 
 
-def _forms(name) -> set[str]:
-    """A column's name in small letters, and without a final "id" or "node": `from_node_id`, `Source ID`."""
-    word = re.sub("[^a-z0-9]", "", name.lower())
-    return {word, word.removesuffix("id").removesuffix("node")} - {""}
-
-
-def _is_id(name, j) -> bool:
-    """Whether the name of column j says that it holds ids; the first column's may be empty, or end in id."""
-    word = re.sub("[^a-z0-9]", "", name.lower())
-    return word in IDS or j == 0 and (word == "" or word.endswith("id") and not _forms(name) & LABELS)
+def _kind(cells) -> str:
+    """What the cells of a column are."""
+    cells = [cell for cell in cells if cell.lower() not in NONE]
+    if all(map(NUMBER.fullmatch, cells)):
+        return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
+    return "mixed" if any(map(_like_number, cells)) else "text"
 
 
 def _like_number(cell) -> bool:
     return cell.lower() in LIKE_NUMBERS or NUMBER.fullmatch(cell) is not None
 
 
-def _count(columns) -> str:
-    return f"{columns} column{'s' * (columns != 1)}"
+def plural(number, what) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _short(text) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+def short(text, quote="'") -> str:
+    """The beginning of a text, in quotes."""
+    return f"{quote}{text if len(text) <= 60 else text[:57] + '...'}{quote}"
