@@ -10,7 +10,8 @@
 
     python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N]
 
-Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, torch and numpy.
+Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, graphs.py,
+downloads.py, graph_tables.py and tables.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import zipfile
 import zlib
@@ -30,12 +32,13 @@ from pathlib import Path
 
 import numpy as np
 
+import graph_tables
 from csc import Rows
 from disk import SPLITS, VERSION, StoreError, scratch_folder, sha256_of
 from downloads import OGB, PLANETOID, build_ogb, build_planetoid
 from graphs import build_crystals, build_molecules
 from store import BACKENDS, build_store
-from tables import ahead, entry, spool_csv, table
+from tables import ahead, entry
 
 
 def prepare(dataset, root="data", *, seed=0, backend="mmap", progress=True) -> Path:
@@ -351,9 +354,9 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
 
     Args:
         source: a DGLGraph (`feat`, `label` and masks in its ndata); a PyG `Data` (`x`, `y` and masks); an .npz file
-            (see `build_npz`); or a .csv or .csv.gz file, an edge a line: source, destination.
+            (see `build_npz`); or a table of edges in a file (see `graph_tables.edges`), csv for short.
         path: directory of the store.
-        features: [V, F], or for csv the file of a table with a line for each node. labels: [V], or such a file.
+        features: [V, F], or for csv the file of a table (see `graph_tables.features`). labels: [V], or such a file.
         split: dict of node ids or masks, for csv of files of ids; without one, 20 nodes per class train, 30 validate.
         seed: draws the split where there is none.
         options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, progress.
@@ -375,24 +378,31 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
         masks = {name: get(mask) for name, mask in zip(SPLITS, ("train_mask", "val_mask", "test_mask"))}
         split = split or {name: mask for name, mask in masks.items() if mask is not None}
         edge_index = [array.numpy() for array in (source.edges() if dgl else source.edge_index)]
-        return _build(path, np.stack(edge_index), features, labels, split, seed, type(source).__name__, options)
+        return _build(path, np.stack(edge_index), features, labels, split, seed,
+                      dict(dataset=type(source).__name__, seed=seed), options)
     file = str(source)
     if file.endswith(".npz"):
         with _layout(file):
             return build_npz(path, file, dict(NPZ, seed=seed), **options)
-    if not file.endswith((".csv", ".csv.gz")):
-        raise StoreError(f"{file} is no source: give an .npz or .csv(.gz) file, a DGLGraph or a PyG Data")
+    if not re.search(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", file, re.IGNORECASE):
+        raise StoreError(f"{file} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, .bz2 or "
+                         ".xz; .parquet), a DGLGraph or a PyG Data")
     if features is None or labels is None:
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
     path = Path(path)
     try:
         with scratch_folder(path) as folder:
-            edges, rows, labels = (spool_csv(folder / name, table, dtype) for name, table, dtype in (
-                ("edges", file, np.int64), ("features", features, np.float32), ("labels", labels, np.int64)))
-            if edges.shape[1] != 2:
-                raise StoreError(f"{file} has {edges.shape[1]} columns: two are needed, source and destination")
-            split = {name: np.concatenate(list(table(ids, np.int64)))[:, 0] for name, ids in (split or {}).items()}
-            return _build(path, edges.T, rows, labels, split, seed, Path(file).name, options)
+            rows, nodes = graph_tables.features(features, folder / "features")
+            labels, classes = graph_tables.labels(labels, nodes)
+            edge_index, _ = graph_tables.edges(file, folder / "edges", nodes)
+            split = {name: graph_tables.ids(ids, nodes) for name, ids in (split or {}).items()}
+            if nodes.names is not None:
+                nodes.save(folder / "nodes.txt")
+            source = dict(dataset=Path(file).name, seed=seed, **({"classes": classes} if classes else {}))
+            _build(path, edge_index, rows, labels, split, seed, source, options)
+            if nodes.names is not None:
+                os.replace(folder / "nodes.txt", path / "nodes.txt")
+            return path
     except OSError as error:
         raise StoreError(f"cannot build {path} from {file}: {error}") from error
 
@@ -401,8 +411,8 @@ def _build(path, edge_index, features, labels, split, seed, source, options) -> 
     labels = np.asarray(labels).reshape(-1)
     split = {name: np.flatnonzero(ids) if np.asarray(ids).dtype == bool else ids for name, ids in split.items()}
     split = split or _split_per_class(labels, np.random.default_rng(seed))
-    return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split,
-                       source=dict(dataset=source, seed=seed), **options)
+    return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, source=source,
+                       **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

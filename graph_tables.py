@@ -8,7 +8,7 @@
 The features come first, for their rows are the nodes 0 to V-1, unless they have a column of ids. Ids that are 0 to V-1
 in any order are the nodes' numbers, and the rows are put in that order; other ids, text as well, name the nodes, which
 are numbered in the order of the rows. Each function prints in one line what it took for what, and refuses with file and
-line what does not fit. How tables are written is told in tables.py.
+line what does not fit. How tables may be written is told in tables.py.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes, r rows of a chunk.
 """
@@ -22,7 +22,7 @@ import re
 
 import numpy as np
 
-from store import StoreError
+from disk import StoreError
 from tables import NONE, opened, plural, short, spool
 
 SOURCES = {"source", "src", "from", "u"}  # names of columns, in the forms that _forms gives

@@ -29,11 +29,12 @@ import re
 import warnings
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from store import StoreError
+from disk import StoreError
 
 PIECE = 1 << 19  # bytes of text parsed at once: they stay in the cache
 LINE = 1 << 23  # bytes of the longest line
@@ -449,3 +450,26 @@ def plural(number, what) -> str:
 def short(text, quote="'") -> str:
     """The beginning of a text, in quotes."""
     return f"{quote}{text if len(text) <= 60 else text[:57] + '...'}{quote}"
+
+
+def entry(data, file, *names, **default):
+    """The first of several entries that is there."""
+    for name in names:
+        if name in data:
+            return data[name]
+    if default:
+        return default["default"]
+    raise StoreError(f"{file} has no entry {' or '.join(names)}; its entries are {', '.join(data)}")
+
+
+def ahead(function, stop, step):
+    """function(0), function(step), ... in order, computed a little ahead on threads (numpy releases the GIL)."""
+    threads = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        pending = collections.deque()
+        for first in range(0, stop, step):
+            pending.append(pool.submit(function, first))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
