@@ -77,7 +77,7 @@ def read_checkpoint(path, args):
 
 def identity(args):
     """What a checkpoint must agree on with the run that resumes it."""
-    names = ("task", "dataset", "seed", "fanout", "model", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
+    names = ("task", "dataset", "symmetrize", "seed", "fanout", "model", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
              "input_dropout", "accumulate")  # fmt: skip
     return {**{name: getattr(args, name) for name in names}, "total_batch": args.total_batch}
 

@@ -10,7 +10,10 @@ Letters: V nodes, M edges. This file needs disk.py, numpy and tqdm.
 
 from __future__ import annotations
 
+import collections
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +37,19 @@ class Rows(NamedTuple):
     shape: tuple
     dtype: Any
     chunks: Iterable
+
+
+def ahead(function, stop, step) -> Iterator:
+    """function(0), function(step), ... in order, computed a little ahead on threads (numpy releases the GIL)."""
+    threads = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        pending = collections.deque()
+        for first in range(0, stop, step):
+            pending.append(pool.submit(function, first))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def edge_chunks(edge_index, indptr, indices, num_nodes, options) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -109,6 +125,27 @@ def sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndar
         first, keys, part, chunk = last, None, None, None  # a view would keep this range beside the next one
     np.cumsum(indptr, out=indptr)
     bar.close()
+
+
+def without_reverse(indptr, indices, exact=1 << 20, sample=1 << 16) -> tuple[int, int]:
+    """Count edges (u -> v) without an edge (v -> u) -> (how many, of how many edges that were looked at).
+
+    Args:
+        indptr: int64 [V + 1]. indices: integers [M], the sources of each destination in ascending order.
+        exact: graphs of at most so many edges are looked at as a whole, of others `sample` random edges.
+    """
+    num_edges = len(indices)
+    edges = np.arange(num_edges)
+    if num_edges > exact:
+        edges = np.sort(np.random.default_rng(0).integers(0, num_edges, sample))
+    dst, src = np.searchsorted(indptr, edges, "right") - 1, indices[edges]
+    low, high = indptr[src], indptr[src + 1]  # dst is looked for among the sources of src, by halves
+    while (left := low < high).any():
+        middle = (low + high) // 2
+        below = indices[np.minimum(middle, num_edges - 1)] < dst
+        low, high = np.where(left & below, middle + 1, low), np.where(left & ~below, middle, high)
+    found = (low < indptr[src + 1]) & (indices[np.minimum(low, num_edges - 1)] == dst)
+    return int((~found).sum()), len(edges)
 
 
 def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:

@@ -1,94 +1,123 @@
-"""A name or a path -> a store directory, built under `root` the first time it is asked for.
+"""A name, a path or a graph at hand -> a store directory.
 
     path = prepare("synthetic")                                  # planted communities, no download
     path = prepare("synthetic:nodes=2449029,degree=50,features=100,classes=47")
     path = prepare("ogbn-products", root="data")                 # ogbn-arxiv, ogbn-products, ogbn-papers100M
     path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
-    path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
+    path = prepare("mine.npz:split=3")                           # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
     path = build(dgl_graph_or_pyg_data, "some/store")            # or mine.npz, or edges.csv.gz with features, labels
 
-    python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N]
+    python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize]
 
-Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, graphs.py,
-downloads.py, graph_tables.py and tables.py.
+`prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own.
+
+Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, arrays.py,
+synthetic.py, molecules.py, graph_tables.py and downloads.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import sys
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import graph_tables
-from csc import Rows
-from disk import SPLITS, VERSION, StoreError, scratch_folder, sha256_of
+from arrays import FEATURES, LABELS, PARTS, Arrays, Npz
+from csc import without_reverse
+from disk import VERSION, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
 from downloads import OGB, PLANETOID, build_ogb, build_planetoid
-from graphs import build_crystals, build_molecules
-from store import BACKENDS, build_store
-from tables import ahead, entry
+from molecules import build_crystals, build_molecules
+from store import BACKENDS, GraphStore, build_store, check_labels, command
+from synthetic import SYNTHETIC, build_synthetic
+
+NPZ = dict(  # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
+    row_normalize=int,  # 1: divide each row of a CSR matrix by its sum, 0: leave it; by default counts are divided
+    radius=float,  # of the neighbourhood of an atom in a crystal, angstrom
+    split=int,  # which of several splits, from 0
+    ignore=lambda names: names.split("+"),  # arrays to do without
+)
 
 
-def prepare(dataset, root="data", *, seed=0, backend="mmap", progress=True) -> Path:
+def prepare(dataset, root="data", *, seed=0, backend="mmap", symmetrize=False, progress=True) -> Path:
     """Find the store of a data set, building it (and downloading what it is made of) when it is not there yet.
 
     Args:
         dataset: a store directory; `synthetic` with optional parameters (`synthetic:nodes=1000000,degree=50`, see
-            `SYNTHETIC`); the path of an .npz file; or one of the names in `known_datasets()`.
+            `SYNTHETIC`); the path of an .npz file (see `build`), with parameters of `NPZ`; or one of the names in
+            `known_datasets()`.
         root: directory for downloads and for the stores built here.
-        seed: draws the split of a data set that comes without one; a synthetic graph has its own seed parameter.
+        seed: draws what an .npz file leaves open; a synthetic graph has its own seed parameter.
         backend: "mmap" or "lmdb", for the features.
+        symmetrize: add the reverse of every edge, for .npz files of one graph.
         progress: show bars.
 
     Returns:
         The path of the store.
 
     Raises:
-        StoreError: for an unknown name, malformed parameters or data, a failed download.
+        StoreError: for an unknown name, malformed parameters or data, an option without effect, a failed download.
     """
-    name, _, parameters = str(dataset).partition(":")
-    root, common = Path(root), dict(backend=backend, progress=progress)
-    if (Path(dataset) / "meta.json").is_file():
+    name, root = str(dataset), Path(root)
+    if os.path.isfile(os.path.join(name, "meta.json")):
+        if symmetrize:
+            raise StoreError(f"--symmetrize has no effect on {name}: it is a store already; build it anew with it")
         return Path(dataset)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
-    if name == "synthetic":
-        parameters = _parse(parameters, SYNTHETIC, name)
-        key, build = f"{name}-{_digest(parameters)}", functools.partial(build_synthetic, parameters=parameters)
-    elif name.endswith(".npz"):
-        options = dict(_parse(parameters, NPZ, name), seed=int(seed))
-        try:
-            content = sha256_of(name).hexdigest()
-        except OSError as error:
-            raise StoreError(f"cannot read {name}: {error.strerror}") from error
-        key = f"{Path(name).stem}-{_digest([content, options])}"  # a changed file is another data set
-        build = functools.partial(build_npz, file=name, options=options)
-    elif name in PLANETOID or name in OGB:
-        _parse(parameters, {}, name)
-        key = f"{name}-{_digest(name)}"
-        build = functools.partial(build_planetoid if name in PLANETOID else build_ogb, name=name, root=root)
+    word, _, parameters = name.partition(":")
+    if file := _npz_file(name):
+        file, given = file
+        arrays = Arrays(file, Npz(file), given.get("ignore", ()))
+        drawn = int(seed) if _draws(arrays) else None
+        content = sha256_of(file).hexdigest()  # a changed file is another data set
+        key = f"{Path(file).stem[:100]}-{_digest([content, given, drawn, bool(symmetrize)])}"
+        build = functools.partial(_build_arrays, arrays=arrays, given=given, seed=drawn, symmetrize=symmetrize)
+    elif symmetrize and word in known_datasets():
+        raise StoreError(f"--symmetrize has no effect on {word}: it is for files of your own")
+    elif word == "synthetic":
+        parameters = {**SYNTHETIC, **_parse(parameters, {key: type(value) for key, value in SYNTHETIC.items()}, word)}
+        key, build = f"{word}-{_digest(parameters)}", functools.partial(build_synthetic, parameters=parameters)
+    elif word in known_datasets():
+        _parse(parameters, {}, word)
+        key = f"{word}-{_digest(word)}"
+        build = functools.partial(build_planetoid if word in PLANETOID else build_ogb, name=word, root=root)
     else:
-        raise StoreError(f"dataset {str(dataset)!r} is unknown: it is neither a store nor an .npz file, nor one of "
-                         f"{', '.join(known_datasets())}")
+        raise StoreError(_unknown(name))
     target = root / (key if backend == "mmap" else f"{key}-{backend}")
     if not (target / "meta.json").is_file():
         with _locked(root):  # of several processes one builds, the others wait for it
             if not (target / "meta.json").is_file():
                 with _layout(dataset):
-                    build(target, **common)
+                    build(target, backend=backend, progress=progress)
     return target
+
+
+def known_datasets() -> list[str]:
+    """The names that `prepare` knows, besides paths."""
+    return ["synthetic", *PLANETOID, *OGB]
+
+
+def _unknown(name) -> str:
+    """What is wrong with a data set that is none."""
+    if os.path.isdir(name):
+        return f"{name} is a folder without meta.json, so no store: give a store, or a file to build one of"
+    if os.path.isfile(name):
+        return (f"{name} is no .npz file; a table of edges needs features and labels as well, so build a store: "
+                f"python store.py build {name} my_store --features x.csv --labels y.csv")
+    names = ", ".join(known_datasets())
+    return f"dataset {name!r} is unknown: it is neither a store nor an .npz file, nor one of {names}"
 
 
 @contextlib.contextmanager
@@ -100,11 +129,6 @@ def _layout(source):
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{source} does not hold a graph in the layout expected: {error}") from error
-
-
-def known_datasets() -> list[str]:
-    """The names that `prepare` knows, besides paths."""
-    return ["synthetic", *PLANETOID, *OGB]
 
 
 @contextlib.contextmanager
@@ -127,17 +151,23 @@ def _locked(directory):
                 directory.rmdir()
 
 
-def _parse(text, defaults, name) -> dict:
-    """`a=1,b=2` over the defaults, each value with the type of its default."""
-    values = dict(defaults)
+def _parse(text, types, name) -> dict:
+    """`a=1,b=2` -> the values that are given, each of its type."""
+    values = {}
     for item in filter(None, text.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
-        if key not in defaults or not equals:
-            raise StoreError(f"{name} has no parameter {item!r}: write NAME=VALUE with {', '.join(defaults)}")
+        if key not in types or not equals:
+            raise StoreError(f"{name} has no parameter {item!r}: " +
+                             (f"write NAME=VALUE with {', '.join(types)}" if types else "it takes none"))
+        if key in values:
+            raise StoreError(f"{name}: {key} is given twice")
         try:
-            values[key] = type(defaults[key])(float(value)) if "e" in value else type(defaults[key])(value)
+            number = float(value) if types[key] is int and "e" in value else value
+            values[key] = types[key](number)
+            if isinstance(number, float) and number != values[key]:
+                raise ValueError
         except (ValueError, OverflowError):
-            raise StoreError(f"{name}: {key}={value!r} is no {type(defaults[key]).__name__}") from None
+            raise StoreError(f"{name}: {key}={value!r} is no {types[key].__name__}") from None
     return values
 
 
@@ -147,259 +177,182 @@ def _digest(value) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# synthetic
-
-SYNTHETIC = dict(
-    nodes=100_000,  # V
-    degree=20.0,  # mean in-degree
-    features=64,  # F
-    classes=16,  # C
-    seed=0,
-    train=0.08,  # nodes in the split: a count, or a fraction when below 1; the rest is the test split
-    valid=0.02,
-    local=0.5,  # share of edges from the same community
-    sigma=0.6,  # spread of the logarithm of the in-degree
-    noise=0.6,  # standard deviation per feature; centroids have length 1
-    mixed=0.04,  # share of nodes whose class is drawn anew instead of being that of their community
-    community=0,  # nodes per community; 0: 1,000, or less where that leaves fewer than four per class
-)
+# a graph of one's own: .npz, csv, DGL, PyG
 
 
-def build_synthetic(path, parameters, *, backend="mmap", progress=False) -> Path:
-    """Build a graph with planted communities, log-normal in-degrees and features too noisy to classify alone.
+def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options) -> Path:
+    """Build a store at a path of your own.
 
-    Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
-    destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
-    Everything is drawn in chunks of nodes, each from its own random stream, on several threads: the bytes depend on
-    the parameters alone.
+    An .npz file, a PyG `Data` and a DGLGraph hold arrays under these names (DGL has its own for edges): `edge_index`
+    [2, M], or `edges` [M, 2]; `features`, `x`, `feat` or `node_features` [V, F], or a CSR matrix in `feat_indptr`,
+    `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; and perhaps
+    `train_idx`, `train_mask` or `train_masks` [K, V], with `val_...` or `valid_...`, and `test_...`. Without a split,
+    20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file without features, half of
+    the training nodes get their label as a one-hot feature, the other half stay for training. A file with
+    `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`. Arrays that
+    are not understood are named, and refused where they seem to say something of edges, splits, features or labels.
 
     Args:
+        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges in
+            a file (see `graph_tables.edges`), csv for short.
         path: directory of the store.
-        parameters: dict with every key of `SYNTHETIC`.
-        backend, progress: as in `build_store`.
+        features: [V, F] instead of the graph's; for csv the file of a table (see `graph_tables.features`).
+        labels: [V] instead of the graph's; for csv such a file.
+        split: dict of node ids or masks instead of the graph's, for csv of files of ids; or the number, from 0, of
+            one of the graph's splits.
+        ignore: names of arrays to do without.
+        seed: draws the split where there is none; 0 when None.
+        options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, num_classes, progress.
 
     Returns:
         The path of the store.
 
     Raises:
-        StoreError: for parameters out of range.
+        StoreError: for a source that is none of these or does not hold a graph, and for an option without effect.
     """
-    p = collections.namedtuple("Parameters", parameters)(**parameters)
-    size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
-    for name, fine in dict(nodes=1 <= p.nodes <= 1 << 31, degree=0 < p.degree < 1 << 20, features=p.features >= 1,
-                           classes=1 <= p.classes <= p.nodes, seed=p.seed >= 0, local=0 <= p.local <= 1,
-                           sigma=0 <= p.sigma <= 4, noise=p.noise >= 0, mixed=0 <= p.mixed <= 1,
-                           community=0 <= p.community <= p.nodes, train=0 < p.train <= p.nodes,
-                           valid=0 <= p.valid <= p.nodes).items():
-        if not fine:
-            raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
-
-    def stream(*key):
-        return np.random.Generator(np.random.SFC64([p.seed, *key]))
-
-    communities = -(-p.nodes // size)
-    labels = stream(0).permutation(np.arange(communities) % p.classes).repeat(size)[:p.nodes]
-    mixed = stream(1).random(p.nodes, np.float32) < p.mixed
-    labels[mixed] = stream(2).integers(0, p.classes, int(mixed.sum()))
-    normal = stream(3).standard_normal(p.nodes, np.float32)
-    degrees = np.maximum(1, np.rint(p.degree * np.exp(p.sigma * normal - p.sigma**2 / 2))).astype(np.int64)
-    indptr = np.concatenate([[0], np.cumsum(degrees)])
-    centroids = stream(4).standard_normal((p.classes, p.features), np.float32)
-    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
-
-    def edges(first):
-        v = np.arange(first, min(first + nodes_per_chunk, p.nodes)).astype(np.uint64)
-        start = v // np.uint64(size) * np.uint64(size)
-        v = np.stack([start, np.minimum(np.uint64(size), np.uint64(p.nodes) - start)])
-        start, span = v.repeat(degrees[first:first + nodes_per_chunk], axis=1)
-        bits = stream(5, first).integers(0, 1 << 64, len(start), np.uint64)
-        position, choice = bits & np.uint64((1 << 32) - 1), bits >> np.uint64(32)
-        near = start + (position * span >> np.uint64(32))
-        low = position * position >> np.uint64(32)
-        far = (low * position >> np.uint64(32)) * np.uint64(p.nodes) >> np.uint64(32)
-        return np.where(choice < np.uint64(p.local * (1 << 32)), near, far).astype(np.int64)
-
-    def features(first):
-        rows = centroids[labels[first:first + rows_per_chunk]]
-        rows += p.noise * stream(6, first).standard_normal(rows.shape, np.float32)
-        return rows
-
-    nodes_per_chunk = max(1, int((1 << 20) / p.degree))
-    rows_per_chunk = max(1, (1 << 22) // p.features)
-    return build_store(
-        path, indptr=indptr, indices=Rows([int(indptr[-1])], np.int64, ahead(edges, p.nodes, nodes_per_chunk)),
-        features=Rows([p.nodes, p.features], np.float32, ahead(features, p.nodes, rows_per_chunk)),
-        labels=labels, num_classes=p.classes, split=_draw_split(p, stream(7)), backend=backend, progress=progress,
-        source=dict(dataset="synthetic", **parameters))
+    path, kind = Path(path), str(source) if isinstance(source, (str, os.PathLike)) else type(source).__name__
+    refuse_existing(path)
+    given = {"ignore": list(ignore)} if ignore else {}
+    own = {name: value for name, value in (("features", features), ("labels", labels)) if value is not None}
+    if isinstance(split, dict):
+        own |= {f"{part}_idx": ids for part, ids in split.items()}
+    elif split is not None:
+        given["split"] = int(split)
+    with _layout(kind):
+        if kind != str(source):
+            replaced = {*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ()),
+                        *(itertools.chain(*PARTS.values()) if isinstance(split, dict) else ())}  # fmt: skip
+            arrays = {name: value for name, value in _arrays_of(source).items() if name not in replaced}
+            arrays = Arrays(kind, {**arrays, **own}, ignore)
+            for name, names in (("features", FEATURES), ("labels", LABELS)):
+                if not arrays.find(*names):
+                    raise StoreError(f"the {kind} has no {name}: give them as {name}=")
+        elif npz := _npz_file(kind):
+            kind, given = npz[0], {**npz[1], **given}
+            arrays = Arrays(kind, Npz(kind), given.get("ignore", ()))
+            if own:
+                raise arrays.error(f"it holds features, labels and split itself: {min(own)} beside it has no effect")
+        elif not os.path.isfile(kind):
+            raise StoreError(f"{kind} is no source: there is no such file; give an .npz file or a table of edges")
+        elif not re.search(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", kind, re.IGNORECASE):
+            raise StoreError(f"{kind} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, .bz2 or "
+                             ".xz; .parquet), a DGLGraph or a PyG Data")
+        elif given:
+            raise StoreError(f"{kind}: {min(given)} has no effect on tables: leave it out")
+        else:
+            return _build_csv(path, kind, own, seed, options)
+        return _build_arrays(path, arrays, given, seed, **options)
 
 
-def _draw_split(p, random) -> dict:
-    """Random nodes for train and valid, counts or fractions of V; the rest is test."""
-    counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
-    if counts[0] < 1 or sum(counts) > p.nodes:
-        raise StoreError(f"synthetic: train={p.train:g} and valid={p.valid:g} do not fit {p.nodes} nodes")
-    order = random.permutation(p.nodes)
-    return {name: np.sort(ids) for name, ids in zip(SPLITS, np.split(order, np.cumsum(counts)))}
+def _npz_file(text):
+    """(file, its parameters) of `mine.npz:split=3`; None for what is no .npz file."""
+    found = re.fullmatch(r"(.*\.npz)(?::(.*))?", text, re.DOTALL)
+    return found and (found[1], _parse(found[2] or "", NPZ, found[1]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# .npz
+def _arrays_of(source) -> dict:
+    """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them."""
+    if hasattr(source, "ndata"):
+        if len(source.canonical_etypes) != 1 or len(source.ntypes) != 1:
+            raise StoreError(f"the DGLGraph has {len(source.ntypes)} kinds of nodes and {len(source.canonical_etypes)} "
+                             "of edges: one of each is needed (dgl.to_homogeneous)")
+        edges = source.formats(["coo", "csr", "csc"]).edges()  # a graph may be there in some of them only
+        edata = {f"edata.{name}": value for name, value in source.edata.items() if name != "_ID"}  # DGL's own numbers
+        return {"edge_index": torch.stack(edges), "num_nodes": source.num_nodes(), **source.ndata, **edata}
+    if not hasattr(source, "edge_index") and not hasattr(source, "adj_t"):
+        raise StoreError(f"a {type(source).__name__} is no source: give an .npz or .csv file, a DGLGraph or a PyG Data")
+    return dict(source.to_dict() if hasattr(source, "to_dict") else vars(source))
 
-NPZ = dict(
-    row_normalize=1,  # divide word counts by their sum
-    radius=4.0,  # of the neighbourhood of an atom in a crystal, angstrom
-)
+
+def _draws(arrays) -> bool:
+    """Whether a seed decides on something: a part of the split, or which training nodes show their label."""
+    many = arrays.find("node_offsets", "atom_offsets")
+    return not (arrays.part("train") and (arrays.part("valid") if many else arrays.find(*FEATURES)))
 
 
-def build_npz(path, file, options, *, backend="mmap", progress=False, **graph_options) -> Path:
-    """Build a store from an .npz file.
-
-    The file holds `edge_index` [2, M]; `features`, `x` or `feat` [V, F], or a CSR matrix in `feat_indptr`,
-    `feat_indices`, `feat_shape` and perhaps `feat_data`; `labels` or `y` [V]; and perhaps `train_idx`, `val_idx` or
-    `valid_idx`, and `test_idx`. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is
-    test. A CSR matrix of integers is a bag of words: counts become 1, and each row is divided by its sum. Without
-    features, half of the training nodes get their label as a one-hot feature, the other half stay for training.
-
-    A file with `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`.
+def _build_arrays(path, arrays, given, seed, *, classes=None, backend="mmap", progress=False, **options) -> Path:
+    """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
-        path: directory of the store.
-        file: path of the .npz file.
-        options: dict with the keys of `NPZ` and `seed`, which draws the split.
-        backend, progress, graph_options: as in `build_store`.
-
-    Returns:
-        The path of the store.
-
-    Raises:
-        StoreError: for a file that does not hold such a graph.
+        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for.
+        classes: names of the classes, kept in meta.json.
+        options: of `build_store`.
     """
-    data = _read_npz(file)
-    random = np.random.default_rng(options["seed"])
-    for name, build in (("node_offsets", build_molecules), ("atom_offsets", build_crystals)):
-        if name in data:
-            return build(path, data, file, options, progress=progress)
-    edge_index = entry(data, file, "edge_index")
-    labels = entry(data, file, "labels", "y").reshape(-1).astype(np.int64, casting="safe")
-    features = entry(data, file, "features", "x", "feat", "feat_indptr", default=None)
-    names = [("train", ["train_idx"]), ("valid", ["val_idx", "valid_idx"]), ("test", ["test_idx"])]
-    split = {name: entry(data, file, *keys, default=None) for name, keys in names}
-    source = dict(dataset=Path(file).name, **options)
-    if split["train"] is None:
+    drawn, many = _draws(arrays), arrays.find("node_offsets", "atom_offsets")
+    if seed is not None and not drawn:
+        raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
+    understood = {None: ["row_normalize"], "node_offsets": [], "atom_offsets": ["radius"]}[many]
+    idle = {name for name in given if name not in ("split", "ignore", *understood)}
+    idle |= {name for name, value in options.items() if many and value}
+    if idle:
+        raise arrays.error(f"{min(idle)} has no effect: it holds {'many small graphs' if many else 'one graph'}")
+    seed = seed or 0
+    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {}),
+              **({"classes": classes} if classes else {})}
+    if many:
+        build = build_molecules if many == "node_offsets" else build_crystals
+        return build(path, arrays, given, seed, source, progress=progress)
+    return _build_graph(path, arrays, given, seed, source, backend=backend, progress=progress, **options)
+
+
+def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetrize=False, **options) -> Path:
+    """Build a store of the `Arrays` of one graph, and say what was drawn and what messages cannot do."""
+    labels = arrays.labels()
+    num_nodes, num_classes = len(labels), check_labels(labels, len(labels), num_classes)[1]
+    features, edge_index = arrays.features(given.get("row_normalize")), arrays.edge_index(num_nodes)
+    split = arrays.split(num_nodes, given.get("split"))
+    if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
+        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} labels")
+    arrays.close(num_nodes, edge_index.shape[-1])
+    random = np.random.default_rng(seed)
+    if not split:
         split = _split_per_class(labels, random)
-    split = {name: ids for name, ids in split.items() if ids is not None}
+        arrays.say("it has no split: 20 nodes per class are drawn for training, 30 for validation, the rest is for "
+                   f"testing (seed {seed})")
+    split = check_split(split, labels)
     if features is None:
-        graph_options.update(symmetrize=True, drop_duplicates=True)
-        split["train"] = random.permutation(split["train"])
-        known, split["train"] = np.split(split["train"], [len(split["train"]) // 2])
-        features = np.zeros((len(labels), labels.max() + 1), np.float32)
+        symmetrize = options["drop_duplicates"] = True
+        known, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
+        features = np.zeros((num_nodes, num_classes), np.float32)
         features[known, labels[known]] = 1
         source["features"] = "labels of half of the training nodes"
-        print(f"{Path(file).name} has no features: half of the training nodes ({len(known):,}) show their label as "
-              f"feature, the other {len(split['train']):,} are trained on; edges are made symmetric")
-    elif "feat_indptr" in data:
-        features = _bag_of_words(data, file, options["row_normalize"])
-    return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, backend=backend,
-                       source=source, progress=progress, **graph_options)
-
-
-def _read_npz(file) -> dict:
-    try:
-        with np.load(file, allow_pickle=False) as data:
-            return {name: data[name] for name in data.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise StoreError(f"{file} cannot be read as .npz: {error}") from error
+        arrays.say(f"it has no features: half of the training nodes ({len(known):,}) show their label as feature, the "
+                   f"other {len(split['train']):,} are trained on; edges are made symmetric")
+    build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, num_classes=num_classes,
+                source=source, symmetrize=symmetrize, **options)
+    if not symmetrize:
+        graph = GraphStore.open(path)
+        alone, of = without_reverse(graph.indptr.numpy(), graph.indices.numpy())
+        if alone:
+            drawn = "" if of == graph.num_edges else " drawn at random"
+            arrays.say(f"{alone:,} of {of:,} edges{drawn} have no reverse: messages go one way, from source to "
+                       "destination; --symmetrize adds the reverses")
+    return path
 
 
 def _split_per_class(labels, random) -> dict:
-    """20 nodes per class for train, 30 for valid, the rest for test."""
-    train, valid = [], []
-    for label in range(labels.max() + 1):
-        nodes = random.permutation(np.flatnonzero(labels == label))
-        train.append(nodes[:20])
-        valid.append(nodes[20:50])
-    train, valid = np.concatenate(train), np.concatenate(valid)
-    rest = np.setdiff1d(np.flatnonzero(labels >= 0), np.concatenate([train, valid]))
-    return dict(train=train, valid=valid, test=rest)
+    """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
+    order = np.argsort(labels, kind="stable")
+    order = order[np.searchsorted(labels[order], 0):]
+    classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    train, valid, test = zip(*(np.split(random.permutation(nodes), [20, 50]) for nodes in classes))
+    return dict(train=np.concatenate(train), valid=np.concatenate(valid), test=np.sort(np.concatenate(test)))
 
 
-def _bag_of_words(data, file, row_normalize) -> Rows:
-    """Dense rows of the CSR matrix in `data`, a few thousand at a time."""
-    indptr, indices = data["feat_indptr"].astype(np.int64), entry(data, file, "feat_indices")
-    values = data.get("feat_data", np.ones(1, np.uint8))
-    num_nodes = len(indptr) - 1
-    width = [int(n) for n in data.get("feat_shape", [num_nodes, indices.max() + 1])]
-    width = width[1] if width[0] == num_nodes else width[0]  # some files list columns first
-
-    def rows(first, last):
-        a, b = indptr[first], indptr[last]
-        dense = np.zeros((last - first, width), np.float32)
-        lengths = np.diff(indptr[first:last + 1])
-        row = np.repeat(np.arange(last - first), lengths)
-        if values.dtype.kind == "f":
-            dense[row, indices[a:b]] = values[a:b]
-        else:
-            dense[row, indices[a:b]] = 1 / lengths[row] if row_normalize else 1
-        return dense
-
-    return Rows([num_nodes, width], np.float32, (rows(a, min(a + 4096, num_nodes)) for a in range(0, num_nodes, 4096)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a graph at hand: files, DGL, PyG
-
-
-def build(source, path, *, features=None, labels=None, split=None, seed=0, **options) -> Path:
-    """Build a store at a path of your own.
-
-    Args:
-        source: a DGLGraph (`feat`, `label` and masks in its ndata); a PyG `Data` (`x`, `y` and masks); an .npz file
-            (see `build_npz`); or a table of edges in a file (see `graph_tables.edges`), csv for short.
-        path: directory of the store.
-        features: [V, F], or for csv the file of a table (see `graph_tables.features`). labels: [V], or such a file.
-        split: dict of node ids or masks, for csv of files of ids; without one, 20 nodes per class train, 30 validate.
-        seed: draws the split where there is none.
-        options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, progress.
-
-    Returns:
-        The path of the store.
-
-    Raises:
-        StoreError: for a source that is none of these, or does not hold a graph.
-    """
-    if hasattr(source, "ndata") or hasattr(source, "edge_index"):
-        dgl = hasattr(source, "ndata")
-        get = source.ndata.get if dgl else lambda name: getattr(source, name, None)
-        features, labels = (get(name) if given is None else given
-                            for given, name in ((features, "feat" if dgl else "x"), (labels, "label" if dgl else "y")))
-        for name, given in (("features", features), ("labels", labels)):
-            if given is None:
-                raise StoreError(f"the {type(source).__name__} has no {name}: give them as {name}=")
-        masks = {name: get(mask) for name, mask in zip(SPLITS, ("train_mask", "val_mask", "test_mask"))}
-        split = split or {name: mask for name, mask in masks.items() if mask is not None}
-        edge_index = [array.numpy() for array in (source.edges() if dgl else source.edge_index)]
-        return _build(path, np.stack(edge_index), features, labels, split, seed,
-                      dict(dataset=type(source).__name__, seed=seed), options)
-    file = str(source)
-    if file.endswith(".npz"):
-        with _layout(file):
-            return build_npz(path, file, dict(NPZ, seed=seed), **options)
-    if not re.search(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", file, re.IGNORECASE):
-        raise StoreError(f"{file} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, .bz2 or "
-                         ".xz; .parquet), a DGLGraph or a PyG Data")
-    if features is None or labels is None:
+def _build_csv(path, file, own, seed, options) -> Path:
+    """Build a store of a table of edges; `own` names the files of the other tables."""
+    if not {"features", "labels"} <= own.keys():
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
-    path = Path(path)
     try:
         with scratch_folder(path) as folder:
-            rows, nodes = graph_tables.features(features, folder / "features")
-            labels, classes = graph_tables.labels(labels, nodes)
+            rows, nodes = graph_tables.features(own["features"], folder / "features")
+            labels, classes = graph_tables.labels(own["labels"], nodes)
             edge_index, _ = graph_tables.edges(file, folder / "edges", nodes)
-            split = {name: graph_tables.ids(ids, nodes) for name, ids in (split or {}).items()}
+            split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
+            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split))
             if nodes.names is not None:
                 nodes.save(folder / "nodes.txt")
-            source = dict(dataset=Path(file).name, seed=seed, **({"classes": classes} if classes else {}))
-            _build(path, edge_index, rows, labels, split, seed, source, options)
+            _build_arrays(path, arrays, {}, seed, classes=classes, **options)
             if nodes.names is not None:
                 os.replace(folder / "nodes.txt", path / "nodes.txt")
             return path
@@ -407,16 +360,8 @@ def build(source, path, *, features=None, labels=None, split=None, seed=0, **opt
         raise StoreError(f"cannot build {path} from {file}: {error}") from error
 
 
-def _build(path, edge_index, features, labels, split, seed, source, options) -> Path:
-    labels = np.asarray(labels).reshape(-1)
-    split = {name: np.flatnonzero(ids) if np.asarray(ids).dtype == bool else ids for name, ids in split.items()}
-    split = split or _split_per_class(labels, np.random.default_rng(seed))
-    return build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, source=source,
-                       **options)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# OGB
+# the command line
 
 
 def main(argv=None) -> int:
@@ -426,13 +371,9 @@ def main(argv=None) -> int:
     parser.add_argument("--root", default="data", help="directory for downloads and stores")
     parser.add_argument("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
     parser.add_argument("--seed", type=int, default=0, help="draws the split of a data set without one")
-    args = parser.parse_args(argv)
-    try:
-        print(prepare(args.dataset, args.root, seed=args.seed, backend=args.backend))
-    except StoreError as error:
-        print(f"datasets.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    parser.add_argument("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
+    args = vars(parser.parse_args(argv))
+    return command("datasets.py", lambda: print(prepare(args.pop("dataset"), args.pop("root"), **args)))
 
 
 if __name__ == "__main__":

@@ -53,11 +53,12 @@ class StoreError(ValueError):
 @contextlib.contextmanager
 def complete_or_not_there(path, need):
     """A hidden directory to write into, which becomes `path` at the end; it takes about `need` bytes."""
-    if os.path.lexists(path):
-        raise StoreError(f"{path} exists already: remove it or choose another path")
+    refuse_existing(path)
     try:
         with scratch_folder(path) as building:
             try:
+                if need > shutil.disk_usage(path.parent).free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 yield building
                 for file in [*building.iterdir(), building]:
                     sync(file)
@@ -71,9 +72,19 @@ def complete_or_not_there(path, need):
                 raise StoreError(f"no room for {path} on its disk: it takes about {readable_size(need)} and "
                                  f"{readable_size(free)} are free; free some or build it elsewhere") from error
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and os.path.lexists(path):
             raise StoreError(f"{path} exists already: another process completed it first") from error
-        raise StoreError(f"cannot build {path}: {error}") from error
+        raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
+
+
+def refuse_existing(path):
+    """Raise StoreError unless a directory can be made at a path."""
+    if os.path.lexists(path):
+        raise StoreError(f"{path} exists already: remove it or choose another path")
+    if path.name in ("", ".."):
+        raise StoreError(f"{path} has no name of its own: choose another path")
+    if len(os.fsencode(path.name)) > 255:
+        raise StoreError(f"{path.name[:20]}... is a name of {len(os.fsencode(path.name))} bytes: 255 are possible")
 
 
 @contextlib.contextmanager
@@ -83,15 +94,16 @@ def scratch_folder(path):
     It is locked for as long as its process lives, in whatever container that is. What dead builds of the same target left
     is what is not locked; it is removed here.
     """
+    name = path.name if len(os.fsencode(path.name)) <= 200 else hashlib.sha256(os.fsencode(path.name)).hexdigest()
     above = [folder for folder in path.absolute().parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in reversed(above):
         sync(folder.parent)
     for entry in path.parent.iterdir():
-        if entry.name.startswith(f".{path.name}.building."):
+        if entry.name.startswith(f".{name}.building."):
             _remove_unless_locked(entry)
     while True:
-        folder = path.with_name(f".{path.name}.building.{uuid.uuid4().hex[:12]}")
+        folder = path.with_name(f".{name}.building.{uuid.uuid4().hex[:12]}")
         folder.mkdir()
         lock = os.open(folder, os.O_RDONLY)
         with contextlib.suppress(OSError):  # some network file systems have no locks, and then nothing is taken for dead
@@ -330,6 +342,9 @@ def readable_size(count) -> str:
 
 def gather_target(features, ids, out, name="out") -> Tensor:
     """`out`, or a tensor for it, after checking both it and the ids."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
+        what = f"{list(ids.shape)} {ids.dtype}" if hasattr(ids, "dtype") else type(ids).__name__
+        raise StoreError(f"ids is {what}: an int32 or int64 tensor [n] is needed (torch.as_tensor)")
     if len(ids):
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= features.shape[0]:
@@ -337,8 +352,9 @@ def gather_target(features, ids, out, name="out") -> Tensor:
     shape = (len(ids), features.shape[1])
     if out is None:
         return torch.empty(shape, dtype=features.dtype)
-    if tuple(out.shape) != shape or out.dtype != features.dtype:
-        raise StoreError(f"{name} is {list(out.shape)} {out.dtype}: {list(shape)} {features.dtype} is needed")
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
+        what = f"{list(out.shape)} {out.dtype}" if hasattr(out, "dtype") else type(out).__name__
+        raise StoreError(f"{name} is {what}: a tensor {list(shape)} {features.dtype} is needed")
     return out
 
 
@@ -351,11 +367,28 @@ def info_lines(lines, graph) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
 
 
+def array_like(name, values):
+    """`values` if they have shape, dtype and slices (arrays, tensors, `Rows`), a list as an array; else StoreError."""
+    try:
+        values = np.asarray(values) if type(values) in (list, tuple, range) else values
+        values.shape, values.dtype
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"{name} is a {type(values).__name__} that makes no array: {error}") from error
+    if getattr(values, "layout", torch.strided) != torch.strided or hasattr(values, "toarray"):
+        raise StoreError(f"{name} is sparse: give a dense array")
+    return values
+
+
 def integers(name, values) -> np.ndarray:
     """`values` as int64, refusing what is not a whole number."""
-    values = np.asarray(values)
+    try:
+        values = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise StoreError(f"{name} is a {type(values).__name__} that makes no array: {error}") from error
     if values.size and values.dtype.kind not in "iu":
         raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
+    if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
+        raise StoreError(f"{name} holds {values.max()}: whole numbers below 2^63 are needed")
     return values.astype(np.int64, copy=False)
 
 
@@ -366,12 +399,23 @@ def check_finite(name, rows, first=0):
         raise StoreError(f"{name}[{first + row}, {column}] is {rows[row, column].item()}: every value must be finite")
 
 
+def _ids(name, values, labels, what) -> np.ndarray:
+    """A part of a split as int64 ids; it may be a mask of booleans."""
+    values = array_like(f"split {name!r}", values)
+    if values.dtype not in (np.bool_, torch.bool):
+        return integers(f"split {name!r}", values)
+    if tuple(values.shape) != labels.shape:
+        raise StoreError(f"split {name!r} is a mask of shape {list(values.shape)}: one of [{len(labels)}], or {what} ids, "
+                         "are needed")
+    return np.flatnonzero(values)
+
+
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
-    """Ids as int64 for each of SPLITS, disjoint, in range and labelled; of nodes, some have to be for training."""
+    """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
     unknown = set(split) - set(SPLITS)
     if unknown:
         raise StoreError(f"split has a part {min(unknown)!r}: its parts are {', '.join(SPLITS)}")
-    split = {name: integers(f"split {name!r}", split.get(name, ())) for name in SPLITS}
+    split = {name: _ids(name, split.get(name, ()), labels, what) for name in SPLITS}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         if ids.ndim != 1:

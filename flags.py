@@ -40,6 +40,7 @@ def make_parser():
         "cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M (default: %(default)s)")  # fmt: skip
     add("--root", default="data", metavar="DIR", help="folder for downloads and built stores")
     add("--backend", default="mmap", choices=["mmap", "lmdb"], help="how a newly built store keeps features")
+    add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
 
     add = parser.add_argument_group("sampling").add_argument
     add("--fanout", type=fanout, metavar="15,10,5", help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "

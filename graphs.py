@@ -8,8 +8,8 @@
     python train.py --task graph --dataset molecules.npz
 
 Letters: G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets;
-W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py,
-tables.py and features.py.
+W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py and
+features.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, c
                   info_lines, integers, map_npy, read_meta, split_files, within, write_npy)
 from features import Batch, CudaCopies, prefetch
 from lmdb_file import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
-from tables import ahead, entry
 
 FORMAT = "ringblock-graphs"
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])  # before each graph
@@ -74,7 +73,12 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
         StoreError: for shapes that do not fit, or an edge that leaves its graph.
     """
     num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
-    src, dst = integers("edge_index", edge_index)
+    edge_index = integers("edge_index", edge_index)
+    x, e, y = (_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
+    if num_nodes.ndim != 1 or num_edges.ndim != 1 or edge_index.ndim != 2 or len(edge_index) != 2:
+        raise StoreError(f"num_nodes is {list(num_nodes.shape)}, num_edges {list(num_edges.shape)} and edge_index "
+                         f"{list(edge_index.shape)}: [G], [G] and [2, E] are needed")
+    src, dst = edge_index
     first = np.cumsum(num_nodes) - num_nodes
     graphs, nodes = {len(num_nodes), len(num_edges), len(y)}, {num_nodes.sum(), len(x)}
     edges, least = {num_edges.sum(), len(src), len(e)}, min(num_nodes.min(initial=1), num_edges.min(initial=0) + 1)
@@ -92,8 +96,18 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     indptr = np.zeros(total + 1, np.int32)
     np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
     return GraphBatch(torch.from_numpy(indptr), torch.from_numpy((src + shift)[order].astype(np.int32)),
-                      torch.from_numpy(np.repeat(np.arange(len(num_nodes)), num_nodes)), torch.as_tensor(x),
-                      torch.as_tensor(e)[torch.from_numpy(order)], torch.as_tensor(y))
+                      torch.from_numpy(np.repeat(np.arange(len(num_nodes)), num_nodes)),
+                      x, e[torch.from_numpy(order)], y)
+
+
+def _rows(name, rows) -> Tensor:
+    """Rows as a tensor, in this machine's byte order."""
+    try:
+        if isinstance(rows, np.ndarray):
+            rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
+        return torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(f"{name} is a {type(rows).__name__} that makes no tensor: {error}") from error
 
 
 def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
@@ -136,6 +150,7 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
             files[f"{name}.npy"] = write_npy(building / f"{name}.npy", "int64", [len(ids)], [ids])
         (building / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+        GraphDataset.open(building)
     return path
 
 
@@ -222,6 +237,8 @@ class GraphDataset:
 
     def _values(self, batch) -> list[bytes]:
         """The LMDB value of every graph of a batch: header, then indptr, indices, x, e, y of that graph alone."""
+        if not len(batch.y):
+            raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows in (("node", batch.x), ("edge", batch.e), ("target", batch.y)):
             want, dtype = self.meta[f"{name}_dim"], self.meta[f"{name}_dtype"]
             if rows.ndim != 2 or rows.shape[1] != want or rows.dtype != getattr(torch, dtype):
@@ -326,120 +343,6 @@ def info(path) -> str:
     for part in ("node", "edge", "target"):
         lines[part] = f"{graphs.meta[f'{part}_dim']} x {graphs.meta[f'{part}_dtype']}"
     return info_lines(lines, graphs)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# importers
-
-
-def build_molecules(path, data, file, options, *, progress=False) -> Path:
-    """Build a `GraphDataset` of molecules, or of any graphs in the same layout.
-
-    Args:
-        path: directory of the data set.
-        data: arrays: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
-            `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
-            `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx`.
-        file: where they come from. options: kept in meta.json; `seed` draws the split where there is none.
-        progress: show a bar.
-
-    Returns:
-        The path of the data set.
-
-    Raises:
-        StoreError: for arrays that do not make such graphs.
-    """
-    nodes, bonds = (data[name].astype(np.int64) for name in ("node_offsets", "bond_offsets"))
-    y = _targets(entry(data, file, "targets", "labels"))
-    x, e, ends = (entry(data, file, name) for name in ("atom_feat", "bond_feat", "bond_index_local"))
-
-    def batch(first):
-        last = min(first + 4096, len(y))
-        a, b = bonds[first], bonds[last]
-        counts = np.diff(bonds[first:last + 1])
-        twice = np.repeat(np.arange(b - a), 2)  # each bond, then its reverse
-        edge_index = ends[:, a:b].astype(np.int64)[:, twice]
-        edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
-        return block_diagonal(np.diff(nodes[first:last + 1]), 2 * counts, edge_index,
-                                    x[nodes[first]:nodes[last]], e[a:b][twice], y[first:last])
-
-    return build_graphs(path, (batch(first) for first in range(0, len(y), 4096)), progress=progress,
-                              split=_graph_split(data, file, len(y), options["seed"]),
-                              source=dict(dataset=Path(file).name, edges="both directions of each bond", **options))
-
-
-def build_crystals(path, data, file, options, *, progress=False) -> Path:
-    """Build a `GraphDataset` of periodic cells, to learn the energy per atom.
-
-    Args:
-        path: directory of the data set.
-        data: arrays: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice` [G, 3, 3] (rows are
-            vectors, angstrom), `energy` [G] (of the cell), perhaps `train_idx`, `val_idx`, `test_idx`.
-        file: where they come from. options: `radius` of the neighbourhoods; `seed` draws the split where there is none.
-        progress: show a bar.
-
-    Returns:
-        The path of the data set; x is the atomic number, e the distance.
-
-    Raises:
-        StoreError: for arrays that do not make such cells.
-    """
-    offsets, lattice = data["atom_offsets"].astype(np.int64), entry(data, file, "lattice").astype(np.float64)
-    coords, numbers = entry(data, file, "frac_coords").astype(np.float64), entry(data, file, "Z").astype(np.uint8)
-    atoms = np.diff(offsets)
-    y = _targets(entry(data, file, "energy") / atoms)
-
-    def batch(first):
-        cells = range(first, min(first + 64, len(y)))
-        found = [periodic_neighbours(coords[offsets[i]:offsets[i + 1]], lattice[i], options["radius"]) for i in cells]
-        edge_index, distance = (np.concatenate(part, -1) for part in zip(*found))
-        return block_diagonal(atoms[cells], [len(d) for _, d in found], edge_index,
-                                    numbers[offsets[first]:offsets[cells[-1] + 1], None],
-                                    distance[:, None].astype(np.float32), y[cells])
-
-    return build_graphs(path, ahead(batch, len(y), 64), progress=progress,
-                              split=_graph_split(data, file, len(y), options["seed"]),
-                              source=dict(dataset=Path(file).name, target="energy per atom", **options))
-
-
-def periodic_neighbours(coords, lattice, radius):
-    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well.
-
-    Args:
-        coords: float64 [n, 3] fractional coordinates. lattice: float64 [3, 3], rows are the vectors of the cell.
-        radius: in the unit of the lattice.
-
-    Returns:
-        (edge_index int64 [2, E], distance float64 [E]); a pair occurs once for each image within the radius, an atom
-        among the neighbours of itself only as an image.
-    """
-    coords = coords - np.floor(coords)
-    heights = 1 / np.linalg.norm(np.linalg.inv(lattice), axis=0)  # distances of opposite faces
-    images = [np.arange(-n, n + 1) for n in np.ceil(radius / heights).astype(int)]
-    images = np.stack(np.meshgrid(*images, indexing="ij"), -1).reshape(-1, 3)
-    place = coords @ lattice
-    sources = (place + (images @ lattice)[:, None]).reshape(-1, 3)  # [images * n, 3]
-    squared = (sources**2).sum(1)[:, None] + (place**2).sum(1) - 2 * sources @ place.T
-    src, dst = (squared <= radius**2 + 1e-6).nonzero()
-    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above has lost digits
-    keep = (distance <= radius) & (src != dst + (~images.any(1)).argmax() * len(coords))
-    return np.stack([src[keep] % len(coords), dst[keep]]), distance[keep]
-
-
-def _targets(values) -> np.ndarray:
-    return np.asarray(values, np.float32).reshape(len(values), -1)
-
-
-def _graph_split(data, file, count, seed) -> dict:
-    """The split in the file; where it has none (or no valid part), a tenth of the graphs is drawn for it."""
-    random = np.random.default_rng(seed)
-    train, test = (entry(data, file, f"{name}_idx", default=None) for name in ("train", "test"))
-    valid = entry(data, file, "val_idx", "valid_idx", default=None)
-    if train is None:
-        test, train = np.split(random.permutation(count), [count // 10])
-    if valid is None:
-        valid, train = np.split(random.permutation(train), [count // 10])
-    return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test if test is not None else []).astype(int))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

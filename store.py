@@ -44,13 +44,14 @@ import torch
 from torch import Tensor
 
 from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_sources
-from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, as_numpy, check_finite, check_split,
+from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_split,
                   complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
-                  split_files, storage_dtype, within, write_npy)
+                  readable_size, split_files, storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
+MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,11 +71,12 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         path: directory to create; its parents are created as well.
         edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
-        features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`).
+        features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C); -1 for a node without a label, which no split may hold.
-        split: dict with node ids for "train" (not empty), "valid" and "test" (each may be missing); disjoint.
+        split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
+            disjoint.
         backend: "mmap" or "lmdb", for the features.
-        num_classes: C; the largest label + 1 when None.
+        num_classes: C; the largest label + 1 when None, unless most classes were empty then.
         symmetrize: add the reverse of every edge.
         drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one of several equal edges (after symmetrizing).
@@ -91,8 +93,9 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
     path = Path(path)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+    features = array_like("features", features)
     num_nodes, width, dtype = _check_features(features)
-    labels, num_classes = _check_labels(labels, num_nodes, num_classes)
+    labels, num_classes = check_labels(labels, num_nodes, num_classes)
     split = check_split(split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
     options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
@@ -105,8 +108,10 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
             "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
             "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source))}
     arrays = dict(indptr=indptr, labels=labels, **split)
-    with complete_or_not_there(path, num_nodes * (row_bytes + 16) + num_edges * (4 << symmetrize)) as building:
+    least = 0 if drop_self_loops or drop_duplicates else num_edges * (4 << symmetrize)
+    with complete_or_not_there(path, num_nodes * (row_bytes + 16) + least) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, progress)
+        GraphStore.open(building)
     return path
 
 
@@ -143,19 +148,30 @@ def _check_features(features) -> tuple[int, int, str]:
         raise StoreError(f"features has shape {list(shape)}: [V, F] with at least one node and one column is needed")
     dtype = features.dtype
     dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+    dtype = "uint8" if dtype == "bool" else dtype
     if dtype not in DTYPES:
         raise StoreError(f"features has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
     return int(shape[0]), int(shape[1]), dtype
 
 
-def _check_labels(labels, num_nodes, num_classes) -> tuple[np.ndarray, int]:
-    """Labels as int64 [V] and C."""
+def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
+    """Labels as int64 [V] and C, which is counted when None; StoreError for what cannot be meant."""
     labels = integers("labels", labels)
     if labels.shape != (num_nodes,):
         raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features")
-    num_classes = max(int(labels.max()) + 1, 1) if num_classes is None else int(num_classes)
-    if num_classes < 1:
-        raise StoreError(f"num_classes is {num_classes}: at least one is needed")
+    largest = int(labels.max())
+    if largest == -1:
+        raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1: there is nothing to learn")
+    if num_classes is None:
+        num_classes = max(largest + 1, 1)
+        present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
+        if num_classes > 1000 + 10 * present:
+            raise StoreError(f"labels run up to {largest:,} and {present:,} different ones occur: {num_classes:,} classes "
+                             f"make a last layer of {num_classes:,} x 128 (--hidden) x 4 bytes, "
+                             f"{readable_size(num_classes * 512)}; number them from 0 with numpy.unique(labels, "
+                             "return_inverse=True)")
+    if not 1 <= num_classes <= MAX_CLASSES:
+        raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
     bad = np.flatnonzero((labels < -1) | (labels >= num_classes))
     if len(bad):
         raise StoreError(f"labels[{bad[0]}] is {labels[bad[0]]}: labels lie in [0, {num_classes}), or are -1 where "
@@ -170,14 +186,13 @@ def _check_graph(edge_index, indptr, indices, num_nodes):
     if num_nodes > 1 << 32:
         raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
     if edge_index is not None:
-        if isinstance(edge_index, (list, tuple)):
-            edge_index = np.asarray(edge_index)
+        edge_index = array_like("edge_index", edge_index)
         if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
             raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed, sources over "
                              "destinations")
         return edge_index, None, None, int(edge_index.shape[1])
     indptr = integers("indptr", indptr)
-    indices = np.asarray(indices) if isinstance(indices, (list, tuple)) and not isinstance(indices, Rows) else indices
+    indices = array_like("indices", indices)
     if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
         raise StoreError(f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: "
                          f"[{num_nodes + 1}] and [M] are needed, with {num_nodes} rows of features")
@@ -198,6 +213,7 @@ def _feature_rows(features, dtype, progress) -> Iterator[np.ndarray]:
     for first, chunk in chunked(features, rows, "features", progress):
         if not isinstance(chunk, Tensor):
             chunk = torch.from_numpy(np.require(chunk, np.asarray(chunk).dtype.newbyteorder("="), "CW"))
+        chunk = chunk.to(torch.uint8) if chunk.dtype == torch.bool else chunk
         if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
             raise StoreError(f"features came with rows of {list(chunk.shape[1:])} {chunk.dtype}, [{width}] {dtype} "
                              "was announced")
@@ -216,7 +232,7 @@ def _read_meta(path) -> dict:
 def _files_of_a_graph(need) -> dict:
     num_nodes = need("num_nodes", within(1, 1 << 32))
     num_edges = need("num_edges", within(0, 1 << 48))
-    need("num_classes", within(1, 1 << 40))
+    need("num_classes", within(1, MAX_CLASSES))
     width = need("feature_dim", within(1, 1 << 31))
     dtype = need("feature_dtype", lambda n: n in DTYPES)
     backend = need("backend", lambda n: isinstance(n, str) and n in BACKENDS)
@@ -325,6 +341,10 @@ class MmapFeatures:
             list(pool.map(lambda a, b: np.take(source, ids[a:b], 0, target[a:b], "clip"), cuts, cuts[1:]))
         return out
 
+    def put_rows(self, ids, rows):
+        """Rows of a memory-mapped array do not change: StoreError."""
+        raise StoreError("put_rows is for a store with backend lmdb: this one has backend mmap, whose rows stay as built")
+
 
 def _features_of(path):
     return GraphStore.open(path).features
@@ -391,7 +411,7 @@ def _problems_of_a_graph(path) -> Iterator[str]:
     except StoreError as error:
         yield f"indices.npy: {error}"
     try:
-        labels, _ = _check_labels(graph.labels.numpy(), graph.num_nodes, graph.num_classes)
+        labels, _ = check_labels(graph.labels.numpy(), graph.num_nodes, graph.num_classes)
         check_split({name: ids.numpy() for name, ids in graph.split.items()}, labels)
     except StoreError as error:
         name = next((name for name in SPLITS if repr(name) in str(error)), "labels")
@@ -429,6 +449,13 @@ def _fanout(text) -> list[int]:
     return fanout
 
 
+def _gigabytes(text) -> int:
+    size = float(text) * 1e9
+    if not 0 <= size < 1e18:
+        raise ValueError
+    return int(size)
+
+
 def _format(path):
     try:
         return read_meta(path)["format"]
@@ -436,63 +463,76 @@ def _format(path):
         return FORMAT  # and whoever opens it says what is wrong
 
 
-def _build_from(source, args):
-    split = {name: getattr(args, name) for name in SPLITS if getattr(args, name)}
-    _beside("datasets").build(
-        source, args.path, features=args.features, labels=args.labels, split=split, seed=args.seed, backend=args.backend,
-        symmetrize=args.symmetrize, drop_self_loops=args.drop_self_loops, drop_duplicates=args.drop_duplicates,
-        progress=True)
+def command(name, run) -> int:
+    """Run a command line -> its exit code: 2 and a sentence for a StoreError, 141 where nobody reads its output."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code or 0
+    except StoreError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # of `head`, say; the interpreter flushes stdout once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser():
+    """A sub-command for each thing to do, with its own flags: a flag of another one is refused."""
+    parser = argparse.ArgumentParser(prog="store.py", description="Build a graph store, or look at one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("build", help="write a store from files").add_argument
+    add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")
+    add("path", help="directory of the store")
+    add("--features", metavar="FILE", help="csv: a line of numbers for each node")
+    add("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
+    for name in SPLITS:
+        add(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
+    add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
+    add("--symmetrize", action="store_true", help="add the reverse of every edge")
+    add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
+    add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
+    add("--seed", type=int, help="draws the split where there is none (default 0)")
+    for name, text in (("info", "print sizes, degrees, options, source"), ("verify", "compare every byte")):
+        commands.add_parser(name, help=text).add_argument("path", help="directory of the store")
+    add = commands.add_parser("estimate", help="print what training takes in each mode").add_argument
+    add("path", help="directory of the store")
+    add("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
+    add("--procs", type=int, default=1, help="processes on CPU (default 1)")
+    add("--fanout", type=_fanout, default=[15, 10, 5], help="from the seeds outward (default 15,10,5)")
+    add("--batch-size", type=int, default=1024, help="seeds of a process (default 1024)")
+    add("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
+    add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")
+    return parser
+
+
+def _run(command, path, **options):
+    """Run a sub-command -> its exit code."""
+    if command == "build":
+        split = {name: file for name in SPLITS if (file := options.pop(name))}
+        _beside("datasets").build(options.pop("source"), path, split=split or None, progress=True, **options)
+    elif command == "estimate":
+        print(_beside("plan").estimate_lines(path, **options))
+        return 0
+    module = _beside("graphs") if _format(path) == "ringblock-graphs" else sys.modules[__name__]
+    if command != "verify":
+        print(module.info(path))
+        return 0
+    problems = module.verify(path)
+    bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
+    files = {"meta.json"} if "meta.json" in bad else {"meta.json", *read_meta(path)["files"]}
+    for name in sorted(files | bad.keys()):
+        print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
+    for entry in sorted(Path(path).iterdir()):
+        if entry.name not in files and not entry.name.endswith("-lock"):  # LMDB's own, of the processes at work
+            print(f"--  {entry.name}: not part of the store, not looked at")
+    return 1 if problems else 0
 
 
 def main(argv=None) -> int:
     """The command line; returns the exit code (0 fine, 1 damaged, 2 no store)."""
-    parser = argparse.ArgumentParser(prog="store.py", description="Build a graph store, or look at one.")
-    parser.add_argument("command", choices=["build", "info", "verify", "estimate"])
-    parser.add_argument("path", nargs="+", help="directory of the store; for build, its SOURCE before it")
-    group = parser.add_argument_group("build", "SOURCE is an .npz file or the .csv or .csv.gz file of the edges")
-    group.add_argument("--features", metavar="FILE", help="csv: a line of numbers for each node")
-    group.add_argument("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
-    for name in SPLITS:
-        group.add_argument(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
-    group.add_argument("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
-    group.add_argument("--symmetrize", action="store_true", help="add the reverse of every edge")
-    group.add_argument("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
-    group.add_argument("--drop-duplicates", action="store_true", help="keep one of several equal edges")
-    group.add_argument("--seed", type=int, default=0, help="draws the split where there is none (default 0)")
-    group = parser.add_argument_group("estimate")
-    group.add_argument("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
-    group.add_argument("--procs", type=int, default=1, help="processes on CPU (default 1)")
-    group.add_argument("--fanout", type=_fanout, default=[15, 10, 5], help="from the seeds outward (default 15,10,5)")
-    group.add_argument("--batch-size", type=int, default=1024, help="seeds of a process (default 1024)")
-    group.add_argument("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
-    group.add_argument("--free-gpu", type=lambda gb: int(float(gb) * 1e9), metavar="GB", help="to ask about another machine's GPUs")
-    args = parser.parse_args(argv)
-    if len(args.path) != (2 if args.command == "build" else 1):
-        parser.error("build takes a SOURCE and a PATH, every other command one PATH")
-    *source, args.path = args.path
-    try:
-        if args.command == "build":
-            _build_from(*source, args)
-        elif args.command == "estimate":
-            names = ("gpus", "procs", "fanout", "batch_size", "hidden", "free_gpu")
-            print(_beside("plan").estimate_lines(args.path, **{name: getattr(args, name) for name in names}))
-            return 0
-        module = _beside("graphs") if _format(args.path) == "ringblock-graphs" else sys.modules[__name__]
-        if args.command != "verify":
-            print(module.info(args.path))
-            return 0
-        problems = module.verify(args.path)
-    except StoreError as error:
-        print(f"store.py: {error}", file=sys.stderr)
-        return 2
-    bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
-    files = {"meta.json"} if "meta.json" in bad else {"meta.json", *read_meta(args.path)["files"]}
-    for name in sorted(files | bad.keys()):
-        print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
-    for entry in sorted(Path(args.path).iterdir()):
-        if entry.name not in files and not entry.name.endswith("-lock"):  # LMDB's own, of the processes at work
-            print(f"--  {entry.name}: not part of the store, not looked at")
-    return 1 if problems else 0
+    args = vars(_parser().parse_args(argv))
+    return command("store.py", lambda: _run(**args))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import re
 import warnings
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -450,26 +449,3 @@ def plural(number, what) -> str:
 def short(text, quote="'") -> str:
     """The beginning of a text, in quotes."""
     return f"{quote}{text if len(text) <= 60 else text[:57] + '...'}{quote}"
-
-
-def entry(data, file, *names, **default):
-    """The first of several entries that is there."""
-    for name in names:
-        if name in data:
-            return data[name]
-    if default:
-        return default["default"]
-    raise StoreError(f"{file} has no entry {' or '.join(names)}; its entries are {', '.join(data)}")
-
-
-def ahead(function, stop, step):
-    """function(0), function(step), ... in order, computed a little ahead on threads (numpy releases the GIL)."""
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        pending = collections.deque()
-        for first in range(0, stop, step):
-            pending.append(pool.submit(function, first))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()

@@ -66,6 +66,7 @@ import graph_tables
 import graphs
 import lmdb_file
 import model
+import molecules
 import plan
 import sampler
 import sampler_cuda
@@ -2021,7 +2022,8 @@ def _bad_inputs():
         "label below -1": ({"labels": np.full(200, -2)}, r"labels\[0\] is -2"),
         "labels dtype": ({"labels": np.zeros(200)}, "labels has dtype float64"),
         "labels length": ({"labels": [0, 1]}, r"labels has shape \[2\]: \[200\]"),
-        "unlabelled in split": ({"labels": np.full(200, -1)}, "has no label"),
+        "unlabelled in split": ({"labels": np.arange(200) % 2 - 1}, "holds node [0-9]+, which has no label"),
+        "no label": ({"labels": np.full(200, -1), "num_classes": None}, "none of the 200 nodes has a label"),
         "NaN": ({"features": nan}, r"features\[170, 3\] is nan"),
         "infinity": ({"features": torch.tensor(nan).nan_to_num(torch.inf).bfloat16()}, r"features\[170, 3\] is inf"),
         "features shape": ({"features": x[0]}, "features has shape"),
@@ -2048,6 +2050,84 @@ def test_store_refuses_bad_input_and_leaves_nothing(tmp_path, case):
     with pytest.raises(StoreError, match=message) as error:
         build_store(tmp_path / "g", **{**_graph(), **changes})
     assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?"])
+def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
+    args = _graph(num_nodes=60, num_edges=90)
+    args["split"] = {"train": [1, 2], "test": _mask([5, 9], 60)}
+    x = (np.abs(args["features"]) * 3).astype(dtype)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    want = torch.from_numpy(x.astype("u1") if dtype == "?" else x)
+    gaps = np.repeat(np.repeat(x, 2, 0), 3, 1)[::2, ::3]
+    for number, features in enumerate((x, x.astype(f">{dtype}"), np.asfortranarray(x), gaps, x[::-1].copy()[::-1], frozen,
+                                       torch.from_numpy(x), torch.from_numpy(gaps.copy()).T.contiguous().T)):  # fmt: skip
+        labels, edges = args["labels"].astype(">i2"), np.asfortranarray(args["edge_index"].astype(">u4"))
+        graph = GraphStore.open(build_store(tmp_path / str(number), **dict(args, features=features, labels=labels, edge_index=edges)))
+        assert graph.features.dtype == want.dtype and torch.equal(graph.features.gather(torch.arange(60)), want)
+        assert graph.labels.tolist() == args["labels"].tolist() and graph.split["test"].tolist() == [5, 9]
+        assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
+    graph = GraphStore.open(build_store(tmp_path / "list", **{name: value if name in ("split", "num_classes") else value.tolist()
+                                                             for name, value in dict(args, features=x).items()}))  # fmt: skip
+    assert graph.features.dtype == {"f": torch.float64, "b": None}.get(x.dtype.kind, torch.int64) or dtype == "?"
+
+
+def test_store_says_what_is_wrong_with_an_argument(tmp_path):
+    good = GraphStore.open(build_store(tmp_path / "good", **_graph()))
+    frame = types.SimpleNamespace(shape=(200, 5))
+    for message, changes in (
+        ("features is a SimpleNamespace that makes no array", {"features": frame}),
+        ("features is a list that makes no array", {"features": [[1.0], [1.0, 2.0]]}),
+        ("features is a NoneType", {"features": None}),
+        ("features is sparse", {"features": torch.eye(200).to_sparse()}),
+        ("edge_index is a str", {"edge_index": "edges"}),
+        ("edge_index is a generator", {"edge_index": (_ for _ in ())}),
+        ("labels is a list that makes no array", {"labels": [[1], [2, 3]]}),
+        ("labels holds 18446744073709551615", {"labels": np.full(200, 2**64 - 1, np.uint64)}),
+        ("num_classes is 16777217: from 1 to 16,777,216", {"num_classes": (1 << 24) + 1}),
+        ("labels run up to 5,003 and 4 different", {"labels": np.arange(200) % 4 + 5000, "num_classes": None}),
+        (r"split 'valid' is a mask of shape \[199\]", {"split": {"train": [1], "valid": np.ones(199, bool)}}),
+        (r"split 'train' is a mask of shape \[3\]", {"split": {"train": [True, False, True]}}),
+        ("split 'train' has dtype float64", {"split": {"train": [0.5]}}),
+    ):
+        with pytest.raises(StoreError, match=message) as error:
+            build_store(tmp_path / "bad", **{**_graph(), **changes})
+        assert "\n" not in str(error.value)
+    build_store(tmp_path / "many_classes", **dict(_graph(), num_classes=5000, labels=np.arange(200) + 4000))
+    for message, call in (
+        (r"ids is \[2\] int64: an int32 or int64 tensor", lambda: good.features.gather(np.arange(2))),
+        ("ids is list: an int32", lambda: good.features.gather([1, 2])),
+        (r"ids is \[2\] torch.bool", lambda: good.features.gather(torch.ones(2, dtype=torch.bool))),
+        (r"out is \[2, 5\] float32: a tensor \[2, 5\]", lambda: good.features.gather(torch.arange(2), out=np.zeros((2, 5), np.float32))),
+        ("put_rows is for a store with backend lmdb", lambda: good.features.put_rows(torch.arange(1), torch.ones(1, 5))),
+        (r"edge_index \[3\]: \[G\], \[G\] and", lambda: block_diagonal([2], [1], [0, 1, 1], np.ones((2, 1)), np.ones((1, 1)), np.ones((1, 1)))),
+        ("edge_index has dtype float64", lambda: block_diagonal([2], [1], [[0.0], [1.5]], *[np.ones((2, 1))] * 3)),
+        ("x is a ndarray that makes no tensor", lambda: block_diagonal([2], [1], [[0], [1]], np.array([["a"]] * 2), *[np.ones((1, 1))] * 2)),
+        ("a batch has no graphs", lambda: build_graphs(tmp_path / "none", [block_diagonal([], [], np.empty((2, 0), int),
+                                                                                           *[np.empty((0, 2), np.float32)] * 3)])),
+    ):  # fmt: skip
+        with pytest.raises(StoreError, match=message):
+            call()
+    batch = block_diagonal([2], [1], [[0], [1]], np.ones((2, 1), ">f4"), np.ones((1, 1), ">f8"), np.ones((1, 1), ">i4"))
+    assert (batch.x.dtype, batch.e.dtype, batch.y.dtype) == (torch.float32, torch.float64, torch.int32)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"good", "many_classes"}
+
+
+def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
+    """A build gets its name when the reader has opened it; what is larger than the disk is refused before it is written."""
+    def refuse(path):
+        raise StoreError(f"{path} cannot be opened")
+
+    for kind, build in ((GraphStore, lambda path: build_store(path, **_graph())), (GraphDataset, lambda path: build_graphs(path, [_graphs(3)]))):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "open", refuse)
+            with pytest.raises(StoreError, match="cannot be opened"):
+                build(tmp_path / "s")
+    wide = Rows([1 << 20, 1 << 20], np.float32, iter(()))
+    with pytest.raises(StoreError, match="no room for .*it takes about 4.4 TB"):
+        build_store(tmp_path / "s", edge_index=[[0], [1]], features=wide, labels=np.zeros(1 << 20, int), split={"train": [0]})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -2390,14 +2470,24 @@ def test_datasets_npz(tmp_path):
     assert not torch.equal(first.split["train"], second.split["train"])
 
 
-def test_datasets_npz_word_counts(tmp_path):
+def test_datasets_npz_word_counts(tmp_path, capsys):
     csr = {"feat_indptr": np.arange(0, 401, 2), "feat_indices": np.tile([1, 3], 200), "feat_shape": [4, 200],
-           "feat_data": np.full(400, 9, np.uint8), "x": None}
-    csr["feat_indptr"][-1] = csr["feat_indptr"][-2]  # a node without a word
+           "feat_data": np.tile([1, 3], 200), "x": None}
+    csr["feat_indptr"][1:] -= 2  # a node without a word, first; the last one's are left over
     _save_npz(tmp_path / "words.npz", **csr)
-    for option, value in (("", 0.5), (":row_normalize=0", 1)):
+    with pytest.raises(StoreError, match="feat_indptr must rise from 0 to the 400 entries"):
+        prepare(tmp_path / "words.npz", tmp_path, progress=False)
+    csr["feat_indptr"][-1] += 2
+    csr["feat_indices"][10:12] = 2  # the same word twice: its counts are added
+    capsys.readouterr()
+    for kind, option, some, twice in (("u1", "", [0, 0.25, 0, 0.75], 1), ("i8", ":row_normalize=0", [0, 1, 0, 3], 4),
+                                      ("f8", "", [0, 1, 0, 3], 4), ("f4", ":row_normalize=1", [0, 0.25, 0, 0.75], 1)):  # fmt: skip
+        _save_npz(tmp_path / "words.npz", **dict(csr, feat_data=csr["feat_data"].astype(kind)))
         features = GraphStore.open(prepare(f"{tmp_path}/words.npz{option}", tmp_path, progress=False)).features.tensor
-        assert features[5].tolist() == [0, value, 0, value] and not features[-1].any()
+        assert features[5].tolist() == some and features[6].tolist() == [0, 0, twice, 0] and not features[0].any()
+        assert features.dtype == (torch.float64 if kind == "f8" else torch.float32)
+        said = capsys.readouterr().out
+        assert ("divided by its sum" if sum(some) == 1 else "as they are") in said and ("values" if "f" in kind else "counts") in said
 
 
 def test_datasets_a_damaged_file_is_said_in_a_sentence(tmp_path, capsys):
@@ -2413,7 +2503,72 @@ def test_datasets_a_damaged_file_is_said_in_a_sentence(tmp_path, capsys):
             datasets.build(str(tmp_path / f"bad{number}.npz"), tmp_path / f"store{number}")
     _save_npz(tmp_path / "float.npz", y=np.random.rand(50))
     assert store.main(["build", str(tmp_path / "float.npz"), str(tmp_path / "s")]) == 2
-    assert "float.npz does not hold a graph in the layout expected" in capsys.readouterr().err
+    assert re.search(r"float.npz: y\[0\] is 0.\d+: labels are whole numbers", capsys.readouterr().err)
+
+
+def _refused_npz():
+    """(part of the message, parameters behind the name, changes of a good file) of what must not become a store."""
+    mask, csr = np.arange(200) < 50, {"x": None, "feat_indptr": np.arange(201), "feat_indices": np.arange(200) % 5}
+    splits = np.stack([mask, ~mask, mask])
+    return [
+        ("no array edge_index or edges or adj_t; its arrays are x, y", "", {"edge_index": None}),
+        ("no array labels or y", "", {"y": None}),
+        (r"y is \[200, 4\].*one-hot", "", {"y": np.eye(4)[np.arange(200) % 4]}),
+        (r"y\[7\] is 2.5: labels are whole", "", {"y": np.where(np.arange(200) == 7, 2.5, 1)}),
+        (r"y\[7\] is inf", "", {"y": np.where(np.arange(200) == 7, np.inf, 1)}),
+        ("y holds <U1", "", {"y": np.array(["a", "b"] * 100)}),
+        ("y holds complex128", "", {"y": np.ones(200, complex)}),
+        ("labels run up to 10,000,003 and 4 different ones occur: 10,000,004 .* 5.12 GB", "", {"y": np.arange(200) % 4 + 10**7}),
+        ("labels run up to 1,000,000,000,000", "", {"y": np.arange(200) + 10**12 - 199}),
+        ("labels run up to 2,199,023,255,551", "", {"y": np.full(200, 2**41 - 1)}),
+        (r"y holds 18446744073709551615: whole numbers below 2\^63", "", {"y": np.full(200, 2**64 - 1, np.uint64)}),
+        ("none of the 200 nodes has a label", "", {"y": np.full(200, -1)}),
+        (r"labels\[0\] is -100", "", {"y": np.where(np.arange(200), 1, -100)}),
+        ("edge_index holds 18446744073709551615", "", {"edge_index": np.full((2, 9), 2**64 - 1, np.uint64)}),
+        ("edge_index has dtype float64", "", {"edge_index": np.zeros((2, 9))}),
+        ("edge_index has dtype bool", "", {"edge_index": np.zeros((2, 9), bool)}),
+        (r"edges is \[2, 9\]: \[M, 2\]", "", {"edge_index": None, "edges": np.zeros((2, 9), int)}),
+        ("has edge_index and edges, which mean the same", "", {"edges": np.zeros((9, 2), int)}),
+        ("has features and x, which mean the same.*ignore=x", "", {"features": np.ones((200, 2))}),
+        *(("edge_weight is not used: edges have no weights.*ignore=edge_weight", "", {"edge_weight": np.ones(n)}) for n in (3000, 5)),
+        ("edge_attr is not used", "", {"edge_attr": np.ones((3000, 2))}),
+        ("time is not used", "", {"time": np.ones(3000)}),
+        ("w is not used: edges have no weights", "", {"w": np.ones(3000)}),
+        ("trainmask is not used: its name", "", {"trainmask": mask}),
+        ("no array nothing; its arrays are", ":ignore=nothing", {}),
+        ("num_nodes is 300", "", {"num_nodes": 300}),
+        ("has val_idx, but no train_idx", "", {"val_idx": [1, 2]}),
+        ("has train_idx and train_mask, which mean the same", "", {"train_idx": [1, 2], "train_mask": mask}),
+        (r"train_mask is \[199\]: a mask is \[200\]", "", {"train_mask": mask[1:]}),
+        (r"train_idx is \[199\]: a mask is", "", {"train_idx": mask[1:]}),
+        ("train_mask holds values other than 0 and 1", "", {"train_mask": 2 * mask}),
+        ("holds node -1", "", {"train_idx": [-1, 5]}),
+        ("holds node 200", "", {"train_idx": [200, 5]}),
+        ("'train' has dtype float64", "", {"train_idx": [0.5, 5]}),
+        ("node 3 more than once", "", {"train_idx": [3, 3]}),
+        ("'train' is empty", "", {"train_mask": mask & ~mask}),
+        (r"train_idx is \[2, 10\]: ids have one dimension", "", {"train_idx": np.arange(20).reshape(2, 10)}),
+        ("2 and 3 splits in train_masks, val_masks", "", {"train_masks": splits, "val_masks": ~splits[:2]}),
+        ("split=3 is out of range: its 3 splits", ":split=3", {"train_masks": splits}),
+        ("split=0 has no effect: it has one split", ":split=0", {"train_mask": mask}),
+        ("split=1 has no effect: it has no split", ":split=1", {}),
+        ("radius has no effect: it holds one graph", ":radius=3", {}),
+        ("row_normalize=0 has no effect: it is for a CSR matrix", ":row_normalize=0", {}),
+        (r"feat_indices\[0\] is -1: columns lie in", "", {**csr, "feat_indices": np.full(200, -1)}),
+        (r"feat_indices\[0\] is 9: columns lie in \[0, 5\)", "", {**csr, "feat_indices": np.full(200, 9), "feat_shape": [200, 5]}),
+        ("feat_indices has dtype float64", "", {**csr, "feat_indices": np.ones(200)}),
+        ("feat_data holds <U1", "", {**csr, "feat_data": np.full(200, "a")}),
+        ("feat_data holds complex128", "", {**csr, "feat_data": np.ones(200, complex)}),
+        (r"feat_data\[3\] is -1.*row_normalize=0", "", {**csr, "feat_data": np.where(np.arange(200) == 3, -1, 1)}),
+        (r"feat_data \[3\]", "", {**csr, "feat_data": np.ones(3)}),
+        (r"features\[7, 2\] is nan", "", {**csr, "feat_data": np.where(np.arange(200) == 7, np.nan, 1)}),
+        ("feat_indptr must rise from 0 to the 200", "", {**csr, "feat_indptr": np.arange(201)[::-1]}),
+        ("feat_indptr must rise from 0 to the 200", "", {**csr, "feat_indptr": np.arange(201) + 1}),
+        (r"shape \[150, 5\]: 200 rows", "", {**csr, "feat_shape": [150, 5]}),
+        (r"shape \[200, 1099511627776\]: 200 rows and from 1 to", "", {**csr, "feat_shape": [200, 1 << 40]}),
+        (r"labels has shape \[200\]: \[100\]", "", {"x": np.ones((100, 2))}),
+        ("features has dtype longdouble|features has dtype float128", "", {"x": np.ones((200, 2), np.longdouble)}),
+    ]  # fmt: skip
 
 
 def test_datasets_npz_bad_files(tmp_path):
@@ -2425,14 +2580,323 @@ def test_datasets_npz_bad_files(tmp_path):
     _save_npz(file, x=np.array([{}] * 200, object))
     with pytest.raises(StoreError, match="cannot be read"):
         prepare(file, tmp_path, progress=False)
-    for entries in ({"y": np.zeros(200)}, {"x": None, "train_idx": [1000, 1001]},
-                    {"x": None, "feat_indptr": np.arange(201), "feat_indices": np.arange(5)}):
+    for message, option, entries in _refused_npz():
         _save_npz(file, **entries)
-        with pytest.raises(StoreError, match="does not hold a graph"):
-            prepare(file, tmp_path, progress=False)
-    _save_npz(file, edge_index=None)
-    with pytest.raises(StoreError, match="no entry edge_index; its entries are x, y"):
-        prepare(file, tmp_path, progress=False)
+        before = set(tmp_path.iterdir())
+        with pytest.raises(StoreError, match=message) as error:
+            prepare(f"{file}{option}", tmp_path, progress=False)
+        assert "\n" not in str(error.value) and set(tmp_path.iterdir()) == before
+
+
+def _mask(ids, *shape, kind=bool):
+    mask = np.zeros(shape or 200, kind)
+    mask[ids] = 1
+    return mask
+
+
+def test_datasets_npz_splits(tmp_path, capsys):
+    train, valid, test = np.arange(50), np.arange(50, 80), np.arange(80, 150)
+    second = np.arange(100, 150)
+    masks = {f"{name}_mask": _mask(ids) for name, ids in (("train", train), ("val", valid), ("test", test))}
+    several = {"train": np.stack([_mask(train), _mask(second)]), "val": np.stack([_mask(valid)] * 2)}
+    for number, (entries, option, expected, says) in enumerate((
+        (dict(train_idx=train[:, None], valid_idx=valid[None], test_idx=test.astype(">u2")), "", (train, valid, test), ""),
+        (masks, "", (train, valid, test), ""),
+        ({name: mask.astype(np.uint8) for name, mask in masks.items()}, "", (train, valid, test), ""),
+        ({name: mask.astype(float)[:, None] for name, mask in masks.items()}, "", (train, valid, test), ""),
+        (dict(train_idx=_mask(train), test_idx=test), "", (train, [], test), ""),
+        (dict(train_masks=several["train"], val_masks=several["val"]), "", (train, valid, []), "2 splits, and the first is taken"),
+        (dict(train_masks=several["train"], val_masks=several["val"]), ":split=1", (second, valid, []), ""),
+        (dict(train_mask=several["train"].T, val_mask=several["val"].T, test_mask=_mask(second - 20)), ":split=1",
+         (second, valid, second - 20), "refused"),
+        (dict(train_mask=several["train"].T, val_mask=several["val"].T, test_mask=_mask(test[:9])), ":split=1",
+         (second, valid, test[:9]), ""),
+    )):  # fmt: skip
+        file = tmp_path / f"{number}.npz"
+        _save_npz(file, **entries)
+        if says == "refused":
+            with pytest.raises(StoreError, match="node 100 is in split 'train' and in 'test'"):
+                prepare(f"{file}{option}", tmp_path, progress=False)
+            continue
+        path, other = (prepare(f"{file}{option}", tmp_path, seed=seed, progress=False) for seed in (0, 1))
+        split = GraphStore.open(path).split
+        assert [ids.tolist() for ids in split.values()] == [list(ids) for ids in expected], number
+        assert path == other, "a seed decides on nothing here"
+        said = capsys.readouterr().out
+        assert says in said and ("first is taken" in said) == bool(says)
+
+
+def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
+    y = np.arange(200) % 4
+    for number, (labels, expected, says) in enumerate((
+        (y.astype(float), y, ""), (y[:, None].astype(np.uint8), y, ""), (y[None].astype(">i4"), y, ""), (y > 1, y > 1, ""),
+        (np.where(y, y, np.nan).astype(np.float32), np.where(y, y, -1), "50 of 200 in y are NaN"),
+        (np.float16(y), y, ""),
+    )):  # fmt: skip
+        _save_npz(tmp_path / f"{number}.npz", y=labels, train_idx=[1, 2, 3])
+        graph = GraphStore.open(datasets.build(tmp_path / f"{number}.npz", tmp_path / f"s{number}", symmetrize=True))
+        assert graph.labels.tolist() == expected.tolist() and graph.num_classes == expected.max() + 1
+        said = capsys.readouterr().out
+        assert says in said and bool(says) == bool(said)
+    extra = dict(edge_weight=np.ones(3000), timestamps=np.ones(3000), years=np.ones(200), names=["a", "b"], num_nodes=200)
+    _save_npz(tmp_path / "x.npz", train_idx=[1, 2], **extra)
+    path = prepare(f"{tmp_path}/x.npz:ignore=edge_weight+timestamps", tmp_path, progress=False)
+    assert "not used: years, names\n" in capsys.readouterr().out
+    assert GraphStore.open(path).meta["source"] == {"dataset": "x.npz", "ignore": ["edge_weight", "timestamps"]}
+    again = datasets.build(tmp_path / "x.npz", tmp_path / "again", ignore=["edge_weight", "timestamps"])
+    assert _sums(path) == _sums(again)
+    _save_npz(tmp_path / "edges.npz", edge_index=None, edges=np.array([[0, 1], [2, 3]]), train_idx=[1])
+    assert _edges(GraphStore.open(datasets.build(tmp_path / "edges.npz", tmp_path / "edges"))) == [(0, 1), (2, 3)]
+
+
+def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys, monkeypatch):
+    ways = np.array([[0, 1, 2, 3, 3, 4], [1, 0, 3, 2, 3, 5]])
+    for edges, says in ((ways[:, :5], ""), (ways, "1 of 6 edges have no reverse: messages go one way"),
+                        (np.stack([np.arange(50), np.arange(50) + 1]), "50 of 50 edges")):  # fmt: skip
+        _save_npz(tmp_path / "e.npz", edge_index=edges, train_idx=[1, 2])
+        plain = prepare(tmp_path / "e.npz", tmp_path, progress=False)
+        said = capsys.readouterr().out
+        assert says in said and bool(says) == bool(said)
+        both = prepare(tmp_path / "e.npz", tmp_path, symmetrize=True, progress=False)
+        assert capsys.readouterr().out == "" and both != plain
+        assert _edges(GraphStore.open(both)) == sorted([*zip(*edges.tolist()), *zip(*edges[::-1].tolist())])
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(num_edges=20_000)))
+    pairs = collections.Counter(_edges(graph))
+    alone = sum(count for (u, v), count in pairs.items() if (v, u) not in pairs)
+    indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
+    assert csc.without_reverse(indptr, indices) == (alone, 20_000)
+    found, looked_at = csc.without_reverse(indptr, indices, exact=10, sample=5000)
+    assert looked_at == 5000 and abs(found / 5000 - alone / 20_000) < 0.03
+    for name in (plain, "synthetic", "cora"):
+        with pytest.raises(StoreError, match=f"--symmetrize has no effect on {name}"):
+            prepare(name, tmp_path, symmetrize=True)
+
+
+def test_train_symmetrize_and_runs_build_as_many_stores_as_there_are_graphs(tmp_path, capsys):
+    _save_npz(tmp_path / "own.npz", train_idx=np.arange(50), test_idx=np.arange(50, 90))
+    _save_npz(tmp_path / "drawn.npz")
+    common = ["--root", str(tmp_path / "data"), "--fanout", "2", "--epochs", "1", "--runs", "3", "--gpus", "0"]
+    for name, words, stores in (("own", [], 1), ("own", ["--symmetrize"], 2), ("drawn", [], 5)):
+        assert train.main(["--dataset", str(tmp_path / f"{name}.npz"), *common, *words]) == 0
+        assert len(list((tmp_path / "data").iterdir())) == stores
+        assert ("one way" in capsys.readouterr().out) == (not words)
+
+
+def _zip(file, members, **options):
+    """An archive of .npy members given as bytes; of a name that occurs twice both are kept."""
+    with zipfile.ZipFile(file, "w", **options) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, data in members:
+            archive.writestr(f"{name}.npy", data)
+
+
+def _npy(array, shape=None, descr=None):
+    """The bytes of an array as .npy, its header perhaps declaring something else."""
+    file, array = io.BytesIO(), np.asarray(array)
+    np.lib.format.write_array_header_1_0(file, {"descr": descr or array.dtype.str, "fortran_order": False, "shape": shape or array.shape})
+    return file.getvalue() + array.tobytes()
+
+
+def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
+    graph, file = _graph(), tmp_path / "h.npz"
+    good = [(name, _npy(array)) for name, array in (("edge_index", graph["edge_index"]), ("x", graph["features"]), ("y", graph["labels"]))]
+    x = dict(good)["x"]
+    zeros = _npy(np.zeros((200, 5), np.float32))
+    for message, members, options in (
+        (r"x: it is declared as \[200, 1099511627776\] float32, which does not fit its 4000", [("x", _npy(graph["features"], (200, 1 << 40)))], {}),
+        (r"declared as \[-200, -5\]", [("x", _npy(graph["features"], (-200, -5)))], {}),
+        (r"declared as \[200, 4\]", [("x", _npy(graph["features"], (200, 4)))], {}),
+        ("dtype object holds no numbers", [("x", _npy(graph["features"], descr="|O"))], {}),
+        ("x: it is no .npy array", [("x", b"\x93NUMPY\2\0" + b"\xff" * 4000)], {}),
+        ("x: it is no .npy array", [("x", b"")], {}),
+        ("its compression, number 12, is not numpy's", [("x", x)], {"compression": zipfile.ZIP_BZIP2}),
+        ("its compression, number 14, is not numpy's", [("x", x)], {"compression": zipfile.ZIP_LZMA}),
+        ("it holds more than one x.npy", [("x", x), ("x", zeros)], {}),
+    ):
+        _zip(file, [*(pair for pair in good if pair[0] != "x"), *members], **options)
+        with pytest.raises(StoreError, match=message):
+            datasets.build(file, tmp_path / "s")
+    _zip(file, good)
+    good_bytes = file.read_bytes()
+    for name, at, value, message in (("encrypted", 6, b"\1", "encrypted"), ("unknown compression", 8, b"\x63", "compression")):
+        data = bytearray(good_bytes)  # in the local header and in the directory
+        for magic, shift in ((b"PK\3\4", 0), (b"PK\1\2", 2)):
+            data[(start := data.index(magic)) + at + shift:start + at + shift + 1] = value
+        file.write_bytes(data)
+        with pytest.raises(StoreError, match=message):
+            datasets.build(file, tmp_path / "s")
+    _zip(file, [*good, ("unused", np.random.default_rng(0).bytes(3000))])
+    data = file.read_bytes()
+    where = data.index(b"unused.npy") + 500
+    file.write_bytes(data[:where] + b"????" + data[where + 4:])  # a bomb or damage that nobody reads
+    datasets.build(file, tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")
+    bomb = np.zeros((1 << 16, 5), np.float32)
+    np.savez_compressed(file, edge_index=graph["edge_index"], x=bomb, y=np.zeros(1 << 16, int))
+    monkeypatch.setattr("arrays.free_host_bytes", lambda: 1 << 20)
+    with pytest.raises(StoreError, match=r"x is \[65536, 5\] float32, 1.31 MB unpacked, and 1.05 MB of memory are free"):
+        datasets.build(file, tmp_path / "s")
+    os.mkfifo(tmp_path / "fifo.npz")
+    with pytest.raises(StoreError, match="cannot read .*fifo.npz: there is no regular file"):
+        prepare(tmp_path / "fifo.npz", tmp_path / "d")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"h.npz", "fifo.npz"}
+
+
+def _plain_reading(file):
+    """What an .npz file says, read by numpy and plain loops: a dict, or None where it must not become a store."""
+    names = {"features": ("features", "x", "feat", "node_features"), "labels": ("labels", "y", "label", "node_labels")}
+    with np.load(file, allow_pickle=False) as data:
+        arrays = {name: data[name] for name in data.files}
+    known = {"edge_index", "edges", "num_nodes", "feat_indptr", "feat_indices", "feat_data", "feat_shape", *names["features"], *names["labels"]}
+    known |= {f"{part}_{kind}" for part in ("train", "val", "valid", "test") for kind in ("idx", "mask", "masks")}
+    if any(re.search("edge|weight|time|mask|train", name) for name in arrays.keys() - known):
+        return None
+    labels = [arrays[name] for name in names["labels"] if name in arrays]
+    features = [arrays[name] for name in names["features"] if name in arrays]
+    edges = [np.asarray(arrays[name]) for name in ("edge_index", "edges") if name in arrays]
+    if len(labels) != 1 or len(edges) != 1 or len(features) + ("feat_indptr" in arrays) > 1:
+        return None
+    y = []
+    for value in labels[0].reshape(-1).tolist():
+        if value != value:
+            y.append(-1)
+        elif int(value) != value or value < -1:
+            return None
+        else:
+            y.append(int(value))
+    pairs = edges[0].T.tolist() if "edge_index" in arrays else edges[0].tolist()
+    x, count = None, len(y)
+    if features:
+        x = features[0].astype(np.float64).tolist()
+    elif "feat_indptr" in arrays:
+        ends, columns = arrays["feat_indptr"].tolist(), arrays["feat_indices"].tolist()
+        values = arrays["feat_data"] if "feat_data" in arrays else np.ones(len(columns), int)
+        width = max(columns) + 1 if "feat_shape" not in arrays else next(int(n) for n in arrays["feat_shape"][::-1] if n != count)
+        x = [[0.0] * width for _ in range(count)]
+        for row, (a, b) in enumerate(zip(ends, ends[1:])):
+            for column, value in zip(columns[a:b], values.tolist()[a:b]):
+                if column < 0:
+                    return None
+                x[row][column] += value
+            total = sum(x[row])
+            if values.dtype.kind != "f" and total:
+                x[row] = [value / total for value in x[row]]
+    split = {}
+    for part, words in (("train", ["train"]), ("valid", ["val", "valid"]), ("test", ["test"])):
+        there = [(f"{word}_{kind}", kind) for word in words for kind in ("idx", "mask", "masks") if f"{word}_{kind}" in arrays]
+        if len(there) > 1:
+            return None
+        for name, kind in there:
+            values = arrays[name]
+            if kind != "idx" or values.dtype == bool:
+                rows = values if values.ndim == 1 else values[0] if values.shape[1] == count else values[:, 0]
+                if len(rows) != count or not set(np.unique(values).tolist()) <= {0, 1}:
+                    return None
+                split[part] = [node for node, value in enumerate(rows.tolist()) if value]
+            else:
+                split[part] = [int(node) for node in values.reshape(-1)]
+    if split and not split.get("train"):
+        return None
+    return {"edges": sorted((int(u), int(v)) for u, v in pairs), "x": x, "y": y, "split": split}
+
+
+def _mutated(random, arrays):
+    """Change one thing about the arrays of a good file, as people and accidents do."""
+    arrays = dict(arrays)
+    name = random.choice([*sorted(arrays), *(name for name in sorted(arrays) if name != "x")])
+    array, kind = np.array(arrays[name]), random.integers(10)
+    if kind == 0:
+        arrays[name] = array.astype(random.choice("f2 f4 f8 >f8 i1 i2 i4 i8 >i4 u1 u2 u4 u8 ? c8 S3".split()))
+    elif kind == 1:
+        arrays[name] = [np.asfortranarray(array), array[:-1], array[::-1], array.T, array[..., None], array[None]][random.integers(6)]
+    elif kind == 2 and array.size:
+        array = array.astype(array.dtype if random.random() < 0.5 else float)
+        array.reshape(-1)[random.integers(array.size)] = random.choice([-1, 0, 1, 2, 3, 7, 60, -5, 100])
+        arrays[name] = array
+    elif kind in (3, 4) and array.size:
+        array = np.nan_to_num(array).astype(float if kind == 3 else "u8")
+        array.reshape(-1)[random.integers(array.size)] = random.choice([np.nan, np.inf, 0.5, 2.0**63]) if kind == 3 else 2**64 - 1
+        arrays[name] = array
+    elif kind == 5:
+        del arrays[name]
+    elif kind == 6:
+        del arrays[name]
+        swaps = {"x": "feat", "y": "node_labels", "train_idx": "train_mask", "train_mask": "train_idx", "edge_index": "edges"}
+        arrays[swaps.get(name, name + "s")] = array.T if name == "edge_index" else array
+    elif kind == 7:
+        twins = {"x": "features", "y": "label", "train_idx": "train_mask", "train_mask": "train_masks", "edge_index": "edge_weight"}
+        arrays[twins.get(name, random.choice(["weights", "times", "comment", "val_mask"]))] = array
+    elif kind == 8 and "y" == name:
+        arrays[name] = np.where(random.random(60) < 0.2, np.nan, array)
+    elif "mask" in name:
+        rows = np.stack([array, random.permutation(array), ~array.astype(bool)])
+        arrays[name] = [array.astype(np.uint8), 2 * array, rows, rows.T][random.integers(4)]
+    elif "idx" in name:
+        arrays[name] = _mask(array % 60, 60)
+    return arrays
+
+
+def _reads_npz_inputs(folder):
+    """Build 500 inputs and compare each store with the plain reading of its file."""
+    random, outcomes = np.random.default_rng(0), collections.Counter()
+    edges, y = random.integers(0, 57, (2, 200)), np.arange(60) % 4
+    x = random.standard_normal((60, 5), np.float32)
+    words = dict(feat_indptr=np.arange(0, 121, 2), feat_indices=random.integers(0, 7, 120), feat_shape=[60, 7])
+    disk.sync = lambda path: None  # in this process; what a disk does is tested elsewhere
+    bases = [dict(edge_index=edges, x=x, y=y, train_idx=np.arange(20), val_idx=np.arange(20, 30), test_idx=np.arange(30, 60)),
+             dict(edge_index=edges, x=x, y=y, train_mask=_mask(np.arange(20), 60), test_mask=_mask(np.arange(30, 60), 60)),
+             dict(edge_index=edges, x=x, y=np.arange(60) % 2),
+             dict(edge_index=edges, y=y, train_idx=np.arange(20), feat_data=random.integers(1, 9, 120), **words),
+             dict(edge_index=edges, y=y, train_idx=np.arange(20), test_idx=np.arange(30, 60))]  # fmt: skip
+    file, path = folder / "input.npz", folder / "store"
+    for number in range(500):
+        arrays = bases[number % 5]
+        for _ in range(random.integers(1, 3) if number % 20 else 0):
+            arrays = _mutated(random, arrays)
+        (np.savez_compressed if random.random() < 0.3 else np.savez)(file, **arrays)
+        if number % 9 == 8 and number % 20:
+            data = bytearray(file.read_bytes())
+            for _ in range(random.integers(1, 4)):
+                data[random.integers(len(data))] ^= 1 << random.integers(8)
+            file.write_bytes(data[:random.integers(len(data))] if random.random() < 0.2 else data)
+        try:
+            datasets.build(file, path, progress=False)
+        except StoreError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600, str(error)
+            outcomes["refused"] += 1
+            assert number % 20, f"input {number} is good: {error}"
+            continue
+        outcomes["built"] += 1
+        expected, graph = _plain_reading(file), GraphStore.open(path)
+        assert expected is not None, (number, {name: (array.dtype, array.shape) for name, array in arrays.items()})
+        assert graph.labels.tolist() == expected["y"], number
+        if expected["x"] is None:
+            outcomes["without features"] += 1
+            assert set(_edges(graph)) == set(expected["edges"]) | {(v, u) for u, v in expected["edges"]}
+        else:
+            assert _edges(graph) == expected["edges"], number
+            want = torch.tensor(expected["x"], dtype=torch.float64).to(graph.features.dtype)
+            assert torch.equal(graph.features.gather(torch.arange(60)), want), number
+        split = {part: ids.tolist() for part, ids in graph.split.items() if len(ids)}
+        if not expected["split"]:
+            outcomes["split drawn"] += 1
+            counts = [collections.Counter(expected["y"][node] for node in split.get(part, ())) for part in disk.SPLITS]
+            for label in set(expected["y"]) - {-1}:
+                n = expected["y"].count(label)
+                drawn = [min(n, 20), min(max(n - 20, 0), 30), max(n - 50, 0)]
+                if expected["x"] is None:
+                    drawn[0] = counts[0][label]  # half of them, drawn from all classes, show their labels instead
+                assert [part[label] for part in counts] == drawn, number
+        elif expected["x"] is not None:
+            assert split == {part: ids for part, ids in expected["split"].items() if ids}, number
+        shutil.rmtree(path)
+    print(dict(outcomes))
+    assert outcomes["built"] > 100 and outcomes["refused"] > 100, outcomes
+
+
+@_beside(lambda folder: _fork(folder / "out", _reads_npz_inputs, folder))
+def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(beside):
+    assert "built" in _end(beside[0])
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
@@ -2446,7 +2910,8 @@ def test_datasets_real_graphs(tmp_path, capsys):
         assert torch.all(((sums - 1).abs() < 1e-4) | (sums == 0))
     capsys.readouterr()
     graph = GraphStore.open(prepare(DATA / "ogbn_arxiv_nofeat.npz", tmp_path, progress=False))
-    assert capsys.readouterr().out.count("\n") == 1
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2 and "half of the training nodes (45,470)" in said and "not used: node_year, class_names" in said
     assert [len(ids) for ids in graph.split.values()] == [45471, 29799, 48603]
     assert graph.num_edges == 2315598  # what to_symmetric() makes of ogbn-arxiv
     shown = graph.features.tensor.any(1)
@@ -2823,7 +3288,7 @@ def test_tables_of_strangers(tmp_path, capsys, case):
     edges, features, labels = EDGES_X_Y
     assert _edges(graph) == sorted(zip(*edges)) and graph.features.tensor.tolist() == features
     assert graph.labels.tolist() == (labels if outcome is None else outcome) and graph.split["train"].tolist() == [2, 5]
-    printed = capsys.readouterr().out.splitlines()
+    printed = [line for line in capsys.readouterr().out.splitlines() if "have no reverse" not in line]
     assert [line.partition(":")[0] for line in printed] == ["x.csv", "y.csv", "e.csv", "train.csv"], printed
 
 
@@ -3657,7 +4122,7 @@ def test_periodic_neighbours_are_those_of_a_supercell():
     random = np.random.default_rng(0)
     for radius in (0.5, 1.1, 2.7):
         lattice, coords = np.eye(3) * 1.5 + random.uniform(-0.4, 0.4, (3, 3)), random.uniform(-2, 2, (5, 3))
-        edge_index, distance = graphs.periodic_neighbours(coords, lattice, radius)
+        edge_index, distance = molecules.periodic_neighbours(coords, lattice, radius)
         found = collections.Counter(zip(*edge_index.tolist(), distance.round(6).tolist()))
         expected = collections.Counter()
         for image in itertools.product(range(-6, 7), repeat=3):
@@ -3668,8 +4133,8 @@ def test_periodic_neighbours_are_those_of_a_supercell():
                     expected[u, v, round(float(apart), 6)] += 1
         assert found == expected, radius
     fcc = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
-    assert len(graphs.periodic_neighbours(fcc, np.eye(3) * 3.6, 3.0)[1]) == 4 * 12  # copper's twelve nearest
-    assert len(graphs.periodic_neighbours(fcc[:1], np.eye(3) * 3.0, 3.1)[1]) == 6  # an atom alone: its own images
+    assert len(molecules.periodic_neighbours(fcc, np.eye(3) * 3.6, 3.0)[1]) == 4 * 12  # copper's twelve nearest
+    assert len(molecules.periodic_neighbours(fcc[:1], np.eye(3) * 3.0, 3.1)[1]) == 6  # an atom alone: its own images
 
 
 def _molecules(file, count=40, **extra):
@@ -3732,7 +4197,7 @@ def test_store_build_from_csv_files(tmp_path, capsys):
     for bad, complaint in (([tmp_path / "e.doc", "h"], "is no source"), ([csv["edges"], tmp_path / "h"], "features and labels"),
                            ([csv["edges"], tmp_path / "h", *words], r"x.csv.gz, line 2: '3' has 1 column"),
                            ([csv["edges"], tmp_path / "h", "--features", tmp_path / "none.csv", *words[2:]], "cannot read .*none.csv: No such"),
-                           ([csv["x"], tmp_path / "g", *words], "line 2")):  # fmt: skip
+                           ([csv["x"], tmp_path / "h", *words], "line 2")):  # fmt: skip
         assert store.main(["build", *map(str, bad)]) == 2
         refused = capsys.readouterr().err
         assert re.search(complaint, refused) and refused.count("\n") == 1, refused
@@ -3758,6 +4223,189 @@ def test_store_build_from_dgl_pyg_and_npz(tmp_path):
     data.x = None
     with pytest.raises(StoreError, match="SimpleNamespace has no features"):
         datasets.build(data, tmp_path / "bad")
+
+
+def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _save_npz("own.npz", train_idx=[1, 2])
+    (tmp_path / "e.csv").write_text("0,1\n")
+    (tmp_path / "folder").mkdir()
+    for path, complaint in ((".", r"\. exists already"), ("..", r"\.\. exists already"), ("nowhere/..", "has no name of its own"),
+                            ("x" * 256, "is a name of 256 bytes"), ("own.npz/s", "cannot build own.npz/s.*(Not a directory|File exists)")):  # fmt: skip
+        for words in (["own.npz", path], ["e.csv", path, "--features", "e.csv", "--labels", "e.csv"]):
+            assert store.main(["build", *words]) == 2
+            captured = capsys.readouterr()
+            assert re.search(complaint, captured.err) and captured.err.count("\n") == 1, (path, captured.err)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["e.csv", "folder", "own.npz"]
+    long = "y" * 250
+    assert store.main(["build", "own.npz", long]) == 0
+    shutil.copy("own.npz", long[:200] + ".npz")
+    assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
+    for name, complaint in (("e.csv", "e.csv is no .npz file.*features and labels.*store.py build e.csv my_store"), ("z" * 5000, "is unknown"),
+                            ("folder", "folder is a folder without meta.json, so no store"), ("none.csv", "'none.csv' is unknown"),
+                            ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize, radius, split, ignore"),
+                            ("own.npz:split=1,split=2", "split is given twice"), ("own.npz:split=1.5e0", "split='1.5e0' is no int"),
+                            ("cora:x=1", "no parameter 'x=1': it takes none")):  # fmt: skip
+        with pytest.raises(StoreError, match=complaint):
+            prepare(name, "data")
+
+
+def test_store_flags_without_effect_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _save_npz("own.npz", train_idx=[1, 2])
+    _save_npz("drawn.npz", y=np.arange(200) % 2)
+    _molecules("m.npz")
+    (tmp_path / "e.csv").write_text("0,1\n")
+    for words, complaint in (
+        (["build", "own.npz", "s", "--features", "NOSUCH.csv"], "own.npz: it holds features, labels and split itself: features beside it"),
+        (["build", "own.npz", "s", "--train", "NOSUCH.csv"], "train_idx beside it has no effect"),
+        (["build", "own.npz", "s", "--seed", "3"], "seed 3 has no effect: it has a split"),
+        (["build", "m.npz", "s", "--symmetrize"], "symmetrize has no effect: it holds many small graphs"),
+        (["build", "m.npz:radius=3", "s"], "radius has no effect: it holds many small graphs"),
+        (["build", "m.npz:row_normalize=0", "s"], "row_normalize has no effect: it holds many small graphs"),
+        (["build", "e.csv", "s", "--features", "NOSUCH.csv", "--labels", "e.csv"], "NOSUCH.csv"),
+        (["build", "NOSUCH.csv", "s"], "NOSUCH.csv is no source: there is no such file"),
+        (["build", "NOSUCH.npz", "s"], "cannot read NOSUCH.npz"),
+        (["info", "s", "--features", "x"], "unrecognized arguments: --features x"),
+        (["verify", "s", "--gpus", "1"], "unrecognized arguments: --gpus 1"),
+        (["build", "own.npz", "s", "--gpus", "1"], "unrecognized arguments: --gpus 1"),
+    ):
+        try:
+            code = store.main(words)
+        except SystemExit as stop:
+            code = stop.code
+        assert code == 2 and re.search(complaint, capsys.readouterr().err), words
+    assert store.main(["build", "drawn.npz", "s", "--seed", "3"]) == 0 and GraphStore.open("s").meta["source"]["seed"] == 3
+    with pytest.raises(StoreError, match="SimpleNamespace: seed 1 has no effect"):
+        data = types.SimpleNamespace(edge_index=torch.tensor([[0], [1]]), x=torch.ones(3, 1), y=torch.arange(3), train_mask=torch.ones(3).bool())
+        datasets.build(data, "t", seed=1)
+
+
+def test_store_and_datasets_into_a_closed_pipe(tmp_path, monkeypatch):
+    path = str(build_store(tmp_path / "g", **_graph()))
+    for run, words in ((store.main, ["info", path]), (store.main, ["verify", path]), (datasets.main, [path])):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "w") as nobody:
+            monkeypatch.setattr(sys, "stdout", nobody)
+            assert run(words) == 141
+    monkeypatch.undo()
+
+
+def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys):
+    args = _graph()
+    edges, x, y = (torch.from_numpy(args[name]) for name in ("edge_index", "features", "labels"))
+    mask = torch.from_numpy(_mask(np.arange(50)))
+    masks = {"train_mask": mask, "test_mask": ~mask}
+    dgl = sampler.import_dgl()
+
+    def dgls(formats=None, **edata):
+        graph = dgl.graph(tuple(edges), num_nodes=200)
+        graph.ndata.update({"feat": x, "label": y, **masks})
+        graph.edata.update(edata)
+        return graph.formats(formats) if formats else graph
+
+    def pygs(**changes):
+        arrays = {"edge_index": edges, "x": x, "y": y, **masks, **changes}
+        return types.SimpleNamespace(**{name: value for name, value in arrays.items() if value is not ...})
+
+    order = torch.from_numpy(np.lexsort((edges[0], edges[1])))
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), edges[1].bincount(minlength=200).cumsum(0)])
+    ones, sources = torch.ones(3000), edges[0][order]
+    plain = types.SimpleNamespace(csr=lambda: (indptr, sources, None))  # as torch_sparse's SparseTensor
+    weighted = types.SimpleNamespace(csr=lambda: (indptr, sources, 2 * ones))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its sparse tensors a beta
+        csr = torch.sparse_csr_tensor(indptr, sources, ones, (200, 200))
+    splits = torch.stack([mask, ~mask], 1)
+    reference = _sums(build_store(tmp_path / "reference", **dict(args, num_classes=None, split={"train": np.arange(50),
+                                                                                               "test": np.arange(50, 200)})))  # fmt: skip
+    for number, (source, options) in enumerate((
+        (dgls(), {}), (dgls(["csc"]), {}), (dgls(["coo"]), {}), (dgls(["csr"]), {}), (dgls(w=ones), {"ignore": ["edata.w"]}),
+        (pygs(), {}), (pygs(edge_index=..., adj_t=plain), {}), (pygs(edge_index=None, adj_t=csr), {}),
+        (pygs(y=y.double()[:, None], train_mask=mask.to(torch.uint8)), {}), (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
+        (pygs(train_mask=splits, test_mask=splits.flip(1)), {}), (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
+        (pygs(x=None, y=None), {"features": args["features"], "labels": args["labels"]}),
+        (pygs(train_mask=splits), {"split": {"train": mask, "test": ~mask}}), (pygs(name="a graph", num_nodes=200, pos=x), {}),
+    )):  # fmt: skip
+        built = _sums(datasets.build(source, tmp_path / str(number), **options))
+        assert {**built, "meta.json": 0} == {**reference, "meta.json": 0}, number
+    assert "not used: name, pos" in capsys.readouterr().out
+    for message, source, options in (
+        ("edata.w is not used: edges have no weights", dgls(w=ones), {}),
+        ("edge_weight is not used", pygs(edge_weight=ones), {}), ("edge_attr is not used", pygs(edge_attr=torch.ones(3000, 4)), {}),
+        ("adj_t has values other than 1", pygs(edge_index=None, adj_t=weighted), {}),
+        ("adj_t has 200 rows, there are 150 nodes", pygs(edge_index=None, adj_t=plain, x=x[:150], y=y[:150], train_mask=mask[:150]), {}),
+        ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
+        ("2 splits count from 0", pygs(train_mask=splits), {"split": 2}),
+        ("x is a Tensor that makes no array", pygs(x=x.to_sparse()), {}),
+        ("y holds float", pygs(y=[0.5] * 200), {}), ("a dict is no source", {}, {}), ("a DataFrame is no source", type("DataFrame", (), {})(), {}),
+        ("2 kinds of nodes and 1 of edges", dgl.heterograph({("user", "likes", "item"): ([0], [1])}), {}),
+    ):  # fmt: skip
+        with pytest.raises(StoreError, match=message if "float" not in message else "labels are whole numbers"):
+            datasets.build(source, tmp_path / "bad", **options)
+    assert not (tmp_path / "bad").exists()
+
+
+def _crystals(file, **changes):
+    """Three cells of copper, of 4, 1 and 2 atoms."""
+    fcc = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
+    entries = dict(atom_offsets=[0, 4, 5, 7], Z=np.full(7, 29), frac_coords=np.concatenate([fcc, fcc[:1], fcc[:2]]),
+                   lattice=np.stack([np.eye(3) * a for a in (3.6, 2.6, 4.0)]), energy=[-16.0, -4.0, -8.0], train_idx=[0, 1], val_idx=[2])  # fmt: skip
+    np.savez(file, **{name: value for name, value in {**entries, **changes}.items() if value is not None})
+
+
+def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
+    _crystals(tmp_path / "good.npz", forces=np.ones((7, 3)), test_idx=[])
+    good = GraphDataset.open(prepare(tmp_path / "good.npz", tmp_path, progress=False))
+    assert good.batch([0, 1, 2]).y.flatten().tolist() == [-4, -4, -4] and "not used: forces" in capsys.readouterr().out
+    assert prepare(tmp_path / "good.npz", tmp_path, seed=7) == good.path
+    assert GraphDataset.open(prepare(f"{tmp_path}/good.npz:radius=3", tmp_path)).batch([0]).x.shape == (4, 1)
+    lattice, energy = np.stack([np.eye(3) * 3.6] * 3), np.array([1.0, 2.0, 3.0])
+
+    def cell(value):
+        changed = lattice.copy()
+        changed[1] = value
+        return {"lattice": changed}
+
+    flat, made = np.eye(3) * 3.6, _molecules(tmp_path / "m.npz", count=5)
+    flat[2] = flat[1]
+    for message, option, entries in (
+        (r"lattice\[1\] is \[\[nan", "", cell(np.nan)), (r"lattice\[1\] is \[\[inf", "", cell(np.inf)), (r"lattice\[1\] is", "", cell(flat)),
+        ("cell 1 has 1 atoms, and within radius=4 of it lie about 5", "", cell(np.eye(3) * 0.1)), (r"lattice\[1\] is", "", cell(np.eye(3) * 1e-5)),
+        ("cell 0 has 4 atoms.*radius=60.*at most 16,384 are searched", ":radius=60", {}),
+        ("radius=-1.0 is no distance", ":radius=-1", {}), ("radius=nan is no distance", ":radius=nan", {}), ("radius=inf", ":radius=inf", {}),
+        (r"Z\[0\] is -1", "", {"Z": np.full(7, -1)}), (r"Z\[0\] is 300", "", {"Z": np.full(7, 300)}), ("Z has dtype float64", "", {"Z": np.full(7, np.nan)}),
+        (r"frac_coords\[0, 0\] is nan", "", {"frac_coords": np.full((7, 3), np.nan)}), (r"frac_coords \[6, 3\]", "", {"frac_coords": np.ones((6, 3))}),
+        (r"energy\[0, 0\] is nan", "", {"energy": energy * np.nan}), (r"energy is \[2\], and there are 3 graphs", "", {"energy": energy[:2]}),
+        ("atom_offsets must rise from 0 to the 7", "", {"atom_offsets": [0, 4, 4, 7]}), ("atom_offsets must rise", "", {"atom_offsets": [0, 4, 5, 6]}),
+        ("no array lattice", "", {"lattice": None}), ("row_normalize has no effect", ":row_normalize=1", {}),
+        ("edge_attr is not used", "", {"edge_attr": np.ones(3)}), (r"'test' holds graph 7", "", {"test_idx": [7]}),
+    ):  # fmt: skip
+        _crystals(tmp_path / "bad.npz", **entries)
+        with pytest.raises(StoreError, match=message) as error:
+            prepare(f"{tmp_path}/bad.npz{option}", tmp_path, progress=False)
+        assert "\n" not in str(error.value)
+    for message, changes in (
+        (r"targets is \[3\], and there are 5 graphs", {"targets": np.ones(3)}), ("no array targets or labels", {"targets": None}),
+        ("targets holds <U1", {"targets": np.array(list("abcde"))}), (r"targets\[4, 0\] is inf", {"targets": np.array([0, 1, 2, 3, 1e300])}),
+        ("bond_index_local has dtype float64", {"bond_index_local": made["bond_index_local"] * 1.5}),
+        ("goes from node .* node ids lie in", {"bond_index_local": made["bond_index_local"].astype(int) + 99}),
+        ("node_offsets must rise from 0", {"node_offsets": np.array(made["node_offsets"])[:-1]}),
+        ("node_offsets has dtype float64", {"node_offsets": np.array(made["node_offsets"], float)}),
+        ("bond_offsets tell of 4 graphs, node_offsets of 5", {"bond_offsets": np.delete(made["bond_offsets"], 2)}),
+        (r"bond_feat \[\d+, 2\]|bond_index_local \[2, \d+\]: \[N, F\]", {"bond_feat": made["bond_feat"][:-1]}),
+        ("atom_feat holds <U1", {"atom_feat": np.full(made["atom_feat"].shape, "C")}),
+        ("train_mask is", {"train_mask": np.ones(4, bool)}), ("node 3|graph 3 is in split", {"train_idx": [3], "val_idx": [3]}),
+    ):  # fmt: skip
+        np.savez(tmp_path / "bad.npz", **{name: value for name, value in {**made, **changes}.items() if value is not None})
+        with pytest.raises(StoreError, match=message) as error:
+            prepare(tmp_path / "bad.npz", tmp_path, progress=False)
+        assert "\n" not in str(error.value)
+    mask = np.arange(5) < 3
+    np.savez(tmp_path / "masks.npz", **made, train_mask=mask.astype(np.uint8), val_mask=~mask)
+    split = GraphDataset.open(prepare(tmp_path / "masks.npz", tmp_path, progress=False)).split
+    assert [ids.tolist() for ids in split.values()] == [[0, 1, 2], [3, 4], []]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -4856,7 +5504,7 @@ if __name__ == "__main__":
 
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "lmdb_file"),
-    "graphs": ("disk", "lmdb_file", "tables", "features"),
+    "graphs": ("disk", "lmdb_file", "features"),
 }
 
 

@@ -396,7 +396,7 @@ def finish(ranks, args, store, model, best):
 
 def prepare(args):
     """The store directory of --dataset, built on first use."""
-    return datasets.prepare(args.dataset, args.root, seed=args.seed, backend=args.backend)
+    return datasets.prepare(args.dataset, args.root, seed=args.seed, backend=args.backend, symmetrize=args.symmetrize)
 
 
 def main(argv=None):
