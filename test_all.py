@@ -4396,7 +4396,8 @@ COMMON = ["--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--gpus", 0]
 
 
 def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path):
-    kept = {"lr": 0.02, "lr-schedule": "cosine", "weight-decay": 1e-4, "early-stop": 30, "precision": "bf16", "epochs": 6}
+    kept = {"lr": 0.02, "lr-schedule": "cosine", "weight-decay": 1e-4, "early-stop": 30, "precision": "bf16",
+            "epochs": 6}  # fmt: skip
     words = ["--dataset", tiny, *COMMON, *itertools.chain(*((f"--{name}", value) for name, value in kept.items()))]
     _, straight = _run_here(tmp_path, *words)
     _run_here(tmp_path, *words, "--epochs", 4, "--lr-schedule", "constant", "--lr", 0.01)
@@ -4406,10 +4407,12 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
         name: getattr(saved, name.replace("-", "_")) for name in kept}  # fmt: skip
     assert (saved.batch_size, saved.fanout, saved.hidden, saved.seed) == (100, [3, 3], 16, 0)
     # given again they count, from the next epoch on; the cosine falls over all epochs, those that are done as well
-    log, _ = _run_here(tmp_path, "--resume", tmp_path / "four.pt", "--epochs", 8, "--lr", 0.05, "--lr-schedule", "cosine")
-    assert [entry["lr"] for entry in log[:-1]] == pytest.approx([0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)])
+    more = ["--epochs", 8, "--lr", 0.05, "--lr-schedule", "cosine"]
+    log, _ = _run_here(tmp_path, "--resume", tmp_path / "four.pt", *more)
+    rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
     # a run in bf16 with a cosine goes on in bf16 with the cosine, to the last bit, without saying so again
-    process = _start_fork(tmp_path / "out", *words, "--checkpoint", tmp_path / "half.pt", "--epochs", 6, "--checkpoint-every", 4)
+    process = _start_fork(tmp_path / "out", *words, "--checkpoint", tmp_path / "half.pt", "--checkpoint-every", 4)
     _wait_for((tmp_path / "half.pt").is_file, process)
     process.kill()
     _end(process, 0, -signal.SIGKILL)
@@ -4441,8 +4444,8 @@ def test_the_hint_after_ctrl_c_is_the_command_that_goes_on(before, tiny, tmp_pat
 
 
 def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
-    words = ["--dataset", tiny, *COMMON, "--lr", 0.01, "--epochs", 8, "--checkpoint", "c.pt", "--resume", "auto", "--predict", "p.npy",
-             "--checkpoint-every", 1, "--log", "log"]  # fmt: skip
+    words = ["--dataset", tiny, *COMMON, "--lr", 0.01, "--epochs", 8, "--checkpoint", "c.pt", "--checkpoint-every", 1,
+             "--resume", "auto", "--predict", "p.npy", "--log", "log"]  # fmt: skip
     process = _start_fork(tmp_path / "out", *words, cwd=tmp_path)
     _wait_for(lambda: "epoch   2" in (tmp_path / "out").read_text(), process)
     process.kill()
@@ -4489,6 +4492,18 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     assert "labels.npy" in capsys.readouterr().err
 
 
+def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_path):
+    _run_here(tmp_path, "--dataset", tiny, *COMMON, "--epochs", 1, "--precision", "bf16", "--lr", 0.02)
+    data = (tmp_path / "here.pt").read_bytes()
+    others = types.SimpleNamespace(world=2, rank=1, gather=lambda number: [1 << 28, number],
+                                   broadcast=lambda mine, source: data)  # fmt: skip
+    words = ["--dataset", tiny, "--checkpoint", tmp_path / "none.pt", "--resume", "auto", "--lr", 0.04]
+    args = train.parse_args([*map(str, words)])
+    state, path = checkpoint.common_state(others, args)
+    assert state["epoch"] == 1 and path == str(tmp_path / "none.pt")
+    assert (args.precision, args.lr, args.hidden, args.batch_size, args.dataset) == ("bf16", 0.04, 16, 100, tiny)
+
+
 def test_features_that_lmdb_has_changed_are_not_compared(tmp_path, capsys):
     graph = _graph(num_nodes=300, width=6, classes=4)
     path = build_store(tmp_path / "g", backend="lmdb", **graph)
@@ -4512,14 +4527,16 @@ def test_what_is_read_from_a_checkpoint_names_no_file_to_write(tiny, tmp_path, c
         assert "is not a checkpoint of train.py" in capsys.readouterr().err
     assert victim.read_text() == "mine"
     (tmp_path / "damaged.pt").write_bytes(b"nothing")  # looked at before the default graph is built
-    assert _code("--resume", tmp_path / "damaged.pt", "--root", tmp_path / "root") == 2 and not (tmp_path / "root").exists()
+    assert _code("--resume", tmp_path / "damaged.pt", "--root", tmp_path / "root") == 2
+    assert not (tmp_path / "root").exists()
 
 
 def _forged(random, state, good):
     """Bytes of a checkpoint that somebody has tampered with: a value anywhere in it, its pickle, its archive."""
-    weird = [None, True, -1, 0, 7, 2**40, 2**70, -(2**63), 0.5, 1e308, math.nan, math.inf, "", "x", "../x", "\n\x1b[2J", "9" * 5000, b"\0",
-             [], [0], [-1], [5, 5], [10] * 1000, {}, {"a": 1}, (), torch.zeros(()), torch.zeros(3), torch.zeros(1).expand(1 << 40),
-             torch.ones(4, 4, dtype=torch.int64), functools.reduce(lambda inner, _: [inner, inner], range(60), [])]  # fmt: skip
+    weird = [None, True, -1, 0, 7, 2**40, 2**70, -(2**63), 0.5, 1e308, math.nan, math.inf, "", "x", "../x", "\n\x1b[2J",
+             "9" * 5000, b"\0", [], [0], [-1], [5, 5], [10] * 1000, {}, {"a": 1}, (), torch.zeros(()), torch.zeros(3),
+             torch.zeros(1).expand(1 << 40), torch.ones(4, 4, dtype=torch.int64),
+             functools.reduce(lambda inner, _: [inner, inner], range(60), [])]  # fmt: skip
     how = random.integers(10)
     if how < 7:  # a value, a key that is missing, a key too many
         forged = copy.deepcopy(state)
@@ -4549,7 +4566,8 @@ def _forged(random, state, good):
             damaged[random.integers(len(damaged))] = random.integers(256)
         entries[name] = bytes(damaged)
     elif how == 8:  # a pickle that does something
-        entries[name] = [b"cos\nsystem\n(X\x08\x00\x00\x00touch /xtR.", b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
+        entries[name] = [b"cos\nsystem\n(X\x08\x00\x00\x00touch /xtR.",
+                         b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
                          b"ctorch\nFloatTensor\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR."][random.integers(3)]  # fmt: skip
     else:  # bytes missing, changed or compressed
         if random.random() < 0.5:
@@ -4596,17 +4614,19 @@ def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
     _run_here(tmp_path, *words, "--predict", tmp_path / "trained.npy", "--predict-what", "logits")
     arrays = {}
     for what in ("classes", "logits", "embeddings"):
-        assert _code("--resume", tmp_path / "here.pt", "--predict", tmp_path / f"{what}.npy", "--predict-what", what) == 0
-        arrays[what] = np.load(tmp_path / f"{what}.npy")
-    assert [(a.dtype, a.shape) for a in arrays.values()] == [(np.int64, (3000,)), (np.float32, (3000, 4)), (np.float32, (3000, 16))]
+        file = tmp_path / f"{what}.npy"
+        assert _code("--resume", tmp_path / "here.pt", "--predict", file, "--predict-what", what) == 0
+        arrays[what] = np.load(file)
+    kinds = [(np.int64, (3000,)), (np.float32, (3000, 4)), (np.float32, (3000, 16))]
+    assert [(array.dtype, array.shape) for array in arrays.values()] == kinds
     assert (arrays["logits"].argmax(1) == arrays["classes"]).all() and (arrays["embeddings"] >= 0).all()
     np.testing.assert_array_equal(arrays["logits"], np.load(tmp_path / "trained.npy"))
     graph, net = GraphStore.open(tiny), checkpoint.load_model(tmp_path / "here.pt")
     assert not net.training
     logits = inference(net, graph.indptr, graph.indices, graph.features)
     np.testing.assert_allclose(logits.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
-    block = Block(graph.indptr, graph.indices, torch.arange(3000), None)  # the last layer over the embeddings gives the logits
-    with torch.no_grad():
+    block = Block(graph.indptr, graph.indices, torch.arange(3000), None)
+    with torch.no_grad():  # the last layer over the embeddings gives the logits
         last = net.step(1, block, torch.from_numpy(arrays["embeddings"]))
     np.testing.assert_allclose(last.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
 
@@ -4702,8 +4722,10 @@ def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
     for seed in (3, 4):
         assert _code("--dataset", tiny, *COMMON, "--epochs", 2, "--seed", seed, "--log", log) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [("flags" in line, line.get("epoch")) for line in lines] == [(True, None), (False, 1), (False, 2), (False, None)] * 2
-    assert len({line["run"] for line in lines[:4]}) == len({line["run"] for line in lines[4:]}) == 1 < len({line["run"] for line in lines})
+    kinds = [("flags" in line, line.get("epoch")) for line in lines]
+    assert kinds == [(True, None), (False, 1), (False, 2), (False, None)] * 2
+    first, second = ({line["run"] for line in part} for part in (lines[:4], lines[4:]))
+    assert len(first) == len(second) == 1 and first != second
     head = lines[4]
     assert (head["flags"]["seed"], head["flags"]["fanout"], head["flags"]["lr"]) == (4, [3, 3], 0.003)
     assert head["versions"]["torch"] == torch.__version__ and head["hardware"]["processes"] == 1
@@ -4711,7 +4733,8 @@ def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
 
 def test_a_log_that_cannot_be_written_is_said_once(tiny, tmp_path):
     output = _train("--dataset", tiny, *COMMON, "--epochs", 3, "--log", "/dev/full", "--checkpoint", tmp_path / "c.pt")
-    assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output and "Traceback" not in output
+    assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output
+    assert "Traceback" not in output
     assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
 
 
@@ -4722,7 +4745,7 @@ def _with_small_files(*words):
 
 
 def test_a_trace_that_cannot_be_written_is_no_success(tiny, tmp_path):
-    words = ["--dataset", tiny, *COMMON, "--epochs", 3, "--profile", tmp_path / "trace.json", "--checkpoint", tmp_path / "c.pt"]
+    words = ["--dataset", tiny, *COMMON, "--epochs", 3, "--profile", tmp_path / "t.json", "--checkpoint", tmp_path / "c.pt"]
     output = _end(_fork(tmp_path / "out", _with_small_files, *words), 2)
     assert output.count("--profile") == 1 and "training goes on" in output and "exact layer-wise accuracy" in output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
@@ -4738,14 +4761,14 @@ def test_a_trace_names_the_stages_on_every_thread(tiny, tmp_path):
 
 def test_the_line_of_an_epoch_fits_the_screen():
     args, seconds = types.SimpleNamespace(epochs=100), dict.fromkeys((*report.STAGES, "exchange"), 12345.67)
-    figures = {"epoch": 99, "first_step": 123_456, "loss": 1234.56789, "seconds": 12345.678, "seeds_per_s": 1.2e7, "peak_bytes": 1e12}
+    figures = {"epoch": 99, "loss": 1234.56789, "seconds": 12345.678, "seeds_per_s": 1.2e7, "peak_bytes": 1e12}
     regression = {"valid": {"rmse": 1234.5, "mae": 1234.5, "rmse_of_the_mean": 1234.5}}
     for more in ({"valid_sampled": 0.99999}, {"valid_sampled": None}, regression, {"valid": None}):
         for first in (0, 123_456):
             line = report.epoch_line(args, {**figures, **more, **seconds, "first_step": first})
             assert len(line) <= 120 and "\n" not in line, line
-    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), "first_step": 0, "valid_sampled": 0.9, "loss": 0.5,
-                                    "seconds": 12.5, "seeds_per_s": 17_000, "peak_bytes": 1e9})  # fmt: skip
+    usual = {"first_step": 0, "valid_sampled": 0.9, "loss": 0.5, "seconds": 12.5, "seeds_per_s": 17_000, "peak_bytes": 1e9}
+    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual})
     assert all(stage in line for stage in ("stall", "sample", "fetch")) and "90.00% (sampled)" in line
 
 
