@@ -187,6 +187,9 @@ def check_files(parser, args):
     for flag in ("checkpoint", "resume", "predict", "timeline", "profile"):
         if args.runs > 1 and getattr(args, flag):
             parser.error(f"--{flag} {getattr(args, flag)} is for one run, --runs is {args.runs}")
+    for flag in ("timeline", "profile"):
+        if getattr(args, flag) and not args.trains:
+            parser.error(f"--{flag} {getattr(args, flag)} shows training; --resume FILE with --predict trains nothing")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         if getattr(args, flag) is None:
             continue

@@ -4459,6 +4459,7 @@ def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
     # without more epochs, and from a file without --checkpoint, nothing is trained
     for more in (words, ["--resume", "c.pt", "--predict", "q.npy"]):
         assert "nothing is trained" in _train(*more, cwd=tmp_path)
+    assert "--profile t.json shows training" in _train(*more, "--profile", "t.json", code=2, cwd=tmp_path)
     assert (tmp_path / "p.npy").read_bytes() == (tmp_path / "q.npy").read_bytes()
 
 
@@ -4957,6 +4958,7 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--checkpoint-every", "3"], "--checkpoint-every 3 needs --checkpoint FILE"),
         (["--resume", str(HERE / "LICENSE")], "LICENSE is not a checkpoint"),
         (["--predict-what", "logits"], "--predict-what logits needs --predict FILE"),
+        (["--resume", str(HERE / "LICENSE"), "--runs", "2"], "LICENSE is not a checkpoint"),
         (["--predict", "e.npy", "--predict-what", "embeddings", "--fanout", "5"], "with --num-layers 1 the last layer is given the features"),
         (["--batch-size", "99999999999999999999"], "'99999999999999999999' is not a whole number above 0 and below 2.31"),
         (["--checkpoint", "nowhere/c.pt"], "--checkpoint nowhere/c.pt: the folder .* does not exist"),
