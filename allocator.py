@@ -29,8 +29,8 @@ def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
 
 
 def trim_memory(level):
-    """Give free memory back to the system when the process has grown by 4 %: batches of every size leave pieces of the
-    heap unused, between what stays, and these add up over the epochs.
+    """Give free memory back to the system once the process has grown by 4 %: batches of different sizes leave gaps in the
+    heap between what stays, and the gaps add up over the epochs.
 
     Args:
         level: resident bytes to compare with; 0 the first time.
@@ -39,7 +39,9 @@ def trim_memory(level):
         The level for the next time.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    now = trim and int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    if trim is None:
+        return 0
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
     if level and now > 1.04 * level:
         trim(0)
-    return level or now or 0
+    return level or now

@@ -287,7 +287,7 @@ def epochs_of(args, procs):
                  "--procs", 1 if args.gpus else procs]  # fmt: skip
         command = [sys.executable, Path(__file__).with_name("train.py"), *map(str, words)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return [json.loads(line) for line in open(f"{folder}/log")][1:4]
+        return [entry for entry in map(json.loads, open(f"{folder}/log")) if "epoch" in entry][1:4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
         record = write_npy(building / "labels.npy", "int64", [V], chunks)
         (building / "meta.json").write_bytes(dump_meta({..., "files": {"labels.npy": record}}))
     labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
+    write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: its old content or its new one is there
 
 Every array is a plain .npy file of format 1.0 with one spelling of its header; meta.json holds the size and the SHA-256 of
 every file that never changes, and a checksum of itself. Whoever opens a directory checks sizes and heads, which is safe
@@ -16,11 +17,13 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import math
 import mmap
 import os
 import re
+import secrets
 import shutil
 import stat
 import struct
@@ -142,6 +145,77 @@ def sync(path):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_whole(path, write):
+    """Write one file so that its old content or its new one is there, never a part of it.
+
+    The bytes go into a file beside it that nobody else can have named or opened, which is synced and takes the place of
+    `path` at the end. A device or a pipe cannot be replaced: it is written to as it stands. A symbolic link of one's own
+    is followed, one of another user is refused. What writers of this path left when they were killed is removed.
+
+    Args:
+        path: the file. Its folder has to exist.
+        write: function of a binary file, which writes all of it; it may not seek.
+
+    Raises:
+        StoreError: for a full disk and whatever else the system objects to. What was at `path` stays.
+    """
+    path, part = Path(path), None
+    try:
+        if path.exists() and not path.is_file():
+            content = io.BytesIO()
+            write(content)
+            with open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "wb") as file:
+                file.write(content.getbuffer())
+            return
+        if path.is_symlink():
+            if path.lstat().st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EPERM, "it is a symbolic link of another user")
+            path = Path(os.path.realpath(path))
+        with contextlib.suppress(OSError):  # a folder that may be written to but not listed
+            _remove_parts(path)
+        part, handle = _locked_part(path)
+        with open(handle, "wb") as file:
+            if path.exists():
+                os.fchmod(handle, stat.S_IMODE(path.stat().st_mode))
+            write(file)
+            file.flush()
+            os.fsync(handle)
+            os.replace(part, path)
+        part = None
+        with contextlib.suppress(OSError):
+            sync(path.parent)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise StoreError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        if part:
+            part.unlink(missing_ok=True)
+
+
+def _locked_part(path):
+    """A file beside `path` under a name drawn at random, locked as long as it is open -> (its path, its descriptor)."""
+    while True:
+        part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return part, handle
+        os.close(handle)  # another writer took it for a leftover before the lock was there
+
+
+def _remove_parts(path):
+    """Remove what writers of `path` left when they were killed: parts that nobody holds a lock on."""
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{16}\.part")
+    for entry in filter(lambda entry: name.fullmatch(entry.name), os.scandir(path.parent)):
+        with contextlib.suppress(OSError):
+            handle = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            finally:
+                os.close(handle)
 
 
 def write_npy(path, dtype, shape, chunks) -> dict:

@@ -1,31 +1,67 @@
 """The command line of train.py: every flag, what depends on what, and what cannot work.
 
-`parse_args` exits with code 2 and one sentence on bad input, before anything is loaded. This file needs checkpoint.py,
-features.py and model.py.
+`parse_args` ends with code 2 and one sentence on bad input, before anything is loaded. This file needs features.py and
+model.py.
 """
 
 import argparse
 import importlib.util
+import math
 import os
 import re
+import secrets
+import shlex
+import sys
 from pathlib import Path
 
 import torch
 
-from checkpoint import checkpoint_to_resume, flags_of_checkpoint
 from features import MODES
 from model import CONVS
 
+_NOT_GIVEN = object()
 
-def parse_args(argv):
-    """Parse the command line; argparse exits with code 2 and one line on bad input."""
-    parser, argv = make_parser(), spelled_out(argv)
+def parse_args(argv, complete):
+    """Parse the command line.
+
+    Args:
+        argv: the words behind "train.py".
+        complete: function of the flags parsed so far, which fills in what the checkpoint to go on from has kept
+            (`checkpoint.complete`).
+
+    Returns:
+        The flags, and beside them `typed`, the names of those that were given; `trains`, False where a checkpoint only
+        predicts; `again`, the command that goes on with this run; `run`, a name for its lines in --log.
+
+    Raises:
+        SystemExit: with code 2 after one sentence, for flags that cannot work.
+        StoreError: for a checkpoint that cannot be gone on from.
+    """
+    parser, argv = make_parser(), spelled_out(map(str, argv))
     args = parser.parse_args(argv)
-    if path := checkpoint_to_resume(args):  # what the checkpoint fixes need not be said again
-        parser.set_defaults(**flags_of_checkpoint(path))
-        args = parser.parse_args(argv)
-    check_args(parser, args)
+    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), _NOT_GIVEN))))
+    args.typed = [name for name, value in given.items() if value is not _NOT_GIVEN]
+    from_file = args.resume not in (None, "auto")
+    args.trains = not (args.predict and from_file) or not {"epochs", "checkpoint"}.isdisjoint(args.typed)
+    args.run, args.again = secrets.token_hex(4), command_again(argv)
+    if from_file and not Path(args.resume).is_file():
+        parser.error(f"--resume {args.resume}: no such file")
+    if args.resume == "auto" and not args.checkpoint:
+        parser.error("--resume auto goes on from the file of --checkpoint, which is not given")
+    complete(args)
+    check_network(parser, args)
+    check_machine(parser, args)
+    check_files(parser, args)
     return args
+
+
+def checkpoint_to_resume(args):
+    """The file to go on from, or None: --resume auto, and every restart by torchrun, mean that of --checkpoint."""
+    own = args.checkpoint if args.checkpoint and Path(args.checkpoint).is_file() else None
+    if args.resume == "auto":
+        return own
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return own if own and restarted else args.resume
 
 
 def make_parser():
@@ -82,84 +118,122 @@ def make_parser():
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
     add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
-        "can grow; system: as it comes")  # fmt: skip
+        "can grow; system: left alone")  # fmt: skip
 
     add = parser.add_argument_group("files").add_argument
     add("--checkpoint", metavar="FILE", help="write the run's state here after each epoch and on Ctrl-C")
     add("--checkpoint-every", type=count, metavar="STEPS", help="and after so many optimizer steps (default: off)")
-    add("--resume", metavar="FILE", help="go on from a checkpoint; data, sampling and model flags are the checkpoint's; auto: "
-        "from that of --checkpoint, once it is there")  # fmt: skip
-    add("--predict", metavar="FILE.npy", help="write the class of every node, int64 [V], from exact inference; with --resume nothing "
-        "is trained")  # fmt: skip
-    add("--log", "--log-file", metavar="FILE", help="append one JSON line an epoch (under torchrun write --log-file)")
+    add("--resume", metavar="FILE", help="go on from a checkpoint, with its data, sampling, model and optimisation "
+        "flags; auto: from that of --checkpoint, once it is there")  # fmt: skip
+    add("--predict", metavar="FILE.npy", help="write exact predictions for every node; with --resume FILE nothing is "
+        "trained unless --epochs or --checkpoint is given")  # fmt: skip
+    add("--predict-what", default="classes", choices=["classes", "logits", "embeddings"], help="int64 [V], float32 "
+        "[V, classes], or float32 [V, hidden]: what the last layer is given")  # fmt: skip
+    add("--log", "--log-file", metavar="FILE", help="append JSON lines: the flags, then each epoch (under torchrun "
+        "write --log-file)")  # fmt: skip
     add("--tensorboard", metavar="DIR", help="write the epochs' figures for TensorBoard")
     add("--timeline", metavar="FILE.png", help="draw the first steps of the second epoch as a Gantt chart")
-    add("--profile", metavar="FILE", help="write a torch.profiler trace of the second epoch, one a rank")
+    add("--profile", metavar="FILE", help="write a torch.profiler trace of the second epoch, FILE.rank0.json and so on")
     return parser
 
 
-def check_args(parser, args):
-    """Fill in what depends on other flags and on the machine; refuse what cannot work, before anything is loaded."""
+def check_network(parser, args):
+    """Fill in what depends on other flags; refuse a network and a way to train it that cannot work, on any machine."""
     if args.fanout is None:
         args.fanout = [10] * (args.num_layers or 3)
     args.num_layers = args.num_layers or len(args.fanout)
     if len(args.fanout) != args.num_layers:
-        parser.error(f"--fanout {','.join(map(str, args.fanout))} has {len(args.fanout)} hops, --num-layers is "
+        parser.error(f"--fanout {text_of(args.fanout)} has {len(args.fanout)} hops, --num-layers is "
                      f"{args.num_layers}; give one fanout for each layer")  # fmt: skip
     for flag in ("dropout", "input_dropout"):
         if getattr(args, flag) >= 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be below 1")
+            parser.error(f"{spelled(flag)} {getattr(args, flag)} must be below 1")
+    if args.model == "gat" and args.hidden % args.heads:
+        parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}; give a multiple of {args.heads}")
+    if args.norm == "batch" and args.checkpoint_activations:
+        parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
+    if args.task == "graph" and args.early_stop:
+        parser.error(f"--early-stop {args.early_stop} is for --task node")
+    if args.task == "graph" and args.precision == "fp64":
+        parser.error("--precision fp64 is for --task node; use fp32 or bf16")
+
+
+def check_machine(parser, args):
+    """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
     if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--gpu-cache is for --mode cpu-cuda (or an lmdb store on CPU); {args.mode} reads features in place")
+        parser.error(f"--gpu-cache is for --mode cpu-cuda, or an lmdb store on CPU; {args.mode} reads features in place")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
     if args.gpus > there:
-        parser.error(f"--gpus {args.gpus}: this machine has {there} usable; give {f'at most {there}' if there else '--gpus 0'}")
+        works = f"at most {there}" if there else "--gpus 0"
+        parser.error(f"--gpus {args.gpus}: this machine has {there} usable; give {works}")
     if args.gpus and args.procs > 1:
         parser.error(f"--procs {args.procs} is for --gpus 0; with GPUs there is one process for each")
     if args.mode.endswith("cuda") and not args.gpus:
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
-    if not 0 <= args.seed < 2**63:
-        parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
-    for flag, off in (("early_stop", None), ("predict", None), ("runs", 1)):
-        if args.task == "graph" and getattr(args, flag) != off:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} is for --task node")
-    if args.precision == "fp64" and args.task == "graph":
-        parser.error("--precision fp64 is for --task node; use fp32 or bf16")
     if args.precision == "tf32" and not args.gpus:
         parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
-    if args.model == "gat" and args.hidden % args.heads:
-        parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}: give a multiple of {args.heads}")
-    if args.norm == "batch" and args.checkpoint_activations:
-        parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
+
+
+def check_files(parser, args):
+    """Refuse files that cannot be written, and flags about them that would have no effect."""
+    for flag, off in (("predict", None), ("runs", 1)):
+        if args.task == "graph" and getattr(args, flag) != off:
+            parser.error(f"--{flag} {getattr(args, flag)} is for --task node")
     for flag in ("checkpoint", "resume", "predict", "timeline", "profile"):
         if args.runs > 1 and getattr(args, flag):
             parser.error(f"--{flag} {getattr(args, flag)} is for one run, --runs is {args.runs}")
+    for flag in ("timeline", "profile"):
+        if getattr(args, flag) and not args.trains:
+            parser.error(f"--{flag} {getattr(args, flag)} shows training; --resume FILE with --predict trains nothing")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         if getattr(args, flag) is None:
             continue
         path = Path(getattr(args, flag)).absolute()
         if not path.parent.is_dir():
             parser.error(f"--{flag} {getattr(args, flag)}: the folder {path.parent} does not exist")
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        in_place = path.exists() and (flag == "log" or not path.is_file())  # other files are replaced, in their folder
+        if path.is_dir() or not os.access(path if in_place else path.parent, os.W_OK):
             parser.error(f"--{flag} {getattr(args, flag)}: a file cannot be written there")
     if args.predict and not args.predict.endswith(".npy"):
-        parser.error(f"--predict {args.predict}: the classes are written as .npy; give a name that ends in .npy")
+        parser.error(f"--predict {args.predict}: an array is written as .npy; give a name that ends in .npy")
+    if args.predict_what == "embeddings" and args.num_layers == 1:
+        parser.error("--predict-what embeddings: with --num-layers 1 the last layer is given the features; take them")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         parser.error("--tensorboard needs tensorboard: pip install tensorboard")
     if args.timeline and not args.timeline.endswith(".png"):
         parser.error(f"--timeline {args.timeline}: the picture is a PNG; give a name that ends in .png")
     if args.timeline and importlib.util.find_spec("matplotlib") is None:
         parser.error("--timeline needs matplotlib: pip install matplotlib")
-    if args.checkpoint_every and not args.checkpoint:
-        parser.error(f"--checkpoint-every {args.checkpoint_every} needs --checkpoint FILE to write to")
-    if args.resume == "auto" and not args.checkpoint:
-        parser.error("--resume auto goes on from the file of --checkpoint, which is not given")
-    if args.resume not in (None, "auto") and not Path(args.resume).is_file():
-        parser.error(f"--resume {args.resume}: no such file")
+    for flag, needs in (("checkpoint_every", "checkpoint"), ("predict_what", "predict")):
+        if flag in args.typed and not getattr(args, needs):
+            parser.error(f"{spelled(flag)} {getattr(args, flag)} needs --{needs} FILE to write to")
+
+
+def command_again(argv):
+    """The command line that goes on with the run of `argv` once its --checkpoint is there."""
+    words = [word for word in argv if not word.startswith("--resume=")]
+    if "--resume" in words:
+        at = words.index("--resume")
+        del words[at : at + 2]
+    program = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
+    launcher = "torchrun [its flags]" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    return f"{launcher} {shlex.join([program, *words, '--resume', 'auto'])}"
+
+
+def spelled(name):
+    """batch_size -> --batch-size."""
+    return f"--{name.replace('_', '-')}"
+
+
+def text_of(value):
+    """A flag's value as it is typed: [15, 10] -> 15,10."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def spelled_out(argv):
@@ -196,16 +270,18 @@ def size(text):
 
 
 def positive(kind, zero=False):
-    """An argparse type: a finite number above 0 (or from 0 on)."""
+    """An argparse type: a finite number above 0 (or from 0 on); a whole one below 2^31."""
 
     def parse(text):
         try:
             number = kind(text)
         except ValueError:
             number = None
-        if number is None or not (0 <= number < float("inf")) or (number == 0 and not zero):
+        limit = 2**31 if kind is int else math.inf
+        if number is None or not (0 <= number < limit) or (number == 0 and not zero):
             word = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {word} {'of at least' if zero else 'above'} 0")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {word} {'of at least' if zero else 'above'} 0"
+                                             f"{' and below 2^31' if kind is int and number else ''}")  # fmt: skip
         return number
 
     return parse

@@ -462,7 +462,7 @@ class SAGE(GNN):
 
 @torch.no_grad()
 def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, memory=4 << 30, rank=0, world=1,
-              total=None):  # fmt: skip
+              total=None, layers=None):  # fmt: skip
     """Exact predictions of all nodes from all their neighbours, layer by layer.
 
     Beside the graph and the features there are at most three float32 tables, [V, width], one of them a layer's input,
@@ -479,9 +479,11 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
             and computes a part of the destinations of every layer. Linux only.
         total: then a function that sums numbers over these processes and returns the sums to each (an all-reduce;
             `Ranks.sum` of ddp.py on one machine).
+        layers: how many of the first layers to compute; all when None.
 
     Returns:
-        Logits float32 [V, C] in host memory; the same memory in all processes.
+        Logits float32 [V, C] in host memory; the same memory in all processes. With `layers` what the last of these gives,
+        behind its norm and ReLU: [V, hidden].
     """
     training, device, V = model.training, next(model.parameters()).device, indptr.numel() - 1
     model.eval()
@@ -492,7 +494,7 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
     ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # as many edges each
     first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
     h = x
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(model.layers[:layers]):
         table = _tables(V, h.shape[1] + layer.out_dim + (layer.message_dim or h.shape[1]), memory, rank == 0, total)
         message = h
         if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:

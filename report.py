@@ -1,37 +1,55 @@
 """What a run tells: its lines, its log, TensorBoard, the time of each stage and a picture of it, a trace.
 
-This file needs ddp.py and graphs.py.
+This file needs disk.py and graphs.py.
 """
 
-import functools
 import json
 import os
+import platform
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.profiler import record_function
 from tqdm import tqdm
 
+from disk import StoreError, write_whole
 from graphs import scores_line
 
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
 
 
 class Clock:
-    """When each stage began and ended; CUDA work is timed by events, resolved at the end without stopping the GPU."""
+    """When each stage began and ended; CUDA work is timed by events, resolved at the end without stopping the GPU.
+
+    `mark` and `now` take the name of the stage that begins there, for the trace of --profile; none ends the last one.
+    """
 
     def __init__(self, cuda):
         self.cuda, self.laps, self.events = cuda, [], []  # laps: (stage, start, end, thread or GPU)
+        traced = torch.autograd.profiler._is_profiler_enabled
+        self.named = threading.local() if traced else None  # the stage that each thread is in
         self.zero = time.perf_counter()
         self.first = self.mark() if cuda else None
 
-    def mark(self):
+    def now(self, stage=None):
+        """A point on any thread, in seconds of the host."""
+        if self.named:
+            if stage_before := getattr(self.named, "stage", None):
+                stage_before.__exit__(None, None, None)
+            self.named.stage = stage and record_function(stage).__enter__()
+        return time.perf_counter()
+
+    def mark(self, stage=None):
         """A point on the training thread: seconds on CPU, an event of the current stream on CUDA."""
+        now = self.now(stage)
         if not self.cuda:
-            return time.perf_counter()
+            return now
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -63,61 +81,143 @@ class Clock:
         return {stage: sum(b - a for name, a, b, _ in laps if name == stage) for stage in STAGES if stage in found}
 
 
-def draw_timeline(laps, path, steps=8):
-    """Draw a Gantt chart of the first steps: one row for each stage and thread, so that overlap can be seen."""
+def draw_timeline(runs, path, steps=8):
+    """Draw Gantt charts of the first steps, one below the other on the same axis: a row for each stage and thread, so
+    that overlap can be seen.
+
+    Args:
+        runs: {title: laps of a Clock}; one without a training step is left out.
+        path: a .png file.
+        steps: training steps of each run.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    ends = sorted(b for stage, _, b, _ in laps if stage == "optimizer")
-    if not ends:
+    charts = []
+    for title, laps in runs.items():
+        if ends := sorted(end for stage, _, end, _ in laps if stage == "optimizer")[:steps]:
+            laps = [lap for lap in laps if lap[1] < ends[-1]]
+            rows = sorted({(STAGES.index(stage), thread) for stage, _, _, thread in laps})
+            charts.append((f"{title}: {len(ends)} training steps in {1e3 * ends[-1]:.0f} ms", laps, rows))
+    if not charts:
         return  # an epoch that was resumed at its end has no steps
-    until = ends[min(steps, len(ends)) - 1]
-    laps = [lap for lap in laps if lap[1] < until]
-    rows = sorted({(thread, STAGES.index(stage)) for stage, _, _, thread in laps}, key=lambda row: (row[1], row[0]))
-    figure, axis = pyplot.subplots(figsize=(12, 0.4 * len(rows) + 1.2), layout="constrained")
-    for stage, a, b, thread in laps:
-        number = STAGES.index(stage)
-        axis.barh(rows.index((thread, number)), 1e3 * (b - a), left=1e3 * a, color=f"C{number}", edgecolor="white")
-    axis.set_yticks(range(len(rows)), [f"{STAGES[number]} ({thread})" for thread, number in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds")
-    axis.set_title(f"{min(steps, len(ends))} training steps")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    heights = [len(rows) for *_, rows in charts]
+    size = 12, 0.4 * sum(heights) + 1.2 * len(charts)
+    figure, axes = pyplot.subplots(len(charts), sharex=True, squeeze=False, figsize=size, height_ratios=heights,
+                                   layout="constrained")  # fmt: skip
+    for axis, (title, laps, rows) in zip(axes[:, 0], charts):
+        for stage, start, end, thread in laps:
+            number = STAGES.index(stage)
+            row, color = rows.index((number, thread)), f"C{number}"
+            axis.barh(row, 1e3 * (end - start), left=1e3 * start, color=color, edgecolor="white")
+        axis.set_yticks(range(len(rows)), [f"{STAGES[number]} ({thread})" for number, thread in rows])
+        axis.invert_yaxis()
+        axis.set_title(title)
+    axes[-1, 0].set_xlabel("milliseconds")
+    try:
+        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    finally:
+        pyplot.close(figure)
 
 
 @contextmanager
-def profile(ranks, args):
-    """Trace what runs inside with torch.profiler -> --profile FILE, with the rank in its name."""
-    with torch.profiler.profile() as trace:
+def profile(report, rank):
+    """Trace what runs inside, on all threads, with torch.profiler -> --profile FILE.rank0.json, for Perfetto."""
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=every_thread) as trace:
         yield
-    path = Path(args.profile)
-    trace.export_chrome_trace(str(path.with_name(f"{path.stem}.rank{ranks.rank}.json")))
+    path = Path(report.args.profile)
+    with report.attempt("profile"), tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(exported))  # which says nothing where the disk is full
+        data = exported.read_bytes()
+        if not data.rstrip().endswith(b"}"):
+            raise StoreError(f"{folder} has no room for the trace")
+        write_whole(path.with_name(f"{path.stem}.rank{rank}.json"), lambda file: file.write(data))
 
 
-def report(ranks, args, figures, line):
-    """Print a line, append the figures to --log and write them for TensorBoard, on rank 0."""
-    if ranks.leads:
-        tqdm.write(line)
-        if args.log:
-            with open(args.log, "a") as file:
-                file.write(json.dumps(figures) + "\n")
-        if args.tensorboard and "epoch" in figures:
-            writer = tensorboard(args.tensorboard)
-            for name, value in figures.items():
-                if isinstance(value, float):
-                    writer.add_scalar(name, value, figures["epoch"])
-            writer.flush()
+class Report:
+    """Where a run's figures go: to the terminal, to --log and to --tensorboard, on rank 0.
+
+    What cannot be written is said once, and training goes on.
+
+    Attributes:
+        failed: the flags whose files could not be written.
+    """
+
+    def __init__(self, ranks, args):
+        self.args, self.leads, self.failed, self.board = args, ranks.leads, set(), None
+        if self.leads and args.log:
+            versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+            self._append({"flags": flags_of(args), "versions": versions, "hardware": hardware(ranks),
+                          "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})  # fmt: skip
+        if self.leads and args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            with self.attempt("tensorboard"):
+                self.board = SummaryWriter(args.tensorboard)
+
+    def tell(self, line, figures):
+        """Print a line and append the figures to --log; an epoch's are drawn by TensorBoard, too."""
+        if self.leads:
+            tqdm.write(line)
+            if self.args.log:
+                self._append(figures)
+            if self.board and "epoch" in figures:
+                with self.attempt("tensorboard"):
+                    for name, value in figures.items():
+                        if isinstance(value, float):
+                            self.board.add_scalar(name, value, figures["epoch"])
+                    self.board.flush()
+
+    def results(self, figures, epoch):
+        """Give the final figures of each split, {name: value}, to TensorBoard, beside the flags that led to them."""
+        if self.board:
+            figures = {name: value for name, value in figures.items() if value is not None}
+            flags = {name: value if isinstance(value, (int, float)) else str(value)
+                     for name, value in flags_of(self.args).items()}  # fmt: skip
+            with self.attempt("tensorboard"):
+                for name, value in figures.items():
+                    self.board.add_scalar(name, value, epoch)
+                self.board.add_hparams(flags, figures, run_name=".")
+                self.board.close()
+
+    @contextmanager
+    def attempt(self, flag):
+        """Go on where the body cannot write what a flag asks for, after saying so the first time."""
+        try:
+            yield
+        except (OSError, StoreError) as error:
+            if flag not in self.failed:
+                said = f"train.py: --{flag} {getattr(self.args, flag)}: {getattr(error, 'strerror', None) or error}"
+                print(f"{said}; training goes on without it", file=sys.stderr)
+            self.failed.add(flag)
+
+    def _append(self, figures):
+        """Append a JSON line to --log: all of it, or none where the disk is full."""
+        with self.attempt("log"), open(self.args.log, "ab", buffering=0) as file:
+            line = json.dumps({"run": self.args.run, **figures}).encode() + b"\n"
+            before = os.fstat(file.fileno()).st_size
+            if file.write(line) < len(line):
+                file.truncate(before)
+                raise OSError("no space left on its disk")
 
 
-@functools.lru_cache(maxsize=1)
-def tensorboard(folder):
-    """TensorBoard's writer for a folder."""
-    from torch.utils.tensorboard import SummaryWriter
+def flags_of(args):
+    """The flags of a run, without what parse_args adds -> {name: value}."""
+    return {name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run")}
 
-    return SummaryWriter(folder)
+
+def hardware(ranks):
+    """What a run runs on -> {name: value}."""
+    try:
+        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    except OSError:
+        names = []
+    return {"host": platform.node(), "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if ranks.gpus else None, "processes": ranks.world}  # fmt: skip
 
 
 def describe(ranks, args, store, model):
@@ -150,14 +250,25 @@ def describe(ranks, args, store, model):
 
 
 def epoch_line(args, figures):
-    """The dense line of one epoch. Sampling and fetching run beside the rest; `stall` is what they cost."""
-    stages = "  ".join(f"{stage} {figures[stage]:.2f}" for stage in (*STAGES, "exchange") if stage in figures)
+    """The line of one epoch, at most 120 columns: of the stages' seconds, all in --log, as many as there is room for.
+
+    Sampling and fetching run beside the rest; `stall` is what the training thread waited for them.
+    """
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
-    valid = scores_line(figures["valid"]) if "valid" in figures else f"{percent(figures['valid_sampled'])} (sampled)"
-    return (
-        f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  {figures['seconds']:.2f} s  "
-        f"{figures['seeds_per_s']:,.0f} seeds/s  [{stages} s]  peak {figures['peak_bytes'] / 2**30:.2f} GiB"
-    )
+    scores = figures.get("valid")
+    if scores:
+        scores = {name: value for name, value in scores.items() if name != "rmse_of_the_mean"}
+    valid = scores_line(scores) if "valid" in figures else f"{percent(figures['valid_sampled'])} (sampled)"
+    line = (f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  "
+            f"{figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s")  # fmt: skip
+    rest = {"": f"{figures['peak_bytes'] / 2**30:.2f} GiB "}
+    for stage in ("stall", "sample", "fetch", "forward", "backward", "exchange", "transfer"):
+        if stage in figures:
+            rest[stage] = f"{figures[stage]:.2f}"
+    for name, value in rest.items():
+        more = f" {name} {value}"
+        line += more if len(line + more) <= 120 else ""
+    return line
 
 
 def percent(accuracy):

@@ -4,6 +4,7 @@ import argparse
 import atexit
 import bz2
 import collections
+import copy
 import csv
 import ctypes
 import datetime
@@ -25,9 +26,11 @@ import os
 import pickle
 import queue
 import re
+import resource
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -68,6 +71,7 @@ import lmdb_file
 import model
 import molecules
 import plan
+import report
 import sampler
 import sampler_cuda
 import store
@@ -4456,7 +4460,8 @@ def tiny(tmp_path_factory):
 
 
 def _log(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """The entries of --log without the first of each run, which says what it was."""
+    return [entry for entry in map(json.loads, Path(path).read_text().splitlines()) if "flags" not in entry]
 
 
 def _running_below(pid):
@@ -4804,8 +4809,7 @@ def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
-    common = ["--dataset", tiny, "--batch-size", 200, "--fanout", "3,3", "--hidden", 8, "--epochs", 1]
-    _run_here(tmp_path, *common)
+    _run_here(tmp_path, "--dataset", tiny, "--batch-size", 200, "--fanout", "3,3", "--hidden", 8, "--epochs", 1)
     good, bad = (tmp_path / "here.pt").read_bytes(), tmp_path / "bad.pt"
     with zipfile.ZipFile(tmp_path / "here.pt") as archive:
         inside = max(archive.infolist(), key=lambda info: info.file_size)
@@ -4814,7 +4818,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
     for damaged in (bytes(flipped), good[: len(good) // 2], b""):
         bad.write_bytes(damaged)
         with pytest.raises(StoreError, match="bad.pt is not a checkpoint"):
-            checkpoint.read_checkpoint(bad, train.parse_args([*map(str, common)]))
+            checkpoint.read_checkpoint(bad)
 
 
 def _run_here(tmp_path, *words):
@@ -4874,7 +4878,7 @@ def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_pa
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
     saved = train.parse_args(["--resume", str(tmp_path / "here.pt")])
     assert (saved.model, saved.hidden, saved.residual, saved.dropout, saved.batch_size) == (name, 16, True, 0.25, 100)
-    (tmp_path / ".classes.npy.999999999").touch()  # what a run that was killed has left
+    (tmp_path / ".classes.npy.0123456789abcdef.part").touch()  # what a run that was killed has left
     words = ["--resume", str(tmp_path / "here.pt"), "--predict", str(tmp_path / "classes.npy")]
     assert train.main(words) == 0  # what the checkpoint fixes is not said again
     classes, graph = np.load(tmp_path / "classes.npy"), GraphStore.open(tiny)
@@ -4961,8 +4965,14 @@ def test_train_cosine_schedule_is_kept_in_the_checkpoint(tiny, tmp_path):
 def test_train_tensorboard(tiny, tmp_path):
     if importlib.util.find_spec("tensorboard") is None:
         pytest.skip("tensorboard is not there")
-    _run_here(tmp_path, "--dataset", tiny, "--fanout", "3,3", "--epochs", 2, "--tensorboard", tmp_path / "board")
-    assert list((tmp_path / "board").glob("events.out.tfevents*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log, _ = _run_here(tmp_path, "--dataset", tiny, "--fanout", "3,3", "--epochs", 2, "--tensorboard", tmp_path / "board")
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([entry["loss"] for entry in log[:2]])
+    assert board.Scalars("exact/test")[0].value == pytest.approx(log[-1]["exact"]["test"])
+    hparams = b"".join(file.read_bytes() for file in (tmp_path / "board").glob("**/events.out.tfevents*"))
+    assert b"batch_size" in hparams and b"_hparams_/session_start_info" in hparams
 
 
 def test_train_help_fits_two_screens_and_says_units_and_defaults():
@@ -5016,6 +5026,413 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, numb
     _train(*common, "--epochs", total, "--checkpoint", tmp_path / "straight.pt")
     a, b = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("resumed", "straight"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a checkpoint keeps, what it may be used for, and what it may not do
+
+
+def _code(*words):
+    """Run train.py in this process -> its exit code."""
+    try:
+        return train.main([*map(str, words)])
+    except SystemExit as stop:
+        return stop.code
+
+
+COMMON = ["--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--gpus", 0]
+
+
+def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path):
+    kept = {"lr": 0.02, "lr-schedule": "cosine", "weight-decay": 1e-4, "early-stop": 30, "precision": "bf16",
+            "epochs": 6}  # fmt: skip
+    words = ["--dataset", tiny, *COMMON, *itertools.chain(*((f"--{name}", value) for name, value in kept.items()))]
+    _, straight = _run_here(tmp_path, *words)
+    _run_here(tmp_path, *words, "--epochs", 4, "--lr-schedule", "constant", "--lr", 0.01)
+    shutil.copy(tmp_path / "here.pt", tmp_path / "four.pt")
+    saved = train.parse_args(["--resume", str(tmp_path / "four.pt")])
+    assert {**kept, "epochs": 4, "lr-schedule": "constant", "lr": 0.01} == {
+        name: getattr(saved, name.replace("-", "_")) for name in kept}  # fmt: skip
+    assert (saved.batch_size, saved.fanout, saved.hidden, saved.seed) == (100, [3, 3], 16, 0)
+    # given again they count, from the next epoch on; the cosine falls over all epochs, those that are done as well
+    more = ["--epochs", 8, "--lr", 0.05, "--lr-schedule", "cosine"]
+    log, _ = _run_here(tmp_path, "--resume", tmp_path / "four.pt", *more)
+    rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
+    # a run in bf16 with a cosine goes on in bf16 with the cosine, to the last bit, without saying so again
+    process = _start_fork(tmp_path / "out", *words, "--checkpoint", tmp_path / "half.pt", "--checkpoint-every", 4)
+    _wait_for((tmp_path / "half.pt").is_file, process)
+    process.kill()
+    _end(process, 0, -signal.SIGKILL)
+    _, resumed = _run_here(tmp_path, "--resume", tmp_path / "half.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+@pytest.mark.parametrize("before", [(), ("--epochs", "2")])
+def test_the_hint_after_ctrl_c_is_the_command_that_goes_on(before, tiny, tmp_path):
+    words = ["--dataset", tiny, *COMMON, "--lr", 0.01, "--lr-schedule", "cosine", "--epochs", 12, "--root", tmp_path]
+    straight = ["--checkpoint", "straight.pt", "--predict", "straight.npy"]
+    again = ["--checkpoint", "c.pt", "--predict", "c.npy", "--log", "log", "--prefetch", 0]
+    if before:  # it began from another checkpoint
+        _train(*words, *before, "--checkpoint", "first.pt", cwd=tmp_path)
+        straight, again = (["--resume", "first.pt", *more] for more in (straight, again))
+    _train(*words, *straight, cwd=tmp_path)
+    process = _start_fork(tmp_path / "out", *words, *again, cwd=tmp_path)
+    _wait_for(lambda: "epoch   4" in (tmp_path / "out").read_text(), process)
+    os.kill(process.pid, signal.SIGINT)
+    printed = _end(process, 128 + signal.SIGINT)
+    hint = shlex.split(re.search(r"go on with: (.*)", printed)[1])
+    assert hint[:2] == ["python", "train.py"] and not (tmp_path / "c.npy").exists()
+    _train(*hint[2:], cwd=tmp_path)
+    epochs = [entry["epoch"] for entry in _log(tmp_path / "log") if "epoch" in entry]
+    assert epochs == list(range(3 if before else 1, 13))
+    a, b = (_parameters(tmp_path / f"{name}.pt") for name in ("straight", "c"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert np.array_equal(np.load(tmp_path / "straight.npy"), np.load(tmp_path / "c.npy"))
+
+
+def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
+    words = ["--dataset", tiny, *COMMON, "--lr", 0.01, "--epochs", 8, "--checkpoint", "c.pt", "--checkpoint-every", 1,
+             "--resume", "auto", "--predict", "p.npy", "--log", "log"]  # fmt: skip
+    process = _start_fork(tmp_path / "out", *words, cwd=tmp_path)
+    _wait_for(lambda: "epoch   2" in (tmp_path / "out").read_text(), process)
+    process.kill()
+    _end(process, -signal.SIGKILL)
+    assert not (tmp_path / "p.npy").exists()
+    _train(*words, cwd=tmp_path)
+    log, graph = _log(tmp_path / "log"), GraphStore.open(tiny)
+    assert [entry["epoch"] for entry in log if "epoch" in entry][-1] == 8
+    right = torch.from_numpy(np.load(tmp_path / "p.npy")) == graph.labels
+    assert right[graph.split["test"]].double().mean() > 0.7
+    # without more epochs, and from a file without --checkpoint, nothing is trained
+    for more in (words, ["--resume", "c.pt", "--predict", "q.npy"]):
+        assert "nothing is trained" in _train(*more, cwd=tmp_path)
+    assert "--profile t.json shows training" in _train(*more, "--profile", "t.json", code=2, cwd=tmp_path)
+    assert (tmp_path / "p.npy").read_bytes() == (tmp_path / "q.npy").read_bytes()
+
+
+def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, capsys):
+    graph = _graph(num_nodes=300, width=6, classes=4)
+    path = build_store(tmp_path / "g", **graph)
+    _run_here(tmp_path, "--dataset", path, *COMMON, "--epochs", 1)
+    resume = ["--resume", tmp_path / "here.pt"]
+    other = _graph(num_nodes=180, width=6, classes=4, seed=1)
+    other["labels"] = np.minimum(other["labels"], 2)  # one class does not occur
+    others = {
+        "labels": {**graph, "labels": np.roll(graph["labels"], 1)},
+        "features": {**graph, "features": graph["features"] + 1},
+        "width": _graph(num_nodes=300, width=7, classes=4),
+        "classes": _graph(num_nodes=300, width=6, classes=5),
+        "smaller": {**other, "num_classes": 3},
+    }
+    said = {"labels": "labels.npy in .* is not the same", "features": "features.npy in .* is not the same",
+            "width": "was trained on a graph with feature_dim 6, .* has 7", "classes": "with num_classes 4, .* has 5",
+            "smaller": "with num_classes 4, .* has 3"}  # fmt: skip
+    for name, arrays in others.items():
+        build_store(tmp_path / name, **arrays)
+        assert _code(*resume, "--dataset", tmp_path / name, "--epochs", 2) == 2
+        assert re.search(said[name], capsys.readouterr().err), name
+        code = _code(*resume, "--dataset", tmp_path / name, "--predict", tmp_path / f"{name}.npy")
+        assert code == (2 if name in ("width", "classes") else 0), name
+    assert np.load(tmp_path / "smaller.npy").shape == (180,)
+    shutil.rmtree(path)
+    build_store(path, **others["labels"])  # under the same name
+    assert _code(*resume, "--epochs", 2) == 2
+    assert "labels.npy" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_path):
+    _run_here(tmp_path, "--dataset", tiny, *COMMON, "--epochs", 1, "--precision", "bf16", "--lr", 0.02)
+    data = (tmp_path / "here.pt").read_bytes()
+    others = types.SimpleNamespace(world=2, rank=1, gather=lambda number: [1 << 28, number],
+                                   broadcast=lambda mine, source: data)  # fmt: skip
+    words = ["--dataset", tiny, "--checkpoint", tmp_path / "none.pt", "--resume", "auto", "--lr", 0.04]
+    args = train.parse_args([*map(str, words)])
+    state, path = checkpoint.common_state(others, args)
+    assert state["epoch"] == 1 and path == str(tmp_path / "none.pt")
+    assert (args.precision, args.lr, args.hidden, args.batch_size, args.dataset) == ("bf16", 0.04, 16, 100, tiny)
+
+
+def test_features_that_lmdb_has_changed_are_not_compared(tmp_path, capsys):
+    graph = _graph(num_nodes=300, width=6, classes=4)
+    path = build_store(tmp_path / "g", backend="lmdb", **graph)
+    _run_here(tmp_path, "--dataset", path, *COMMON, "--epochs", 1)
+    GraphStore.open(path).features.put_rows(torch.tensor([3]), torch.zeros(1, 6))  # as trainers may see it happen
+    assert _code("--resume", tmp_path / "here.pt", "--epochs", 2) == 0
+    build_store(tmp_path / "h", backend="lmdb", **{**graph, "features": graph["features"] + 1})
+    assert _code("--resume", tmp_path / "here.pt", "--epochs", 2, "--dataset", tmp_path / "h") == 2
+    assert "features.lmdb" in capsys.readouterr().err
+
+
+def test_what_is_read_from_a_checkpoint_names_no_file_to_write(tiny, tmp_path, capsys):
+    _run_here(tmp_path, "--dataset", tiny, *COMMON, "--epochs", 1)
+    state, victim = torch.load(tmp_path / "here.pt", weights_only=True), tmp_path / "victim"
+    victim.write_text("mine")
+    flags_key = "flags" if "flags" in state else "run"
+    for flag in ("checkpoint", "log", "predict", "root", "tensorboard"):
+        forged = {**state, flags_key: {**state[flags_key], flag: str(victim)}}
+        torch.save(forged, tmp_path / "forged.pt")
+        assert _code("--resume", tmp_path / "forged.pt", "--dataset", tiny, "--epochs", 2) == 2
+        assert "is not a checkpoint of train.py" in capsys.readouterr().err
+    assert victim.read_text() == "mine"
+    (tmp_path / "damaged.pt").write_bytes(b"nothing")  # looked at before the default graph is built
+    assert _code("--resume", tmp_path / "damaged.pt", "--root", tmp_path / "root") == 2
+    assert not (tmp_path / "root").exists()
+
+
+def _forged(random, state, good):
+    """Bytes of a checkpoint that somebody has tampered with: a value anywhere in it, its pickle, its archive."""
+    weird = [None, True, -1, 0, 7, 2**40, 2**70, -(2**63), 0.5, 1e308, math.nan, math.inf, "", "x", "../x", "\n\x1b[2J",
+             "9" * 5000, b"\0", [], [0], [-1], [5, 5], [10] * 1000, {}, {"a": 1}, (), torch.zeros(()), torch.zeros(3),
+             torch.zeros(1).expand(1 << 40), torch.ones(4, 4, dtype=torch.int64),
+             functools.reduce(lambda inner, _: [inner, inner], range(60), [])]  # fmt: skip
+    how = random.integers(10)
+    if how < 7:  # a value, a key that is missing, a key too many
+        forged = copy.deepcopy(state)
+        for _ in range(1 if how < 5 else 3):
+            place = forged
+            while True:
+                key = list(place)[random.integers(len(place))]
+                if not isinstance(place[key], dict) or not place[key] or random.random() < 0.15:
+                    break
+                place = place[key]
+            action = random.integers(6)
+            if action == 0 and len(place) > 1:
+                del place[key]
+            elif action == 1:
+                place[["x", 3, "root", "checkpoint"][random.integers(4)]] = weird[random.integers(len(weird))]
+            else:
+                place[key] = weird[random.integers(len(weird))]
+        file = io.BytesIO()
+        torch.save(forged, file)
+        return file.getvalue()
+    with zipfile.ZipFile(io.BytesIO(good)) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    name = next(name for name in entries if name.endswith("data.pkl"))
+    if how == 7:  # other bytes in the pickle, under a checksum that fits
+        damaged = bytearray(entries[name])
+        for _ in range(random.integers(1, 4)):
+            damaged[random.integers(len(damaged))] = random.integers(256)
+        entries[name] = bytes(damaged)
+    elif how == 8:  # a pickle that does something
+        entries[name] = [b"cos\nsystem\n(X\x08\x00\x00\x00touch /xtR.",
+                         b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
+                         b"ctorch\nFloatTensor\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR."][random.integers(3)]  # fmt: skip
+    else:  # bytes missing, changed or compressed
+        if random.random() < 0.5:
+            damaged = bytearray(good[: random.integers(len(good))] if random.random() < 0.5 else good)
+            for _ in range(5):
+                damaged[random.integers(max(len(damaged), 1)) - 1 :][:1] = b"\xff"
+            return bytes(damaged)
+        entries[name] = pickle.dumps(state["flags"], 2) if random.random() < 0.5 else entries[name]
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if how == 9 else zipfile.ZIP_STORED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
+    """150 of them, mutated from good ones of both tasks with a fixed seed: trained on, or refused in one sentence."""
+    path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
+    many = build_graphs(tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": range(30, 40)})
+    good = []
+    for words in (["--dataset", path, "--norm", "batch", "--early-stop", 5], ["--task", "graph", "--dataset", many]):
+        _run_here(tmp_path, *words, *COMMON, "--epochs", 1)
+        good.append((tmp_path / "here.pt").read_bytes())
+    states = [torch.load(io.BytesIO(data), weights_only=True) for data in good]
+    random, forged, codes, began = np.random.default_rng(0), tmp_path / "forged.pt", [], time.monotonic()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(150):
+        forged.write_bytes(_forged(random, states[i % 5 == 0], good[i % 5 == 0]))
+        capsys.readouterr()
+        codes.append(_code("--resume", forged, "--epochs", 2, "--checkpoint", tmp_path / "new.pt", "--gpus", 0))
+        errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("usage:")]
+        if codes[-1]:
+            assert codes[-1] == 2 and len(errors) == 1 and errors[0].isprintable() and len(errors[0]) < 600, (i, errors)
+        else:
+            checkpoint.load_model(forged)
+    print(f"{codes.count(0)} of 150 were trained on, {time.monotonic() - began:.1f} s")
+    assert 3 < codes.count(0) < 60 and time.monotonic() - began < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 19  # KiB: no size in a file is believed
+    assert {p.name for p in tmp_path.iterdir()} <= {"g", "many", "here.pt", "log", "forged.pt", "new.pt"}
+
+
+def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
+    words = ["--dataset", tiny, "--model", "gat", "--residual", "--norm", "layer", *COMMON, "--epochs", 2]
+    _run_here(tmp_path, *words, "--predict", tmp_path / "trained.npy", "--predict-what", "logits")
+    arrays = {}
+    for what in ("classes", "logits", "embeddings"):
+        file = tmp_path / f"{what}.npy"
+        assert _code("--resume", tmp_path / "here.pt", "--predict", file, "--predict-what", what) == 0
+        arrays[what] = np.load(file)
+    kinds = [(np.int64, (3000,)), (np.float32, (3000, 4)), (np.float32, (3000, 16))]
+    assert [(array.dtype, array.shape) for array in arrays.values()] == kinds
+    assert (arrays["logits"].argmax(1) == arrays["classes"]).all() and (arrays["embeddings"] >= 0).all()
+    np.testing.assert_array_equal(arrays["logits"], np.load(tmp_path / "trained.npy"))
+    graph, net = GraphStore.open(tiny), checkpoint.load_model(tmp_path / "here.pt")
+    assert not net.training
+    logits = inference(net, graph.indptr, graph.indices, graph.features)
+    np.testing.assert_allclose(logits.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
+    block = Block(graph.indptr, graph.indices, torch.arange(3000), None)
+    with torch.no_grad():  # the last layer over the embeddings gives the logits
+        last = net.step(1, block, torch.from_numpy(arrays["embeddings"]))
+    np.testing.assert_allclose(last.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files are written where they were asked for, and nowhere else
+
+
+def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
+    file = tmp_path / "run.pt"
+    disk.write_whole(file, lambda out: out.write(b"one"))
+    file.chmod(0o600)
+    for name in (f".run.pt.{'0' * 16}.part", ".run.pt.notes", f".run.pt2.{'0' * 16}.part"):
+        (tmp_path / name).touch()  # the first is what a writer that was killed has left
+    with pytest.raises(StoreError, match="run.pt could not be written: no more"):
+        disk.write_whole(file, lambda out: (out.write(b"half"), (_ for _ in ()).throw(RuntimeError("no more"))))
+    assert file.read_bytes() == b"one"
+    disk.write_whole(file, lambda out: out.write(b"two"))
+    assert file.read_bytes() == b"two" and file.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".run.pt.notes", f".run.pt2.{'0' * 16}.part", "run.pt"]
+
+    def meanwhile(out):  # another writer of the same file leaves this one's part alone
+        disk.write_whole(file, lambda inner: inner.write(b"inner"))
+        out.write(b"outer")
+
+    disk.write_whole(file, meanwhile)
+    assert file.read_bytes() == b"outer" and len(list(tmp_path.iterdir())) == 3
+
+
+def _writes_for_ever(file):
+    while True:
+        disk.write_whole(file, lambda out: out.write(bytes(1 << 22)))
+
+
+def test_a_killed_writer_leaves_the_old_file_and_its_part_goes_at_the_next(tmp_path):
+    file, left = tmp_path / "run.pt", 0
+    for i in range(5):
+        process = _fork(tmp_path / "out", _writes_for_ever, str(file))
+        _wait_for(file.is_file, process)
+        time.sleep(0.003 * i)
+        process.kill()
+        process.join()
+        assert file.stat().st_size == 1 << 22
+        left += len(list(tmp_path.glob(".run.pt.*")))
+        disk.write_whole(file, lambda out: out.write(b"next"))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run.pt"]
+        file.unlink()
+    print(f"{left} of 5 left a part")
+
+
+def test_devices_pipes_and_links_stay_what_they_are(tmp_path):
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    disk.write_whole(pipe, lambda out: np.save(out, np.arange(3)))
+    reader.join(20)
+    assert np.load(io.BytesIO(got[0])).tolist() == [0, 1, 2] and pipe.is_fifo()
+    (tmp_path / "link").symlink_to("target")
+    disk.write_whole(tmp_path / "link", lambda out: out.write(b"through"))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"through"
+    if os.geteuid():
+        return
+    os.chown(tmp_path / "link", 12345, -1, follow_symlinks=False)  # planted by somebody else
+    with pytest.raises(StoreError, match="a symbolic link of another user"):
+        disk.write_whole(tmp_path / "link", lambda out: out.write(b"theirs"))
+    assert (tmp_path / "target").read_bytes() == b"through"
+    null = tmp_path / "null"
+    with suppress(PermissionError):
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        disk.write_whole(null, lambda out: out.write(b"away"))
+        assert null.is_char_device()
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_on_a_device_does_not_replace_it(tiny, tmp_path):
+    null = tmp_path / "null"
+    try:
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        null.write_bytes(b"x")
+    except PermissionError:
+        pytest.skip("making a device takes root")
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", null)
+    assert null.is_char_device()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a run tells
+
+
+def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
+    log = tmp_path / "log"
+    for seed in (3, 4):
+        assert _code("--dataset", tiny, *COMMON, "--epochs", 2, "--seed", seed, "--log", log) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [("flags" in line, line.get("epoch")) for line in lines]
+    assert kinds == [(True, None), (False, 1), (False, 2), (False, None)] * 2
+    first, second = ({line["run"] for line in part} for part in (lines[:4], lines[4:]))
+    assert len(first) == len(second) == 1 and first != second
+    head = lines[4]
+    assert (head["flags"]["seed"], head["flags"]["fanout"], head["flags"]["lr"]) == (4, [3, 3], 0.003)
+    assert head["versions"]["torch"] == torch.__version__ and head["hardware"]["processes"] == 1
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tiny, tmp_path):
+    output = _train("--dataset", tiny, *COMMON, "--epochs", 3, "--log", "/dev/full", "--checkpoint", tmp_path / "c.pt")
+    assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output
+    assert "Traceback" not in output
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
+
+
+def _with_small_files(*words):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # stands for a full disk
+    return train.main([*map(str, words)])
+
+
+def test_a_trace_that_cannot_be_written_is_no_success(tiny, tmp_path):
+    words = ["--dataset", tiny, *COMMON, "--epochs", 3, "--profile", tmp_path / "t.json", "--checkpoint", tmp_path / "c.pt"]
+    output = _end(_fork(tmp_path / "out", _with_small_files, *words), 2)
+    assert output.count("--profile") == 1 and "training goes on" in output and "exact layer-wise accuracy" in output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
+
+
+def test_a_trace_names_the_stages_on_every_thread(tiny, tmp_path):
+    _run_here(tmp_path, "--dataset", tiny, *COMMON, "--epochs", 2, "--profile", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
+    threads = {event["name"]: event["tid"] for event in events if event.get("cat") == "user_annotation"}
+    assert {"sample", "fetch", "forward", "backward", "optimizer"} <= set(threads)
+    assert threads["sample"] == threads["fetch"] != threads["forward"] == threads["optimizer"]
+
+
+def test_the_line_of_an_epoch_fits_the_screen():
+    args, seconds = types.SimpleNamespace(epochs=100), dict.fromkeys((*report.STAGES, "exchange"), 12345.67)
+    figures = {"epoch": 99, "loss": 1234.56789, "seconds": 12345.678, "seeds_per_s": 1.2e7, "peak_bytes": 1e12}
+    regression = {"valid": {"rmse": 1234.5, "mae": 1234.5, "rmse_of_the_mean": 1234.5}}
+    for more in ({"valid_sampled": 0.99999}, {"valid_sampled": None}, regression, {"valid": None}):
+        for first in (0, 123_456):
+            line = report.epoch_line(args, {**figures, **more, **seconds, "first_step": first})
+            assert len(line) <= 120 and "\n" not in line, line
+    usual = {"first_step": 0, "valid_sampled": 0.9, "loss": 0.5, "seconds": 12.5, "seeds_per_s": 17_000, "peak_bytes": 1e9}
+    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual})
+    assert all(stage in line for stage in ("stall", "sample", "fetch")) and "90.00% (sampled)" in line
+
+
+def test_two_runs_are_drawn_on_one_axis(tmp_path):
+    pytest.importorskip("matplotlib")
+    laps = [(stage, i + 0.1 * j, i + 0.1 * j + 0.05, "t") for i in range(10) for j, stage in enumerate(report.STAGES)]
+    report.draw_timeline({"one": laps, "none": [], "two": laps[:21]}, tmp_path / "two.png")
+    report.draw_timeline({"one": laps}, tmp_path / "one.png")
+    one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
+    height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
+    assert one.startswith(b"\x89PNG") and height(two) > 1.8 * height(one)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# accuracy, and how processes end
 
 
 # data set: accuracy in ../shared/data/README.md, of which model; epochs, batch size
@@ -5188,6 +5605,10 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--resume", "auto"], "--resume auto goes on from the file of --checkpoint"),
         (["--checkpoint-every", "3"], "--checkpoint-every 3 needs --checkpoint FILE"),
         (["--resume", str(HERE / "LICENSE")], "LICENSE is not a checkpoint"),
+        (["--predict-what", "logits"], "--predict-what logits needs --predict FILE"),
+        (["--resume", str(HERE / "LICENSE"), "--runs", "2"], "LICENSE is not a checkpoint"),
+        (["--predict", "e.npy", "--predict-what", "embeddings", "--fanout", "5"], "with --num-layers 1 the last layer is given the features"),
+        (["--batch-size", "99999999999999999999"], "'99999999999999999999' is not a whole number above 0 and below 2.31"),
         (["--checkpoint", "nowhere/c.pt"], "--checkpoint nowhere/c.pt: the folder .* does not exist"),
         (["--log", "."], "--log .: a file cannot be written there"),
         (["--checkpoint", "."], "--checkpoint .: a file cannot be written there"),

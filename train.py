@@ -7,6 +7,7 @@
     python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
+    python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # of a graph with the same features
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
 
@@ -32,22 +33,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import datasets
 import ddp
 from allocator import keep_freed_memory, trim_memory
-from checkpoint import load_checkpoint, remove_unfinished, save_checkpoint, save_predictions
-from disk import StoreError
+import flags
+from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
+from disk import StoreError, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from flags import parse_args
 from graphs import GraphDataset, GraphReader, Regressor, scores_line
 from model import GNN, gather_rows, graph_degrees, inference, self_and_mean
 from plan import advice, choose_mode
-from report import Clock, describe, draw_timeline, epoch_line, peak_memory, percent, profile, report
+from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import NeighborSampler, mix
 from store import GraphStore
 
@@ -85,13 +86,13 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
 
     def load(piece, slot):
-        start = time.perf_counter()
+        start = clock.now("sample")
         with ring.stream(slot):
             blocks = sampler.sample(piece.seeds, piece.key, relabel_outer=not ring.first_hop)
-            sampled = time.perf_counter()
+            sampled = clock.now("fetch")
             batch = ring.fetch(slot, blocks)
         clock.add("sample", start, sampled)
-        clock.add("fetch", sampled, time.perf_counter())
+        clock.add("fetch", sampled, clock.now())
         return piece, batch
 
     work = pieces(ranks, args, seeds_of_epoch(store, args, epoch), epoch, first)
@@ -105,17 +106,17 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         batch.wait()
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
-        t0 = clock.mark()
+        t0 = clock.mark("forward")
         output = predict(ranks, args, ring, model, batch)
         if args.task == "graph":
             loss = ring.loss(output, batch.y)
         else:
             loss = F.cross_entropy(output, batch.y, reduction="sum")
-        t1 = clock.mark()
+        t1 = clock.mark("backward")
         with nullcontext() if piece.last or ranks.world == 1 else model.no_sync():
             # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
             (loss * (ranks.world / piece.total)).backward()
-        t2 = clock.mark()
+        t2 = clock.mark("optimizer" if piece.last else None)
         clock.lap("forward", t0, t1)
         clock.lap("backward", t1, t2)
         loss_sum += loss.detach()
@@ -172,13 +173,15 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
     return ranks.sum(int(right))[0] / nodes.numel()
 
 
-def exact_logits(ranks, args, store, model):
-    """Logits [V, C] of all nodes from exact layer-wise inference in float32, split over the ranks of each machine."""
+def exact_logits(ranks, args, store, model, layers=None):
+    """Logits [V, C] of all nodes from exact layer-wise inference in float32, split over the ranks of each machine; with
+    `layers` what so many of the first layers give, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     features = getattr(store.features, "tensor", store.features)
     total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
     try:
-        return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, world=ranks.local_world, total=total)
+        return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, world=ranks.local_world,
+                         total=total, layers=layers)  # fmt: skip
     except OSError as error:
         raise StoreError(f"no exact inference: {error}") from error
 
@@ -212,7 +215,8 @@ def run_many(ranks, args, path):
     exact = []
     for seed in range(args.seed, args.seed + args.runs):
         folder = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        code, accuracy = run(ranks, argparse.Namespace(**{**vars(args), "seed": seed, "tensorboard": folder}), path)
+        changed = {"seed": seed, "tensorboard": folder, "run": f"{args.run}-seed{seed}"}
+        code, accuracy = run(ranks, argparse.Namespace(**{**vars(args), **changed}), path)
         if code:
             return code
         exact.append(accuracy)
@@ -221,7 +225,8 @@ def run_many(ranks, args, path):
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(values) for name, values in columns.items()}
     line = "  ".join(f"{name} {100 * mean[name]:.2f} +- {100 * std[name]:.2f}%" for name in mean)
-    report(ranks, args, {"runs": args.runs, "mean": mean, "std": std}, f"exact accuracy over {args.runs} seeds  {line}")
+    report = Report(ranks, argparse.Namespace(**{**vars(args), "tensorboard": None}))
+    report.tell(f"exact accuracy over {args.runs} seeds  {line}", {"runs": args.runs, "mean": mean, "std": std})
     return 0
 
 
@@ -271,12 +276,12 @@ def open_data(ranks, args, path):
 def tune(ranks, args):
     """Allocator and precision settings, each said in one line."""
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    said = "as it comes"
-    if args.allocator == "tuned":
+    said = "left alone"
+    if args.allocator == "tuned" and ranks.gpus:
         said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
-        if not ranks.gpus:
-            said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-            said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
+    elif args.allocator == "tuned":
+        said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
+        said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
     if ranks.leads:
         print(f"memory  allocator: {said}; --allocator system leaves it alone")
 
@@ -301,70 +306,82 @@ def build_model(ranks, args, store, ring):
 def run(ranks, args, path):
     """Open, train, evaluate -> (exit code, exact accuracy of each split; None where the run was stopped)."""
     tune(ranks, args)
+    state, file = common_state(ranks, args)
     store, sampler, ring = open_data(ranks, args, path)
+    if state:
+        check_graph(state, file, args, store)
+        if args.task == "node":
+            store.num_classes = state["graph"]["num_classes"]  # the labels of another graph may lack some
     model = build_model(ranks, args, store, ring)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    cosine = lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # noqa: E731
-    schedule = LambdaLR(optimizer, cosine if args.lr_schedule == "cosine" else lambda epoch: 1.0)
     best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
-    start, first = load_checkpoint(args, ranks, model, optimizer, schedule, best)
-    epochs = start if args.predict and args.resume else args.epochs
+    start, first = restore(state, file, args, model, optimizer, best) if state else (0, 0)
+    del state
     parallel = ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
+        if file and args.trains and start < args.epochs:
+            print(f"resume  from epoch {start + 1}, step {first}")
+        elif file:
+            print(f"resume  after epoch {start}: nothing is trained")
     if ranks.world > 1 and args.task == "node" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
+    report, level = Report(ranks, args), 0
 
     def save(epoch, step):
         if args.checkpoint and ranks.leads:
-            save_checkpoint(args.checkpoint, args, model, optimizer, schedule, best, epoch, step)
+            save_checkpoint(args.checkpoint, args, store, model, optimizer, best, epoch, step)
 
-    if args.checkpoint and ranks.leads:
-        remove_unfinished(args.checkpoint)
-    level = 0
     with ddp.StopSignal(ranks) as stop:
-        for epoch in range(start, epochs):
+        for epoch in range(start, args.epochs if args.trains else start):
             if args.early_stop and epoch - best["epoch"] >= args.early_stop:
                 break
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args, epoch)
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
-            with profile(ranks, args) if args.profile and second else nullcontext():
+            with profile(report, ranks.rank) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
                     ranks, args, store, sampler, ring, parallel, optimizer, stop, save, epoch, first
                 )
             if args.timeline and second and ranks.leads:
-                draw_timeline(laps, args.timeline)
-            if not stopped:
-                share_buffers(ranks, model)
-                if args.task == "graph":  # exact, on one rank
-                    valid = {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
-                else:
-                    valid = {"valid_sampled": sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])}
-                figures = {"epoch": epoch + 1, **figures, "lr": schedule.get_last_lr()[0], **valid,
-                           "peak_bytes": peak_memory(ranks)}  # fmt: skip
-                if isinstance(ring.features, CachedFeatures):
-                    figures["cache_hit_rate"] = ring.features.hit_rate
-                report(ranks, args, figures, epoch_line(args, figures))
-                schedule.step()
-                if args.early_stop and figures["valid_sampled"] > best["accuracy"]:
-                    weights = {name: value.clone() for name, value in model.state_dict().items()}
-                    best.update(accuracy=figures["valid_sampled"], epoch=epoch + 1, model=weights)
-            save(epoch, step) if stopped else save(epoch + 1, 0)
-            if args.allocator == "tuned" and not ranks.gpus:
-                level = trim_memory(level)
+                with report.attempt("timeline"):
+                    draw_timeline({f"--prefetch {args.prefetch}": laps}, args.timeline)
             if stopped:
-                kept = f"resume with --resume {args.checkpoint}" if args.checkpoint else "nothing kept: no --checkpoint"
-                report(ranks, args, {"stopped": [epoch + 1, step]}, f"stopped in epoch {epoch + 1} after step {step}; {kept}")
+                save(epoch, step)
+                kept = f"go on with: {args.again}" if args.checkpoint else "nothing kept: no --checkpoint"
+                report.tell(f"stopped in epoch {epoch + 1} after step {step}; {kept}", {"stopped": [epoch + 1, step]})
                 ranks.barrier()
                 return stop.exit_code, None
+            valid = validate(ranks, args, store, sampler, ring, model)
+            figures = {"epoch": epoch + 1, **figures, "lr": learning_rate(args, epoch), **valid,
+                       "peak_bytes": peak_memory(ranks)}  # fmt: skip
+            report.tell(epoch_line(args, figures), figures)
+            if args.early_stop and figures["valid_sampled"] > best["accuracy"]:
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                best.update(accuracy=figures["valid_sampled"], epoch=epoch + 1, model=weights)
+            save(epoch + 1, 0)
+            if args.allocator == "tuned" and not ranks.gpus:
+                level = trim_memory(level)
             first = 0
     ranks.check_equal(model)
+    exact = finish(ranks, args, store, ring, model, best, report)
+    return 2 if report.failed & {"profile", "timeline"} else 0, exact
+
+
+def validate(ranks, args, store, sampler, ring, model):
+    """What validation nodes (sampled) or graphs (exact, on one rank) say of the model -> figures."""
+    share_buffers(ranks, model)
     if args.task == "graph":
-        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
-        line = "\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items())
-        report(ranks, args, {"scores": scores}, line)
-        ranks.barrier()
-        return 0, None
-    return 0, finish(ranks, args, store, model, best)
+        return {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
+    figures = {"valid_sampled": sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])}
+    if isinstance(ring.features, CachedFeatures):
+        figures["cache_hit_rate"] = ring.features.hit_rate
+    return figures
+
+
+def learning_rate(args, epoch):
+    """The rate of an epoch, counted from 0; the cosine falls from --lr to 0 over all of --epochs."""
+    return args.lr * ((1 + math.cos(math.pi * epoch / args.epochs)) / 2 if args.lr_schedule == "cosine" else 1.0)
 
 
 def share_buffers(ranks, model):
@@ -374,24 +391,43 @@ def share_buffers(ranks, model):
             torch.distributed.broadcast(buffer, 0)
 
 
-def finish(ranks, args, store, model, best):
-    """Evaluate the last weights, or the best of --early-stop, exactly -> accuracies; write --predict."""
+def finish(ranks, args, store, ring, model, best, report):
+    """Evaluate the last weights, or the best of --early-stop, exactly -> accuracy of each split; write --predict."""
+    if args.task == "graph":
+        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
+        lines = [f"{name:<5}  {scores_line(values)}" for name, values in scores.items()]
+        report.tell("\n".join(lines), {"scores": scores})
+        report.results({f"exact/{part}_{name}": value for part, values in scores.items() if values
+                        for name, value in values.items()}, args.epochs)  # fmt: skip
+        ranks.barrier()
+        return None
     if best["model"]:
         model.load_state_dict(best["model"])
         if ranks.leads:
             print(f"best    weights of epoch {best['epoch']}: valid {percent(best['accuracy'])} (sampled)")
-    if ranks.sum(store.features.large)[0] and not args.predict:  # on any rank: each looked at what was free when it opened them
+    if ranks.sum(store.features.large)[0] and not args.predict:  # on any rank: each saw what was free at its start
         line = "exact layer-wise accuracy  n/a: the features do not fit into memory; --predict computes it"
-        report(ranks, args, {"exact": None}, line)
+        report.tell(line, {"exact": None})
         return dict.fromkeys(store.split)
-    predicted = exact_logits(ranks, args, store, model).argmax(1)
+    logits = exact_logits(ranks, args, store, model)
+    predicted = logits.argmax(1)
     exact = accuracies(store, predicted)
     line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
-    report(ranks, args, {"exact": exact, "seed": args.seed}, f"exact layer-wise accuracy  {line}")
-    if args.predict and ranks.leads:
-        save_predictions(args.predict, predicted)
+    report.tell(f"exact layer-wise accuracy  {line}", {"exact": exact, "seed": args.seed})
+    report.results({f"exact/{name}": accuracy for name, accuracy in exact.items()}, args.epochs)
+    if args.predict:
+        if args.predict_what == "embeddings":
+            logits = exact_logits(ranks, args, store, model, layers=args.num_layers - 1)
+        if ranks.leads:
+            array = (predicted if args.predict_what == "classes" else logits).numpy()
+            write_whole(args.predict, lambda file: np.save(file, array))
     ranks.barrier()
     return exact
+
+
+def parse_args(argv):
+    """The command line, completed by the checkpoint to go on from; see flags.py and checkpoint.py."""
+    return flags.parse_args(argv, complete)
 
 
 def prepare(args):
@@ -401,8 +437,8 @@ def prepare(args):
 
 def main(argv=None):
     """Run the command line -> exit code."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
         path = None if ddp.under_torchrun() else prepare(args)
         ddp.launch(worker, max(args.gpus, args.procs), args, path, gpus=args.gpus)
     except StoreError as error:
