@@ -416,28 +416,30 @@ class _Torch:
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
-        self.lock = threading.Lock()  # one batch at a time owns the table
-        self.table = None  # [V] a node's number in the batch, V where it has none; made at first use
+        # [V] a node's number in the batch, V where it has none. What a batch gave back is used again on the same stream
+        # of a GPU, which has cleaned it by then; batches that are sampled at once have one each.
+        self.tables = {}  # stream -> tables at rest
 
     def sample(self, seeds, hops):
         """Sample all hops of a batch."""
         task = self.task
-        with self.lock:
-            table, self.table = self.table, None  # comes back clean; after an exception the next batch makes another
-            if table is None:
-                table = task.indices.new_full((self.num_nodes,), self.num_nodes)
-            numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
-            table.scatter_(0, seeds.long(), numbers)
-            if not torch.equal(table.index_select(0, seeds), numbers):
-                return None
-            src, blocks = seeds, []
-            for hop in hops:
-                indptr, edges = self._pick(src.long(), hop.k, hop.key)
-                local = task.indices.index_select(0, edges)
-                if hop.relabel:
-                    src, local = self._relabel(table, src, local.long())
-                blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None))
-            self.table = table.index_fill_(0, src.long(), self.num_nodes)
+        resting = self.tables.setdefault(torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None, [])
+        try:
+            table = resting.pop()  # atomic, as append is
+        except IndexError:
+            table = task.indices.new_full((self.num_nodes,), self.num_nodes)
+        numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
+        table.scatter_(0, seeds.long(), numbers)
+        if not torch.equal(table.index_select(0, seeds), numbers):
+            return None  # and the table, which is not clean, is not used again
+        src, blocks = seeds, []
+        for hop in hops:
+            indptr, edges = self._pick(src.long(), hop.k, hop.key)
+            local = task.indices.index_select(0, edges)
+            if hop.relabel:
+                src, local = self._relabel(table, src, local.long())
+            blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None))
+        resting.append(table.index_fill_(0, src.long(), self.num_nodes))
         return blocks
 
     def _pick(self, v, k, key):
@@ -446,7 +448,7 @@ class _Torch:
         degree = self.task.indptr.index_select(0, v + 1) - start
         if self.task.rule in ("labor", "weighted"):  # every edge of every list is looked at
             indptr, edges = _prefix_sum(degree), _expand(start, degree)
-            row = torch.repeat_interleave(torch.arange(v.numel(), device=v.device), degree)
+            row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree, output_size=edges.numel())
             if self.task.rule == "labor":
                 kept = self._keep_labor(edges, degree[row], k, key)
             else:
@@ -502,8 +504,8 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
 
 
 def _expand(start, counts):  # start, start+1, ..., start+count-1 of every row, one after the other: [E]
-    shift = start - counts.cumsum(0) + counts
-    return torch.repeat_interleave(shift, counts) + torch.arange(int(counts.sum()), device=start.device)
+    shift, E = start - counts.cumsum(0) + counts, int(counts.sum())  # told E, repeat_interleave on a GPU does not wait
+    return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
 
 
 def _floyd(bits, degree):
