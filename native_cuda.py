@@ -105,9 +105,10 @@ class Kernels:
         arch = f"sm_{major}{minor}"
         key = "\0".join([source, arch, str(torch.version.cuda), *options])
         stem = f"{name}-{arch}-{_sha256(key.encode())[:24]}"
-        image = cached(stem, ".cubin", lambda path: path.write_bytes(compile_cuda(source, arch, options))).read_bytes()
+        path = cached(stem, ".cubin", lambda path: path.write_bytes(compile_cuda(source, arch, options)[0]))
+        image = path.read_bytes()
         self._driver, module = _driver(), ctypes.c_void_p()
-        with torch.cuda.device(device):
+        with self.current():
             self.bind()
             self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
             self._functions = {kernel: self._function(module, kernel) for kernel in self.signatures}
@@ -131,6 +132,14 @@ class Kernels:
         """The handle of torch's current stream on this GPU, an int."""
         return torch.cuda.current_stream(self.index).cuda_stream
 
+    def wait(self):
+        """Wait until the GPU has done what torch's current stream was given."""
+        torch.cuda.current_stream(self.index).synchronize()
+
+    def current(self):
+        """A context in which this GPU is torch's current one."""
+        return torch.cuda.device(self.index)
+
     def prepare(self, kernel, *values):
         """A `Launch` of a kernel with these arguments; without any, they are to be set before it is called."""
         return Launch(self, kernel, values)
@@ -138,7 +147,7 @@ class Kernels:
     def __call__(self, kernel, threads, *values):
         """Run `threads` threads of a kernel on torch's current stream; from any thread of the host."""
         if torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
+            with self.current():
                 return self(kernel, threads, *values)
         launches = self._threads.__dict__
         launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
@@ -219,9 +228,10 @@ def _slot(numbers, c_type):
 
 
 def compile_cuda(source, arch, options=()):
-    """Compile CUDA C++ for an architecture such as "sm_90" -> the module as bytes, which cuModuleLoadData takes.
+    """Compile CUDA C++ for an architecture such as "sm_90" -> (module as bytes for cuModuleLoadData, what NVRTC said).
 
-    A GPU younger than NVRTC gets PTX of the latest architecture before it, which its driver compiles.
+    A GPU younger than NVRTC gets PTX of the latest architecture before it, which its driver compiles. With the option
+    --ptxas-options=-v NVRTC says what registers and local memory each kernel takes.
 
     Raises:
         OSError: no NVRTC is found. RuntimeError: it refuses the source; says the first error.
@@ -238,16 +248,17 @@ def compile_cuda(source, arch, options=()):
     _check_nvrtc(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None))
     try:
         code = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+        _check_nvrtc(nvrtc, nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc, nvrtc.nvrtcGetProgramLog(program, buffer))
+        log = buffer.value.decode(errors="replace")
         if code:
-            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            errors = [line for line in log.value.decode(errors="replace").splitlines() if "error" in line]
+            errors = [line for line in log.splitlines() if "error" in line]
             raise RuntimeError(f"NVRTC for {arch}: {errors[0] if errors else nvrtc.nvrtcGetErrorString(code).decode()}")
         _check_nvrtc(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)))
         image = ctypes.create_string_buffer(size.value)
         _check_nvrtc(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
-        return image.raw
+        return image.raw, log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

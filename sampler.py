@@ -105,7 +105,8 @@ class Block(NamedTuple):
 #     sample(seeds, hops) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each of the hops,
 #
 # from the seeds outward; None if a seed comes twice. There are two in this file, _Torch and _DGL, and one each in
-# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them.
+# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them. That on the
+# GPU takes (seeds as they came, step, relabel_outer): it checks ids and computes keys there.
 
 
 class _Task(NamedTuple):
@@ -170,7 +171,7 @@ class NeighborSampler:
         rule = "replace" if replace else method if weights is None else "weighted"
         weights = None if weights is None else weights.contiguous()
         task = _Task(self.indptr, self.indices, weights, rule, edge_ids, threads)
-        native = _native(task) if backend in ("auto", "native") else None
+        native = _native(task, self.fanouts, self.seed) if backend in ("auto", "native") else None
         if backend == "dgl":
             self._backend = _DGL(task)
         elif native:
@@ -194,25 +195,30 @@ class NeighborSampler:
         Raises:
             TypeError, IndexError, ValueError: seeds of another type, out of range, or repeated.
         """
-        _check_seeds(seeds, self.num_nodes)
-        seeds = seeds.to(self.indices.device, self.indices.dtype).contiguous()
-        last = len(self.fanouts) - 1
-        hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
-        blocks = self._backend.sample(seeds, hops)
+        _check_seeds(seeds)
+        if self.backend == "native" and self.indices.is_cuda:  # looks at the ids and computes the keys on the GPU
+            blocks = self._backend.sample(seeds, step, relabel_outer)
+        else:
+            _check_range(seeds, self.num_nodes)
+            seeds = seeds.to(self.indices.device, self.indices.dtype).contiguous()
+            last = len(self.fanouts) - 1
+            hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
+            blocks = self._backend.sample(seeds, hops)
         if blocks is None:
+            _check_range(seeds, self.num_nodes)
             values, counts = seeds.unique(return_counts=True)
             node = int(values[counts > 1][0])
             raise ValueError(f"seeds contains node {node} more than once; each seed may come once in a batch")
         return [Block(*fields) for fields in reversed(blocks)]
 
 
-def _native(task):
+def _native(task, fanouts, seed):
     """The native backend for the graph's device, or None where it cannot be had, after one warning."""
     try:
         if task.indices.is_cuda:
             import sampler_cuda
 
-            return sampler_cuda.Backend(task, _Kernels(task.indices.dtype)) if sampler_cuda.available() else None
+            return sampler_cuda.load(task, fanouts, seed, _LAW)
         import sampler_c
 
         return sampler_c.load(task, _LAW)
@@ -226,10 +232,10 @@ def _warn_missing(file):
 
 
 def _Kernels(dtype):
-    """The CUDA kernels for node ids of a dtype."""
+    """The CUDA source for node ids of a dtype, as `.source`."""
     import sampler_cuda
 
-    return sampler_cuda.Kernels(dtype, _LAW)
+    return types.SimpleNamespace(source=sampler_cuda.source(dtype, _LAW))
 
 
 def _check_options(fanouts, replace, method, weights, backend):
@@ -267,10 +273,13 @@ def _check_graph(indptr, indices, weights):
             raise ValueError("weights contains a negative, infinite or NaN value; they must be finite and >= 0")
 
 
-def _check_seeds(seeds, num_nodes):
+def _check_seeds(seeds):
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int32, torch.int64) or seeds.dim() != 1:
         got = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else type(seeds).__name__
         raise TypeError(f"seeds must be a 1-D int32 or int64 tensor of node ids, not {got}")
+
+
+def _check_range(seeds, num_nodes):
     if (bad := _outside(seeds, num_nodes)) is not None:
         raise IndexError(f"seeds contains {bad}; node ids of this graph are 0 to {num_nodes - 1}")
 

@@ -35,7 +35,7 @@ import types
 import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,7 @@ import fused
 import graphs
 import lmdb_file
 import model
+import native_cuda
 import plan
 import sampler
 import sampler_cuda
@@ -306,68 +307,143 @@ _EMULATOR = r"""
 #include <stdlib.h>
 typedef struct { long x; } dim;
 static dim blockIdx, blockDim = {1}, threadIdx;
-#define __device__
-#define __global__
 #define atomicMin(p, value) do { if (*(p) > (value)) *(p) = (value); } while (0)
 """
 
 
 class _EmulatedKernels:
-    """The CUDA source compiled by cc; every thread runs, one at a time, in shuffled order."""
+    """native_cuda.Kernels by cc on CPU tensors; of each launch every thread runs, one at a time, in shuffled order."""
 
-    def __init__(self, dtype, folder, seed=0):
-        self.source = sampler._Kernels(dtype).source
-        code = _EMULATOR + self.source.replace('extern "C"', "")
-        library = folder / f"kernels-{str(dtype)[6:]}.so"
+    def __init__(self, source, folder, seed=0):
+        self.device, self.rng, self.launched = torch.device("cpu"), np.random.default_rng(seed), []
+        self.signatures, self._numbers = native_cuda.signatures(source), {**native_cuda._NUMBERS, **native_cuda._typedefs(source)}
+        code = _EMULATOR + source
+        for name, arguments in self.signatures.items():
+            passed = ", ".join(f"*({c_type}*)a[{i}]" for i, (c_type, _) in enumerate(arguments))
+            code += f"""void run_{name}(const long *order, long n, void **a) {{
+                for (long q = 0; q < n; q++) {{ blockIdx.x = order[q]; {name}({passed}); }} }}\n"""
+        library = Path(folder, f"kernels-{hashlib.sha256(code.encode()).hexdigest()[:16]}.so")
         if not library.exists():
-            code += "\n" + "\n".join(self._driver(name, words) for name, words in self._signatures())
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-lm"], input=code, text=True,
-                           check=True)  # fmt: skip
-        self.library, self.rng = ctypes.CDLL(str(library)), np.random.default_rng(seed)
+            command = ["cc", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-lm"]
+            subprocess.run(command, input=code, text=True, check=True)
+        library = ctypes.CDLL(str(library))
+        self._functions = {name: getattr(library, f"run_{name}") for name in self.signatures}
+        self._driver = types.SimpleNamespace(cuLaunchKernel=self._launch)
 
-    def _signatures(self):
-        graph = re.search(r"#define GRAPH (.*)", self.source)[1]
-        for name, words in re.findall(r"KERNEL (\w+)\(([^)]*)\)", self.source):
-            yield name, " ".join(words.replace("GRAPH", graph).split())
+    def _launch(self, function, grid, _y, _z, block, *rest):
+        order = torch.from_numpy(self.rng.permutation(grid * block))
+        function(ctypes.c_void_p(order.data_ptr()), ctypes.c_long(grid * block), rest[-2])
+        self.launched.append(function.__name__[4:])
+        return 0
 
-    def _driver(self, name, words):
-        names = ", ".join(re.findall(r"(\w+)(?:,|$)", words))
-        return f"""void run_{name}(const long *order, long n, {words}) {{
-            for (long q = 0; q < n; q++) {{ blockIdx.x = order[q]; {name}({names}); }} }}"""
+    def prepare(self, kernel, *values):
+        return native_cuda.Launch(self, kernel, values)
 
-    def __call__(self, name, bound, *arguments):
-        order = torch.from_numpy(self.rng.permutation(bound + 3))  # a few threads too many, as in a last block
-        convert = lambda a: ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a)  # noqa: E731
-        getattr(self.library, f"run_{name}")(convert(order), ctypes.c_long(bound + 3), *map(convert, arguments))
+    def stream(self):
+        return 0
+
+    def wait(self):
+        pass
+
+    def current(self):
+        return nullcontext()
+
+
+def _emulated(s, folder, seed=0):
+    """Put the CUDA backend on emulated kernels into a sampler of a graph in host memory -> the backend."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    task = s._backend.task
+    kernels = _EmulatedKernels(sampler._Kernels(task.indices.dtype).source, folder, seed)
+    return sampler_cuda.Backend(task, s.fanouts, s.seed, kernels)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_path):
-    if not shutil.which("cc"):
-        pytest.skip("no C compiler")
     for i in range(60):
         indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
         s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
-        s._backend = sampler_cuda.Backend(s._backend.task, _EmulatedKernels(indices.dtype, tmp_path, seed=i))
+        backend = _emulated(s, tmp_path, seed=i)
         expected = _law(indptr, indices, fanouts, seeds, step, **options)
-        for _ in range(2):  # twice: the table is back at rest
-            assert _as_lists(s.sample(seeds, step)) == expected, (i, fanouts)
-        outer = s.sample(seeds, step, relabel_outer=False)[0]
-        assert outer.indices.tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
-        assert outer.src_nodes.tolist() == expected[0][2][: outer.num_dst]
-        if seeds.numel():
-            with pytest.raises(ValueError, match="more than once"):
-                s.sample(torch.cat([seeds, seeds[:1]]), step)
+        for _ in range(2):  # twice: what the first batch left in the table does not count
+            blocks = backend.sample(seeds, step)[::-1]
+            assert _as_lists(blocks) == expected, (i, fanouts)
+            assert all(t.dtype == indices.dtype for block in blocks for t in block[:3])
+        outer = backend.sample(seeds.int(), step, relabel_outer=False)[-1]
+        assert outer[1].tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
+        assert outer[2].tolist() == expected[0][2][: len(outer[0]) - 1]
+        for wrong in [-1, len(indptr) - 1, *seeds[:1].tolist()]:  # not a node, not a node, there already
+            assert backend.sample(torch.cat([seeds, torch.tensor([wrong])]), step) is None
+        assert _as_lists(backend.sample(seeds, step)[::-1]) == expected
 
 
-def test_cuda_source_is_accepted_by_nvcc(tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("nvcc is not installed")
-    for dtype in (torch.int32, torch.int64):
-        (tmp_path / "kernels.cu").write_text(sampler._Kernels(dtype).source)
-        command = ["nvcc", "-cubin", "-arch=sm_90", "-Werror", "all-warnings", "-o", "kernels.cubin", "kernels.cu"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_batches_without_room_are_made_again(method, tmp_path, monkeypatch):
+    """Where the edges of a hop are not known to fit, too little room is noticed and enlarged, and the batch is the same."""
+    monkeypatch.setattr(sampler_cuda, "ROOM", 0)
+    repeated = 0
+    for i in range(30):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
+        backend = _emulated(s, tmp_path, seed=i)
+        backend.most = [1 + (i + hop) % 7 for hop in range(len(fanouts))]
+        for _ in range(2):
+            blocks = backend.sample(seeds, step)
+            repeated += backend.kernels.launched.count("begin") > 1
+            assert _as_lists(blocks[::-1]) == _law(indptr, indices, fanouts, seeds, step, **options), (i, fanouts)
+            backend.kernels.launched.clear()
+    assert 10 < repeated < 40
+
+
+def test_cuda_tables_are_used_up(tmp_path):
+    """Positions count down from batch to batch; the table is filled anew when they reach the end."""
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
+    backend, seeds, bases = _emulated(s, tmp_path), torch.arange(20), []
+    for step in range(5):
+        blocks = backend.sample(seeds, step)[::-1]
+        assert _as_lists(blocks) == _as_lists(s.sample(seeds, step))
+        (frame,) = backend.resting
+        bases.append(frame.base)
+        if step == 0:
+            frame.base = 2 * frame.positions + 1  # two batches more
+    fresh, used = sampler_cuda.NONE - frame.positions, frame.positions
+    assert bases == [fresh, used + 1, 1, fresh, fresh - used]
+
+
+def test_a_cuda_batch_of_three_hops_is_eleven_launches(tmp_path):
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    backend = _emulated(NeighborSampler(indptr, indices, [4, 3, 2], backend="torch"), tmp_path)
+    for relabel_outer, launches in ((True, 11), (False, 9)):
+        backend.kernels.launched.clear()
+        backend.sample(torch.arange(20), 0, relabel_outer)
+        assert len(backend.kernels.launched) == launches, backend.kernels.launched
+
+
+def _cuda_resources(source, arch, folder):
+    """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
+    try:
+        log = native_cuda.compile_cuda(source, arch, ["--ptxas-options=-v"])[1]
+    except OSError:
+        if not shutil.which("nvcc"):
+            pytest.skip("neither NVRTC nor nvcc is installed")
+        Path(folder, "kernels.cu").write_text(source)
+        command = ["nvcc", "-cubin", f"-arch={arch}", "-Xptxas", "-v", "-Werror", "all-warnings", "-o", "kernels.cubin", "kernels.cu"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        log = done.stderr
+    pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
+    found = {name: tuple(map(int, (used, stack, spilled))) for name, stack, spilled, used in re.findall(pattern, log, re.DOTALL)}
+    assert found.keys() == native_cuda.signatures(source).keys()
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cuda_sampler_kernels_stay_in_registers(arch, dtype, tmp_path):
+    found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
+    print(found)
+    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
