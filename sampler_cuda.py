@@ -1,23 +1,32 @@
 """The CUDA backend of sampler.py: the law as kernels, and batches that wait for the GPU once.
 
-Copy this file and native_cuda.py beside sampler.py, which hands it the law; it imports nothing from there. A batch of
-three hops is eleven launches, ten where the outermost hop keeps global ids:
+Copy this file, native_cuda.py and native.py beside sampler.py, which hands it the law; it imports nothing from there. A
+batch of three hops is eleven launches, nine where the outermost hop keeps global ids:
 
-    begin    seeds take the first positions; every edge of the batch gets the next, hop after hop
+    begin    seeds take the first positions; the edges of the batch have the next ones, hop after hop
     pick     (a thread a row) edges drawn, their nodes read; each edge bids its position for its node, in a table [V]:
-             the smallest stays (atomicMin), which is where the node appears first, whatever the order of threads
+             the smallest stays (atomicMin), where the node appears first, whatever the order of threads
     mark     (a thread 32 edges) which edges won
-    number   the nodes of edges that won are the next source nodes, in the order of positions: so many won before
+    number   nodes whose edge won are the next source nodes, in the order of positions: as many as won before are before
     finish   every edge of the batch reads the number of its node
 
 LABOR and weighted draws have one more, `count`, before `pick`. Prefix sums take no pass of their own: whoever writes a
-count adds it to the sums of 64 and of 4,096 counts, and who needs what lies before adds up less than 200 numbers.
-Positions count downward from batch to batch: what an earlier batch left in the table is larger than any bid of this one,
-so that nothing has to be cleaned up.
+count adds it to the sums of 64 and of 4,096 counts, and who needs what lies before adds up some 200 numbers. Positions
+are offset downward from batch to batch: what an earlier batch left in the table is larger than any bid of this one, so
+that nothing has to be cleaned.
 
 All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
 (fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
-Sizes stay on the device. So the launches are the same for every batch, and a CUDA graph can hold them: see `Frame`.
+Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
+
+    frame = backend.frame(1024, hops=2)        # blocks and sizes that stay where they are
+    aggregate = frame.aggregate(features, x)   # the outermost hop in one: neighbours drawn and averaged, never written
+    with torch.cuda.graph(graph):
+        frame.start()
+        aggregate()
+    frame.fill(seeds, step)
+    graph.replay()
+    frame.trouble                              # not 0, when that is done: make the batch by `sample` instead
 """
 
 import ctypes
@@ -29,11 +38,12 @@ from native_cuda import DIALECT, load_cuda
 
 COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
 ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come
-NONE = 2**31 - 1  # in the table: larger than any position
+NONE = 2**31 - 64  # in the table: larger than any position, and 32 more are an int
 REPEATED, UNKNOWN, FULL = 1, 2, 4  # what may be wrong with a batch: sizes[0]
+LANES = 8  # threads of a row of the outermost hop: 8 x 16 bytes are the lines that memory is read by
 REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
 
-_HEAD = r"""
+_SHARED = r"""
 enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
@@ -85,8 +95,12 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   return sum;
 }
 
-FN void count_edges(const batch_t *b, const part_t *h, i64 i, ID v) {
+FN hop_t law_of(const batch_t *b, const part_t *h) {
   hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop]};
+  return hop;
+}
+FN void count_edges(const batch_t *b, const part_t *h, i64 i, ID v) {
+  hop_t hop = law_of(b, h);
   i64 start = b->indptr[v];
   tally(b->count, h->row_sums, h->rows, i, count_row(&hop, start, b->indptr[v + 1] - start));
 }
@@ -116,6 +130,9 @@ FN void put_edge(const batch_t *b, const part_t *h, i64 place, ID node) {
   if (h->relabel) atomicMin(&b->table[node], (int)(b->input[2] + position));
 }
 
+"""
+
+_KERNELS = r"""
 KERNEL begin(batch_t b, part_t h, i64 hops) {
   THREAD(h.rows < hops ? hops : h.rows);
   if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)i);
@@ -140,7 +157,7 @@ KERNEL pick(batch_t b, part_t h) {
   THREAD(h.rows + 1);
   i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
   if (i >= N) return;
-  hop_t hop = {b.indptr, b.indices, b.weights, b.rule, h.k, b.keys[h.hop]};
+  hop_t hop = law_of(&b, &h);
   i64 v = b.src[i], start = b.indptr[v], n = edges_of(&b, &h, i, at), *edges = b.edges + h.first + at;
   if (n == b.count[i]) pick_row(&hop, (u64)v, start, b.indptr[v + 1] - start, n, edges, b.best + h.first + at);
   else for (i64 j = 0; j < n; j++) edges[j] = start;  // no room: the batch will be made again
@@ -198,7 +215,7 @@ KERNEL finish(batch_t b, i64 hops, i64 positions, u64 *sums, i64 num_sums) {
 """
 
 # For fanouts up to KMAX, uniform and with replacement: all of a row is under way at once, picks are held in registers.
-_PICK = r"""
+_CHOOSE = r"""
 FN void choose_KMAX(u64 key, ID v, unsigned degree, unsigned k, int n, int replace, unsigned *place) {
   u64 row = mix(key ^ (u64)v);
   UNROLL for (int j = 0; j < KMAX; j++) if (j < n) {
@@ -211,6 +228,8 @@ FN void choose_KMAX(u64 key, ID v, unsigned degree, unsigned k, int n, int repla
     place[j] = pick;
   }
 }
+"""
+_PICK = r"""
 KERNEL pick_KMAX(batch_t b, part_t h) {
   THREAD(h.rows + 1);
   i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
@@ -226,12 +245,77 @@ KERNEL pick_KMAX(batch_t b, part_t h) {
 }
 """
 
+# The outermost hop in one: row s of out is the features of destination s beside the mean of those of its neighbours,
+# which are added up in the order of the edges, as the eager kernels do. LANES threads a row, each with every LANES-th
+# VEC columns; ROWS rows of a thread are under way at once. Rows beyond the destinations are zero.
+_AGGREGATE = r"""
+typedef unsigned short bf16;
+typedef union { float f; unsigned bits; } word_t;
+FN float up_float(float x) { return x; }
+FN float up_bf16(bf16 x) { word_t w; w.bits = (unsigned)x << 16; return w.f; }
+FN float down_float(float x) { return x; }
+FN bf16 down_bf16(float x) {  // to nearest, ties to even
+  word_t w; w.f = x;
+  return (bf16)(x != x ? 0x7fc0 : w.bits + 0x7fff + (w.bits >> 16 & 1) >> 16);
+}
+typedef struct __attribute__((aligned(VEC * sizeof(IN)))) { IN x[VEC]; } in_t;
+typedef struct __attribute__((aligned(VEC * sizeof(OUT)))) { OUT x[VEC]; } out_t;
+
+KERNEL pick_aggregate(batch_t b, part_t h, const in_t *features, i64 width, out_t *out) {
+  THREAD(h.rows * LANES);
+  i64 row = i / LANES, v = 0, start = 0;
+  int n = 0;
+  unsigned place[KMAX];
+  ID node[KMAX];
+  if (row < b.sizes[1 + 2 * h.hop]) {
+    v = b.src[row];
+    start = b.indptr[v];
+    i64 degree = b.indptr[v + 1] - start;
+    n = (int)(b.rule == REPLACE ? degree ? KMAX : 0 : degree < KMAX ? degree : KMAX);
+    choose_KMAX(b.keys[h.hop], (ID)v, (unsigned)degree, KMAX, n, b.rule == REPLACE, place);
+  }
+  UNROLL for (int j = 0; j < KMAX; j++) node[j] = j < n ? b.indices[start + place[j]] : 0;
+  float scale = n ? 1.0f / (float)n : 0.0f;
+  int outside = row >= b.sizes[1 + 2 * h.hop];
+  for (i64 c = i % LANES; c < width; c += LANES) {
+    in_t own = features[v * width + c], rows[ROWS];
+    float sum[VEC];
+    out_t result;
+    UNROLL for (int x = 0; x < VEC; x++) sum[x] = 0;
+    UNROLL for (int a = 0; a < KMAX; a += ROWS) {
+      UNROLL for (int j = 0; j < ROWS; j++) if (a + j < KMAX && a + j < n) rows[j] = features[node[a + j] * width + c];
+      UNROLL for (int j = 0; j < ROWS; j++) if (a + j < KMAX && a + j < n) {
+        UNROLL for (int x = 0; x < VEC; x++) sum[x] += UP(rows[j].x[x]);
+      }
+    }
+    UNROLL for (int x = 0; x < VEC; x++) result.x[x] = outside ? DOWN(0.0f) : DOWN(UP(own.x[x]));
+    out[row * 2 * width + c] = result;
+    UNROLL for (int x = 0; x < VEC; x++) result.x[x] = DOWN(sum[x] * scale);
+    out[row * 2 * width + width + c] = result;
+  }
+}
+"""
+_FLOATS = {torch.float32: "float", torch.bfloat16: "bf16"}
+
 
 def source(dtype, law):
-    """CUDA source of all kernels for node ids of a dtype; law: C that defines hop_t, count_row, pick_row, below, mix."""
+    """CUDA source of the sampler for ids of a dtype; law: C that defines mix, below, hop_t, count_row and pick_row."""
+    picks = "".join((_CHOOSE + _PICK).replace("KMAX", str(k)) for k in REGISTERS)
+    return _preface(dtype, law) + _KERNELS + picks
+
+
+def aggregate_source(dtype, law, k, features, out):
+    """CUDA source of pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (source, VEC)."""
+    vec = 4 if features.shape[1] % 4 == 0 else 1
+    types = {"IN": _FLOATS[features.dtype], "OUT": _FLOATS[out.dtype], "VEC": vec, "ROWS": 8, "LANES": LANES}
+    types |= {"UP": f"up_{_FLOATS[features.dtype]}", "DOWN": f"down_{_FLOATS[out.dtype]}"}
+    defines = "".join(f"#define {name} {value}\n" for name, value in types.items())
+    return defines + _preface(dtype, law) + (_CHOOSE + _AGGREGATE).replace("KMAX", str(k)), vec
+
+
+def _preface(dtype, law):
     ids = "int" if dtype == torch.int32 else "long long"
-    picks = "".join(_PICK.replace("KMAX", str(k)) for k in REGISTERS)
-    return f"{DIALECT}typedef {ids} ID;\ntypedef double WEIGHT;\n{law}{_HEAD}{picks}"
+    return f"{DIALECT}typedef {ids} ID;\ntypedef double WEIGHT;\n{law}{_SHARED}"
 
 
 class _Batch(ctypes.Structure):
@@ -253,27 +337,26 @@ class _Part(ctypes.Structure):
 
 
 def load(task, fanouts, seed, law):
-    """A Backend for a graph in GPU memory (or host memory that the GPU reads in place); None, after one warning, where
-    kernels cannot be compiled."""
-    kernels = load_cuda("sampler", source(task.indices.dtype, law), task.indices.device)
-    return kernels and Backend(task, fanouts, seed, kernels)
+    """A Backend for a graph that a GPU can read; None, after one warning, where kernels cannot be compiled."""
+    backend = Backend(task, fanouts, seed, law, lambda name, text: load_cuda(name, text, task.indices.device))
+    return backend if backend.kernels else None
 
 
 class Backend:
-    """Samples batches on a GPU.
-
-    Calls from several threads of the host, on streams of their own, each work in a `Frame` of their own, which keeps 4
-    bytes for each node of the graph.
+    """Samples batches on a GPU. Calls from several threads of the host, on streams of their own, do not wait for each
+    other: each works in a `Frame` of its own, which keeps 4 bytes for each node of the graph.
 
     Args:
-        task: indptr, indices, weights, rule and edge_ids; `_Task` of sampler.py.
+        task: indptr, indices, weights, rule, edge_ids; see `_Task` of sampler.py.
         fanouts: list of k, from the seeds outward.
         seed: int.
-        kernels: of `source`, native_cuda.Kernels or what stands for them in a test.
+        law: C, see `source`.
+        compiled: function of a name and CUDA source -> native_cuda.Kernels or None.
     """
 
-    def __init__(self, task, fanouts, seed, kernels):
-        self.task, self.fanouts, self.seed, self.kernels = task, fanouts, seed, kernels
+    def __init__(self, task, fanouts, seed, law, compiled):
+        self.task, self.fanouts, self.seed, self.law, self.compiled = task, fanouts, seed, law, compiled
+        self.kernels = compiled("sampler", source(task.indices.dtype, law))
         self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
         self.weights = None if task.weights is None else task.weights.double()
         self.most = [0] * len(fanouts)  # edges of a hop that asked for more room than it was given, and some more
@@ -283,13 +366,13 @@ class Backend:
         """Sample the neighbourhood of seeds.
 
         Args:
-            seeds: int32 or int64 [S], on the CPU, pinned or not, or on the GPU.
+            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not.
             step: int.
             relabel_outer: False leaves global ids in the outermost hop.
 
         Returns:
-            [(indptr, indices, src_nodes, edge_ids or None)] for each hop, from the seeds outward, on the current stream;
-            they share their memory. None where a seed is not a node or comes twice.
+            [(indptr, indices, src_nodes, edge_ids or None)] for each hop, from the seeds outward, in memory that they
+            share, of the current stream. None where a seed is not a node or comes twice.
         """
         if not seeds.numel():
             return [self._nothing() for _ in self.fanouts]
@@ -301,24 +384,23 @@ class Backend:
             except IndexError:
                 frame = Frame(self)
             while True:
-                rows, places = self.shapes(seeds.numel())
-                frame.fit(rows, places, relabel_outer)
-                frame.give(seeds, step)
-                views = frame.outputs()
-                frame.launch(self.kernels.stream())
-                trouble, *sizes = frame.wait()
-                if trouble != FULL:
+                frame.fit(*self.shapes(seeds.numel()), relabel_outer)
+                frame.make_blocks()
+                frame.fill(seeds, step)
+                frame.start()
+                self.kernels.wait()
+                if frame.trouble != FULL:
                     break
-                for hop, wanted in enumerate(frame.wanted()):
-                    self.most[hop] = max(self.most[hop], wanted + wanted // 4 if wanted > places[hop] else 0)
+                for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
+                    self.most[hop] = max(self.most[hop], wanted + wanted // 4 if wanted > part.places else 0)
+            blocks = None if frame.trouble else frame.cut()
+            frame.memory = frame.edges = None  # the blocks'
             self.resting.append(frame)  # idle: the GPU is done with it, whatever stream the next batch is on
-        return None if trouble else views(sizes)
+        return blocks
 
     def _nothing(self):
-        indices = self.task.indices
-        none = indices.new_empty(0)
-        edges = none.new_empty(0, dtype=torch.int64) if self.task.edge_ids else None
-        return indices.new_zeros(1), none, none, edges
+        none = self.task.indices.new_empty(0)
+        return none.new_zeros(1), none, none, none.new_empty(0, dtype=torch.int64) if self.task.edge_ids else None
 
     def shapes(self, S):
         """Room for a batch of S seeds -> (source nodes of each hop [L + 1], the seeds first; edges of each hop [L])."""
@@ -334,27 +416,44 @@ class Backend:
             places.append(max(room, 1))
             rows.append(min(rows[-1] + places[-1], self.num_nodes))
         if S + sum(places) >= NONE:
-            raise ValueError(f"a batch of up to {sum(places)} edges is too large for the GPU kernels; use smaller batches")
+            raise ValueError(f"a batch of up to {sum(places)} edges is too large for the kernels; use smaller batches")
         return rows, places
+
+    def frame(self, batch_size, hops=None, rows=None, places=None):
+        """A Frame for batches of up to `batch_size` seeds, whose blocks stay where they are.
+
+        Args:
+            hops: how many, from the seeds outward; all when None.
+            rows, places: room for source nodes [hops + 1], the seeds first, and for edges [hops] of each hop; for as
+                many as are possible when None.
+        """
+        hops, shapes = hops or len(self.fanouts), self.shapes(batch_size)
+        with self.kernels.current():
+            frame = Frame(self)
+            frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
+            frame.make_blocks()
+            frame.memory.zero_()  # ids in the padding are ids of nodes
+        return frame
 
 
 class Frame:
-    """The memory that a batch is sampled in, and the launches that do it, one batch at a time.
+    """The memory that a batch is sampled in and the launches that do it, for one batch at a time.
 
     Attributes:
-        given: int64 [3 + S], page-locked: step, S, base, seeds. input: the same on the GPU.
-        sizes: int64 [2 + 5 L] on the GPU: trouble, S, (E, N) of each hop, then what was wanted; see batch_t.
+        given: int64 [3 + S] page-locked: step, S, the offset of positions, seeds. input: the same on the GPU.
+        sizes: int64 [2 + 5 L] on the GPU: trouble, S, then E and N of each hop, and what each wanted; see batch_t.
+        memory: what the blocks of the batch lie in.
     """
 
     def __init__(self, backend):
         task, L = backend.task, len(backend.fanouts)
         self.backend, self.ids, self.kernels = backend, task.indices, backend.kernels
-        self.shape, self.memory, self.base = None, {}, 0
-        self.batch, self.parts = _Batch(), [_Part() for _ in backend.fanouts]
+        self.shape, self.kept, self.base = None, {}, 0
+        self.batch, self.parts = _Batch(), [_Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         self.table = self.ids.new_empty(backend.num_nodes, dtype=torch.int32)
-        self.sizes, self.sums = self._integers(2 + 5 * L), None
+        self.sizes, self.keys = self._integers(2 + 5 * L), self._integers(L)
         self.read = self._integers(2 + 5 * L, pinned=True)
-        self.keys = self._integers(L)
+        self.told = (ctypes.c_int64 * (2 + 5 * L)).from_address(self.read.data_ptr())
         b, sizes = self.batch, self.sizes.data_ptr()
         b.indptr, b.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         b.weights = None if backend.weights is None else backend.weights.data_ptr()
@@ -368,49 +467,49 @@ class Frame:
         return torch.zeros(n, dtype=torch.int64, device=device, pin_memory=pinned and self.ids.is_cuda)
 
     def _room(self, name, n, dtype=torch.int32):
-        """Pointer to memory of n numbers that is kept for the next batches."""
-        kept = self.memory.get(name)
+        """Pointer to memory of n numbers, zero at first, that is kept for the next batches."""
+        kept = self.kept.get(name)
         if kept is None or kept.numel() < n:
-            self.memory[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
+            self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
         return kept.data_ptr()
 
     def fit(self, rows, places, relabel_outer):
-        """Make room for destinations, edges and sources of these numbers, see `Backend.shapes`."""
+        """Make room for source nodes and edges of these numbers, see `Backend.shapes`."""
         if self.shape == (rows, places, relabel_outer):
             return
         self.shape = rows, places, relabel_outer
-        S, L, task, b = rows[0], len(places), self.backend.task, self.batch
+        S, task, b, hops = rows[0], self.backend.task, self.batch, len(places)
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
-        b.number, b.count = self._room("number", self.positions), self._room("count", max(rows[:-1]))
+        b.number, b.count = self._room("number", self.positions), self._room("count", max(rows))
         b.won, b.wins = self._room("won", max(words)), self._room("wins", max(words))
-        self.registers = [task.rule in COUNTED and 0 < k <= REGISTERS[-1] for k in self.backend.fanouts]
-        self.wants_edges = task.edge_ids or not all(self.registers)
         if task.rule == "weighted":
             b.best = self._room("best", self.positions, torch.float64)
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
         *sums, num_sums = accumulate(lengths, initial=0)
         pointer = self._room("sums", num_sums, torch.int64)
-        for hop, part in enumerate(self.parts):
-            part.hop, part.k, part.relabel = hop, self.backend.fanouts[hop], relabel_outer or hop + 1 < L
-            part.rows, part.places, part.words = rows[hop], places[hop], words[hop]
-            part.next_rows, part.first = rows[hop + 1], first[hop]
+        for hop, part in enumerate(self.parts[:hops]):
+            part.relabel = relabel_outer or hop + 1 < len(self.parts)
+            part.places, part.words, part.first = places[hop], words[hop], first[hop]
             part.row_sums, part.word_sums = pointer + 8 * sums[2 * hop], pointer + 8 * sums[2 * hop + 1]
+        for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
+            part.rows, part.next_rows = n, sources
         self.given, self.input = self._integers(3 + S, pinned=True), self._integers(3 + S)
         self.header = (ctypes.c_int64 * 3).from_address(self.given.data_ptr())
+        self.sent = 3 + S
         b.input = self.input.data_ptr()
-        self.steps = list(self._steps(pointer, num_sums))
+        self.steps = list(self._steps(hops, pointer, num_sums))
 
-    def _steps(self, sums, num_sums):
+    def _steps(self, hops, sums, num_sums):
         """(launch, number of threads) one after the other."""
-        prepare, parts, b = self.kernels.prepare, self.parts, self.batch
-        counted = self.backend.task.rule in COUNTED  # with the rows themselves: a degree is all it takes
-        yield prepare("begin", b, parts[0], len(parts)), max(parts[0].rows, len(parts))
-        for part, following, registers in zip(parts, [*parts[1:], None], self.registers):
+        prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
+        counted = self.backend.task.rule in COUNTED  # when rows get their number
+        yield prepare("begin", b, parts[0], len(self.parts)), max(parts[0].rows, len(self.parts))
+        for part, following in zip(parts, [*parts[1:], None]):
             if not counted:
                 yield prepare("count", b, part), part.rows
-            if registers:
+            if self._in_registers(part.k):
                 yield prepare(f"pick_{next(k for k in REGISTERS if k >= part.k)}", b, part), part.rows + 1
             else:
                 yield prepare("pick", b, part), part.rows + 1
@@ -422,56 +521,93 @@ class Frame:
         hops = sum(part.relabel for part in parts)
         yield prepare("finish", b, hops, self.positions, sums, num_sums), max(self.positions, num_sums)
 
-    def give(self, seeds, step):
-        """Bring seeds and step to the GPU."""
+    def _in_registers(self, k):
+        return self.backend.task.rule in COUNTED and 0 < k <= REGISTERS[-1]
+
+    def make_blocks(self):
+        """Take memory for the blocks of a batch."""
+        (rows, places, _), b, task = self.shape, self.batch, self.backend.task
+        parts = self.parts[: len(places)]
+        self.local = max(rows[0], rows[sum(part.relabel for part in parts)])  # in `memory` lie src, local, and
+        self.offsets = list(accumulate((n + 1 for n in rows[: len(places)]), initial=self.local + self.positions))
+        self.memory, self.edges = self.ids.new_empty(self.offsets.pop()), None
+        pointer, size = self.memory.data_ptr(), self.memory.element_size()
+        b.src, b.local, b.edges = pointer, pointer + size * self.local, None
+        if task.edge_ids or not all(self._in_registers(part.k) for part in parts):
+            self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
+            b.edges = self.edges.data_ptr()
+        for part, at in zip(parts, self.offsets):
+            part.offsets = pointer + size * at
+
+    def cut(self, sizes=None):
+        """The blocks of a batch that is done, or, with sizes (S, then E and N of each hop), of that size."""
+        sizes = sizes or self.told[1 : 2 + 2 * len(self.parts)]
+        memory, N, blocks = self.memory, sizes[0], []
+        for part, at, E, more in zip(self.parts, self.offsets, sizes[1::2], sizes[2::2]):
+            indptr, indices = memory.narrow(0, at, N + 1), memory.narrow(0, self.local + part.first, E)
+            N = more if part.relabel else N
+            edge_ids = self.edges.narrow(0, part.first, E) if self.backend.task.edge_ids else None
+            blocks.append((indptr, indices, memory.narrow(0, 0, N), edge_ids))
+        return blocks
+
+    @property
+    def blocks(self):
+        """The blocks with their padding, from the seeds outward.
+
+        [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None)]. Rows beyond the
+        destinations have no edges; beyond the last, indices and src_nodes hold some number of a row and id of a node.
+        """
+        rows, places, _ = self.shape
+        return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])
+
+    def fill(self, seeds, step):
+        """Say what to sample; the batch before it, and its copy to the GPU, are done."""
         if self.base < self.positions:  # the table has been used up, or never
             self.table.fill_(NONE)
             self.base = NONE
         self.base -= self.positions
-        self.header[0], self.header[1], self.header[2] = step, seeds.numel(), self.base
+        S = seeds.numel()
+        self.header[0], self.header[1], self.header[2] = step, S, self.base
         if seeds.is_cuda:
-            self.input[:3].copy_(self.given[:3], non_blocking=True)
-            self.input[3 : 3 + seeds.numel()].copy_(seeds)
+            self.input[3 : 3 + S].copy_(seeds)
+            self.sent = 3
         else:
-            self.given[3 : 3 + seeds.numel()].copy_(seeds)
-            self.input.copy_(self.given, non_blocking=True)
+            self.given[3 : 3 + S].copy_(seeds)
+            self.sent = len(self.given)
 
-    def outputs(self):
-        """Memory for the blocks of a batch -> function of the sizes that returns them."""
-        rows, b, S = self.shape[0], self.batch, self.shape[0][0]
-        relabelled = sum(part.relabel for part in self.parts)
-        local = max(S, rows[relabelled])  # places in `memory`: src, local, offsets of each hop
-        offsets = list(accumulate((n + 1 for n in rows[:-1]), initial=local + self.positions))
-        memory = self.ids.new_empty(offsets[-1])
-        edges = self.ids.new_empty(self.positions, dtype=torch.int64) if self.wants_edges else None
-        pointer, size = memory.data_ptr(), memory.element_size()
-        b.src, b.local, b.edges = pointer, pointer + size * local, edges.data_ptr() if self.wants_edges else None
-        for part, at in zip(self.parts, offsets):
-            part.offsets = pointer + size * at
-
-        def views(sizes):
-            N, blocks = sizes[0], []
-            for part, at, E, more in zip(self.parts, offsets, sizes[1::2], sizes[2::2]):
-                indptr, indices = memory.narrow(0, at, N + 1), memory.narrow(0, local + part.first, E)
-                N = more if part.relabel else N
-                edge_ids = edges.narrow(0, part.first, E) if self.backend.task.edge_ids else None
-                blocks.append((indptr, indices, memory.narrow(0, 0, N), edge_ids))
-            return blocks
-
-        return views
-
-    def launch(self, stream):
-        """Start all kernels."""
+    def start(self):
+        """Start what makes a batch, on the current stream; a CUDA graph can capture it, for seeds from the CPU."""
+        self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
+        stream = self.kernels.stream()
         for launch, threads in self.steps:
             launch(threads, stream)
-
-    def wait(self):
-        """Wait for the GPU -> trouble, S, E and N of each hop."""
         self.read.copy_(self.sizes, non_blocking=True)
-        self.kernels.wait()
-        return self.read[: 2 + 2 * len(self.parts)].tolist()
 
+    @property
+    def trouble(self):
+        """What is wrong with the batch that is done: 0, or REPEATED, UNKNOWN, FULL together."""
+        return self.told[0]
+
+    @property
     def wanted(self):
-        """Edges that each hop asked room for, after wait()."""
+        """How many edges each hop asked room for."""
         L = len(self.parts)
-        return self.read[2 + 2 * L : 2 + 4 * L : 2].tolist()
+        return self.told[2 + 2 * L : 2 + 4 * L : 2]
+
+    def aggregate(self, features, out):
+        """The hop after those of the frame, for a uniform or replaced fanout of up to 64, in one kernel.
+
+        Args:
+            features: float32 or bfloat16 [V, F].
+            out: float32 or bfloat16 [rows, 2F], rows: the room for the destinations; see `_AGGREGATE`.
+
+        Returns:
+            Function that starts it on the current stream; None, after a warning, where it cannot be compiled.
+        """
+        part, task = self.parts[len(self.shape[1])], self.backend.task
+        text, vec = aggregate_source(task.indices.dtype, self.backend.law, part.k, features, out)
+        kernels = self.backend.compiled("outermost-hop", text)
+        if kernels is None:
+            return None
+        launch = kernels.prepare("pick_aggregate", self.batch, part, features, features.shape[1] // vec, out)
+        return lambda: launch(LANES * part.rows, kernels.stream())

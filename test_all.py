@@ -353,9 +353,8 @@ def _emulated(s, folder, seed=0):
     """Put the CUDA backend on emulated kernels into a sampler of a graph in host memory -> the backend."""
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
-    task = s._backend.task
-    kernels = _EmulatedKernels(sampler._Kernels(task.indices.dtype).source, folder, seed)
-    return sampler_cuda.Backend(task, s.fanouts, s.seed, kernels)
+    compiled = lambda name, source: _EmulatedKernels(source, folder, seed)  # noqa: E731
+    return sampler_cuda.Backend(s._backend.task, s.fanouts, s.seed, sampler._LAW, compiled)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -420,6 +419,79 @@ def test_a_cuda_batch_of_three_hops_is_eleven_launches(tmp_path):
         assert len(backend.kernels.launched) == launches, backend.kernels.launched
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
+    """What a CUDA graph replays: the same launches make batches of any number of seeds, in blocks that stay in place."""
+    for i in range(12):
+        rng = np.random.default_rng(i)
+        indptr, indices = _random_graph(rng, 80, 9, [torch.int32, torch.int64][i % 2])
+        options = dict(METHODS[method], seed=i)
+        if method == "weighted":
+            options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+        s = NeighborSampler(indptr, indices, [3, 20, 2], backend="torch", **options)
+        room = dict(rows=[12, 70, 80], places=[70, 300]) if method == "labor" else {}
+        frame = _emulated(s, tmp_path, seed=i).frame(12, hops=2, **room)
+        blocks, steps = frame.blocks, frame.steps
+        for step, S in enumerate((12, 5, 1, 12)):
+            seeds = torch.from_numpy(rng.permutation(80)[:S])
+            frame.fill(seeds, step)
+            frame.start()
+            want = s.sample(seeds, step)[:0:-1]  # without the outermost hop
+            assert frame.trouble == 0 and frame.steps is steps
+            assert [tuple(map(torch.Tensor.tolist, block[:3])) for block in frame.cut()] == [
+                tuple(map(torch.Tensor.tolist, block[:3])) for block in want]  # fmt: skip
+            for (offsets, local, src, _), block in zip(blocks, want):
+                S, E, N = block.num_dst, block.num_edges, block.num_src
+                assert torch.equal(offsets[: S + 1], block.indptr) and (offsets[S:] == E).all()
+                assert torch.equal(local[:E], block.indices) and torch.equal(src[:N], block.src_nodes)
+                assert ((src >= 0) & (src < 80)).all() and ((local >= 0) & (local < len(src))).all()
+
+
+@pytest.mark.parametrize("room", [dict(rows=[30, 90, 140]), dict(places=[120, 750]), dict(places=[180, 400])])
+def test_a_cuda_frame_that_is_too_small_says_so(room, tmp_path):
+    indptr, indices = _random_graph(np.random.default_rng(4), 150, 9)
+    s = NeighborSampler(indptr, indices, [6, 5], seed=2, backend="torch")
+    frame, seen = _emulated(s, tmp_path).frame(30, **room), set()
+    for step in range(20):
+        seeds = torch.from_numpy(np.random.default_rng(step).permutation(150)[: 30 - step])
+        frame.fill(seeds, step)
+        frame.start()
+        want = s.sample(seeds, step)[::-1]
+        rows, places = frame.shape[:2]
+        fits = all(b.num_src <= n and b.num_edges <= e for b, n, e in zip(want, rows[1:], places))
+        assert frame.trouble == (0 if fits else sampler_cuda.FULL)
+        if fits:
+            assert _as_lists(frame.cut()) == _as_lists(want)
+        seen.add(fits)
+    assert seen == {True, False}
+    frame.fill(torch.tensor([5, 5, 150]), 0)
+    frame.start()
+    assert frame.trouble & ~sampler_cuda.FULL == sampler_cuda.REPEATED | sampler_cuda.UNKNOWN
+
+
+@pytest.mark.parametrize("k", [1, 5, 15])
+def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
+    """pick_aggregate against self_and_mean of the same hop: the same bits, in any order of threads, and zeros beyond."""
+    for i in range(8):
+        rng = np.random.default_rng(i)
+        indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
+        s = NeighborSampler(indptr, indices, [4, k], seed=i, backend="torch", replace=i % 4 == 3)
+        dtype, out_dtype = [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2][i % 3]
+        x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
+        frame = _emulated(s, tmp_path, seed=i).frame(10, hops=1)
+        out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
+        aggregate = frame.aggregate(x, out)
+        for step, S in enumerate((10, 3)):
+            seeds = torch.from_numpy(rng.permutation(90)[:S])
+            frame.fill(seeds, step)
+            frame.start()
+            aggregate()
+            outer = s.sample(seeds, step, relabel_outer=False)[0]
+            want = out.new_empty(outer.num_dst, out.shape[1])
+            fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
+
+
 def _cuda_resources(source, arch, folder):
     """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
     try:
@@ -442,7 +514,10 @@ def _cuda_resources(source, arch, folder):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_cuda_sampler_kernels_stay_in_registers(arch, dtype, tmp_path):
     found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
-    print(found)
+    for k in (5, 10, 25) if dtype == torch.int32 else (15, 20):
+        like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)][k % 2], torch.empty(1, 1)
+        source, _ = sampler_cuda.aggregate_source(dtype, sampler._LAW, k, *like)
+        found[f"pick_aggregate {k}"] = _cuda_resources(source, arch, tmp_path)["pick_aggregate"]
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
