@@ -1,6 +1,6 @@
-"""CUDA for the GPU: source text -> kernels, compiled by NVRTC at first use and kept in a per-user cache.
+"""CUDA for the GPU: source text -> kernels, compiled by NVRTC at first use and kept in the cache of native.py.
 
-This file stands alone: copy it beside what uses it. No CUDA toolkit, no nvcc: NVRTC comes with torch's CUDA build.
+Copy both files beside what uses them. No CUDA toolkit, no nvcc: NVRTC comes with torch's CUDA build.
 
     kernels = load_cuda("sampler", source, device)   # None, after one warning, where that cannot be had
     kernels("scale", n, x, 2.0, n)                   # n threads of kernel `scale` on torch's current stream: about 5 us
@@ -18,20 +18,16 @@ Kernels whose threads give the same result one after the other, in any order, ca
 DIALECT makes C of them, in which blockIdx, blockDim and threadIdx are variables.
 """
 
-import atexit
 import ctypes
-import hashlib
-import os
 import re
-import shutil
-import stat
-import tempfile
 import threading
 import warnings
 from glob import glob
 from pathlib import Path
 
 import torch
+
+from native import cached
 
 DIALECT = r"""
 typedef unsigned long long u64;
@@ -104,9 +100,8 @@ class Kernels:
         major, minor = torch.cuda.get_device_capability(device)
         arch = f"sm_{major}{minor}"
         key = "\0".join([source, arch, str(torch.version.cuda), *options])
-        stem = f"{name}-{arch}-{_sha256(key.encode())[:24]}"
-        path = cached(stem, ".cubin", lambda path: path.write_bytes(compile_cuda(source, arch, options)[0]))
-        image = path.read_bytes()
+        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])
+        image = cached(f"{name}-{arch}", key, ".cubin", make).read_bytes()
         self._driver, module = _driver(), ctypes.c_void_p()
         with self.current():
             self.bind()
@@ -283,7 +278,7 @@ def _nvrtc():
             continue
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
-    raise OSError(f"libnvrtc.so.{major} is not there, which torch's CUDA build brings (pip install nvidia-cuda-nvrtc)")
+    raise OSError("libnvrtc is not there, which torch's CUDA build brings (pip install nvidia-cuda-nvrtc)")
 
 
 def _driver():
@@ -293,59 +288,3 @@ def _driver():
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     return library
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the cache
-
-
-def cached(stem, suffix, make):
-    """Path of a file of the per-user cache, made by make(path) where it is not there.
-
-    The file's name ends in its own SHA-256; one that does not have it (a full disk, a flipped bit) is made anew. What
-    is loaded runs as this user, so folder and file must be this user's and nobody else may write to them. Where the
-    cache cannot be trusted or written, a private temporary folder does, until the process ends.
-
-    Args:
-        stem: the file's name without digest and suffix; says all that the content depends on.
-        suffix: such as ".cubin".
-        make: function of a path, writes the file there.
-    """
-    folder = _cache()
-    if folder:
-        for path in folder.glob(f"{stem}-*{suffix}"):
-            if _is_ours(path, stat.S_IFREG) and path.stem == f"{stem}-{_sha256(path.read_bytes())}":
-                return path
-    if not folder or not os.access(folder, os.W_OK):
-        folder = Path(tempfile.mkdtemp(prefix="ringblock-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder) as aside:  # made aside, then renamed: complete or not there
-        file = Path(aside, stem + suffix)
-        make(file)
-        file.chmod(0o700)  # whatever the umask: what others may write to is not loaded
-        target = folder / f"{stem}-{_sha256(file.read_bytes())}{suffix}"
-        os.replace(file, target)
-    return target
-
-
-def _cache():
-    """The folder, made if need be; None where it is not this user's alone or cannot be made."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        above = [path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) for path in folder.resolve().parents]
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return None
-    # where everybody may write, and no sticky bit forbids it, another folder could be put in the place of a checked one
-    return folder if _is_ours(folder, stat.S_IFDIR) and stat.S_IWOTH not in above else None
-
-
-def _is_ours(path, kind):
-    """Whether `path` is a file or folder (kind: S_IFREG, S_IFDIR) of this user that nobody else may write to."""
-    status = os.lstat(path)
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid() and not writable
-
-
-def _sha256(content):
-    return hashlib.sha256(content).hexdigest()

@@ -1,6 +1,7 @@
 """Neighbour sampling fused with block construction: seeds + CSC graph -> one `Block` a hop.
 
-Copy this file with sampler_c.py and native.py into your own code, and with sampler_cuda.py for graphs in GPU memory.
+Copy this file with sampler_c.py and native.py into your own code; for graphs in GPU memory sampler_cuda.py and
+native_cuda.py as well.
 It works alone too: without those files beside it, torch operations stand in for them, after one warning.
 
     sampler = NeighborSampler(indptr, indices, fanouts=[15, 10, 5], seed=0)

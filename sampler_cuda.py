@@ -43,7 +43,7 @@ REPEATED, UNKNOWN, FULL = 1, 2, 4  # what may be wrong with a batch: sizes[0]
 LANES = 8  # threads of a row of the outermost hop: 8 x 16 bytes are the lines that memory is read by
 REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
 
-_SHARED = r"""
+_TYPES = r"""
 enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
@@ -70,7 +70,9 @@ typedef struct {  // a hop
   ID *offsets;              // [rows + 1] of the block
   u64 *row_sums, *word_sums;
 } part_t;
+"""
 
+_KERNELS = r"""
 FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
 FN int ones(unsigned x) {
   x -= x >> 1 & 0x55555555;
@@ -130,9 +132,6 @@ FN void put_edge(const batch_t *b, const part_t *h, i64 place, ID node) {
   if (h->relabel) atomicMin(&b->table[node], (int)(b->input[2] + position));
 }
 
-"""
-
-_KERNELS = r"""
 KERNEL begin(batch_t b, part_t h, i64 hops) {
   THREAD(h.rows < hops ? hops : h.rows);
   if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)i);
@@ -315,7 +314,7 @@ def aggregate_source(dtype, law, k, features, out):
 
 def _preface(dtype, law):
     ids = "int" if dtype == torch.int32 else "long long"
-    return f"{DIALECT}typedef {ids} ID;\ntypedef double WEIGHT;\n{law}{_SHARED}"
+    return f"{DIALECT}typedef {ids} ID;\ntypedef double WEIGHT;\n{law}{_TYPES}"
 
 
 class _Batch(ctypes.Structure):
