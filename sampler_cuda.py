@@ -19,14 +19,13 @@ All shapes follow from the number of seeds: room for the most edges possible, or
 (fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
 Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
 
-    frame = backend.frame(1024, hops=2)        # blocks and sizes that stay where they are
-    aggregate = frame.aggregate(features, x)   # the outermost hop in one: neighbours drawn and averaged, never written
+    frame = backend.frame(1024, hops=2)   # blocks and sizes that stay where they are
+    frame.aggregate(features, x)          # the third hop in one kernel: neighbours drawn and averaged, never written
     with torch.cuda.graph(graph):
         frame.start()
-        aggregate()
     frame.fill(seeds, step)
     graph.replay()
-    frame.trouble                              # not 0, when that is done: make the batch by `sample` instead
+    frame.trouble                         # not 0, when that is done: make the batch by `sample` instead
 """
 
 import ctypes
@@ -39,15 +38,15 @@ from native_cuda import DIALECT, load_cuda
 COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
 ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come
 NONE = 2**31 - 64  # in the table: larger than any position, and 32 more are an int
-REPEATED, UNKNOWN, FULL = 1, 2, 4  # what may be wrong with a batch: sizes[0]
+REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # what may be wrong with a batch or the graph: sizes[0]
 LANES = 8  # threads of a row of the outermost hop: 8 x 16 bytes are the lines that memory is read by
 REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
 
 _TYPES = r"""
-enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
+enum { REPEATED = 1, UNKNOWN = 2, FULL = 4, DAMAGED = 8 };  // trouble
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
-  i64 V, rule; u64 seed;
+  i64 V, M, rule; u64 seed;
   const i64 *input;  // step, S, what is added to a position in the table, S seeds
   ID *src;           // source nodes of all hops: the first N of a hop are its sources
   ID *local;         // by position: node of an edge, in the end its number
@@ -70,10 +69,19 @@ typedef struct {  // a hop
   ID *offsets;              // [rows + 1] of the block
   u64 *row_sums, *word_sums;
 } part_t;
+
+FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
+// A changed byte on the disk must not end the process: lists and ids that lie outside of the graph are not read at.
+FN i64 degree_of(const batch_t *b, i64 v) {
+  i64 start = b->indptr[v], end = b->indptr[v + 1];
+  if (0 <= start && start <= end && end <= b->M) return end - start;
+  report(b, DAMAGED);
+  return 0;
+}
+FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; }
 """
 
 _KERNELS = r"""
-FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
 FN int ones(unsigned x) {
   x -= x >> 1 & 0x55555555;
   x = (x & 0x33333333) + (x >> 2 & 0x33333333);
@@ -103,8 +111,7 @@ FN hop_t law_of(const batch_t *b, const part_t *h) {
 }
 FN void count_edges(const batch_t *b, const part_t *h, i64 i, ID v) {
   hop_t hop = law_of(b, h);
-  i64 start = b->indptr[v];
-  tally(b->count, h->row_sums, h->rows, i, count_row(&hop, start, b->indptr[v + 1] - start));
+  tally(b->count, h->row_sums, h->rows, i, count_row(&hop, b->indptr[v], degree_of(b, v)));
 }
 // Where the edges of row i of N begin; writes it.
 FN i64 open_row(const batch_t *b, const part_t *h, i64 i, i64 N) {
@@ -158,13 +165,15 @@ KERNEL pick(batch_t b, part_t h) {
   if (i >= N) return;
   hop_t hop = law_of(&b, &h);
   i64 v = b.src[i], start = b.indptr[v], n = edges_of(&b, &h, i, at), *edges = b.edges + h.first + at;
-  if (n == b.count[i]) pick_row(&hop, (u64)v, start, b.indptr[v + 1] - start, n, edges, b.best + h.first + at);
+  if (n == b.count[i]) pick_row(&hop, (u64)v, start, degree_of(&b, v), n, edges, b.best + h.first + at);
   else for (i64 j = 0; j < n; j++) edges[j] = start;  // no room: the batch will be made again
 }
 // Their nodes.
 KERNEL claim(batch_t b, part_t h) {
   THREAD(b.sizes[2 + 2 * h.hop]);
-  put_edge(&b, &h, i, b.indices[b.edges[h.first + i]]);
+  ID node = b.indices[b.edges[h.first + i]];
+  if (outside(&b, node)) report(&b, DAMAGED);
+  put_edge(&b, &h, i, outside(&b, node) ? 0 : node);
 }
 KERNEL mark(batch_t b, part_t h) {
   THREAD(h.words);
@@ -227,6 +236,14 @@ FN void choose_KMAX(u64 key, ID v, unsigned degree, unsigned k, int n, int repla
     place[j] = pick;
   }
 }
+FN void read_KMAX(const batch_t *b, i64 start, const unsigned *place, int n, ID *node) {
+  int damaged = 0;
+  UNROLL for (int j = 0; j < KMAX; j++) node[j] = j < n ? b->indices[start + place[j]] : 0;
+  UNROLL for (int j = 0; j < KMAX; j++) damaged |= outside(b, node[j]);
+  if (!damaged) return;
+  report(b, DAMAGED);
+  UNROLL for (int j = 0; j < KMAX; j++) node[j] = 0;
+}
 """
 _PICK = r"""
 KERNEL pick_KMAX(batch_t b, part_t h) {
@@ -239,14 +256,12 @@ KERNEL pick_KMAX(batch_t b, part_t h) {
   unsigned place[KMAX];
   choose_KMAX(b.keys[h.hop], v, (unsigned)(b.indptr[v + 1] - start), (unsigned)h.k, n, b.rule == REPLACE, place);
   if (b.edges) UNROLL for (int j = 0; j < KMAX; j++) if (j < n) b.edges[h.first + at + j] = start + place[j];
-  UNROLL for (int j = 0; j < KMAX; j++) if (j < n) node[j] = b.indices[start + place[j]];
+  read_KMAX(&b, start, place, n, node);
   UNROLL for (int j = 0; j < KMAX; j++) if (j < n) put_edge(&b, &h, at + j, node[j]);
 }
 """
 
-# The outermost hop in one: row s of out is the features of destination s beside the mean of those of its neighbours,
-# which are added up in the order of the edges, as the eager kernels do. LANES threads a row, each with every LANES-th
-# VEC columns; ROWS rows of a thread are under way at once. Rows beyond the destinations are zero.
+# LANES threads a row of out, each with VEC columns of every VEC LANES; ROWS rows of features are under way at once.
 _AGGREGATE = r"""
 typedef unsigned short bf16;
 typedef union { float f; unsigned bits; } word_t;
@@ -269,13 +284,13 @@ KERNEL pick_aggregate(batch_t b, part_t h, const in_t *features, i64 width, out_
   if (row < b.sizes[1 + 2 * h.hop]) {
     v = b.src[row];
     start = b.indptr[v];
-    i64 degree = b.indptr[v + 1] - start;
+    i64 degree = degree_of(&b, v);
     n = (int)(b.rule == REPLACE ? degree ? KMAX : 0 : degree < KMAX ? degree : KMAX);
     choose_KMAX(b.keys[h.hop], (ID)v, (unsigned)degree, KMAX, n, b.rule == REPLACE, place);
   }
-  UNROLL for (int j = 0; j < KMAX; j++) node[j] = j < n ? b.indices[start + place[j]] : 0;
+  read_KMAX(&b, start, place, n, node);
   float scale = n ? 1.0f / (float)n : 0.0f;
-  int outside = row >= b.sizes[1 + 2 * h.hop];
+  int padding = row >= b.sizes[1 + 2 * h.hop];
   for (i64 c = i % LANES; c < width; c += LANES) {
     in_t own = features[v * width + c], rows[ROWS];
     float sum[VEC];
@@ -287,7 +302,7 @@ KERNEL pick_aggregate(batch_t b, part_t h, const in_t *features, i64 width, out_
         UNROLL for (int x = 0; x < VEC; x++) sum[x] += UP(rows[j].x[x]);
       }
     }
-    UNROLL for (int x = 0; x < VEC; x++) result.x[x] = outside ? DOWN(0.0f) : DOWN(UP(own.x[x]));
+    UNROLL for (int x = 0; x < VEC; x++) result.x[x] = padding ? DOWN(0.0f) : DOWN(UP(own.x[x]));
     out[row * 2 * width + c] = result;
     UNROLL for (int x = 0; x < VEC; x++) result.x[x] = DOWN(sum[x] * scale);
     out[row * 2 * width + width + c] = result;
@@ -321,7 +336,7 @@ class _Batch(ctypes.Structure):
     """batch_t."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("indptr", "indices", "weights")]
-    _fields_ += [("V", ctypes.c_int64), ("rule", ctypes.c_int64), ("seed", ctypes.c_uint64)]
+    _fields_ += [("V", ctypes.c_int64), ("M", ctypes.c_int64), ("rule", ctypes.c_int64), ("seed", ctypes.c_uint64)]
     _fields_ += [(name, ctypes.c_void_p) for name in (
         "input", "src", "local", "edges", "best", "table", "number", "count", "won", "wins", "keys", "sizes", "wanted",
         "first")]  # fmt: skip
@@ -388,6 +403,8 @@ class Backend:
                 frame.fill(seeds, step)
                 frame.start()
                 self.kernels.wait()
+                if frame.trouble & DAMAGED:
+                    raise IndexError("the graph is damaged: a list in indptr or a node in indices lies outside of it")
                 if frame.trouble != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
@@ -456,7 +473,7 @@ class Frame:
         b, sizes = self.batch, self.sizes.data_ptr()
         b.indptr, b.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         b.weights = None if backend.weights is None else backend.weights.data_ptr()
-        b.V, b.rule, b.seed = backend.num_nodes, task.rule_number, backend.seed & (2**64 - 1)
+        b.V, b.M, b.rule, b.seed = backend.num_nodes, backend.num_edges, task.rule_number, backend.seed & (2**64 - 1)
         b.table, b.keys = self.table.data_ptr(), self.keys.data_ptr()
         b.sizes, b.wanted, b.first = sizes, sizes + 8 * (2 + 2 * L), sizes + 8 * (2 + 4 * L)
 
@@ -594,19 +611,22 @@ class Frame:
         return self.told[2 + 2 * L : 2 + 4 * L : 2]
 
     def aggregate(self, features, out):
-        """The hop after those of the frame, for a uniform or replaced fanout of up to 64, in one kernel.
+        """Let `start` do the next hop as well, in one kernel; for uniform draws of 1 to 64, with replacement or without.
 
         Args:
             features: float32 or bfloat16 [V, F].
-            out: float32 or bfloat16 [rows, 2F], rows: the room for the destinations; see `_AGGREGATE`.
+            out: float32 or bfloat16 [rows, 2F], rows being the room for its destinations: their own rows beside the
+                mean of their neighbours', added up in the order of the edges, as `self_and_mean` of fused.py does; zero
+                beyond the last.
 
         Returns:
-            Function that starts it on the current stream; None, after a warning, where it cannot be compiled.
+            False, after a warning, where the kernel cannot be compiled.
         """
         part, task = self.parts[len(self.shape[1])], self.backend.task
         text, vec = aggregate_source(task.indices.dtype, self.backend.law, part.k, features, out)
         kernels = self.backend.compiled("outermost-hop", text)
-        if kernels is None:
-            return None
-        launch = kernels.prepare("pick_aggregate", self.batch, part, features, features.shape[1] // vec, out)
-        return lambda: launch(LANES * part.rows, kernels.stream())
+        if kernels:
+            launch = kernels.prepare("pick_aggregate", self.batch, part, features, features.shape[1] // vec, out)
+            self.steps.append((launch, LANES * part.rows))
+            self.aggregated = features, out  # their memory is read and written at every start
+        return kernels is not None

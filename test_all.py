@@ -394,6 +394,31 @@ def test_cuda_batches_without_room_are_made_again(method, tmp_path, monkeypatch)
     assert 10 < repeated < 40
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_notices_a_damaged_graph(method, tmp_path):
+    rng = np.random.default_rng(3)
+    for damage in (2**30, -(2**30), 50, -1):
+        for what in ("indices", "indptr"):
+            indptr, indices = _random_graph(rng, 50, 12)
+            options = dict(METHODS[method], check=False)
+            if method == "weighted":
+                options["weights"] = torch.ones(indices.numel())
+            (indices if what == "indices" else indptr)[3::7] = damage if what == "indices" else damage * 1000
+            for fanouts in ([20, 20, 20], [100] if method == "replace" else [-1, 2]):
+                s = NeighborSampler(indptr, indices, fanouts, backend="torch", **options)
+                backend = _emulated(s, tmp_path)
+                for relabel_outer in (True, False):
+                    with pytest.raises(IndexError, match="the graph is damaged"):
+                        backend.sample(torch.arange(50), 0, relabel_outer)
+            if method in sampler_cuda.COUNTED:
+                frame = _emulated(NeighborSampler(indptr, indices, [1, 20], backend="torch", **options), tmp_path).frame(50, hops=1)
+                x, out = torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8)
+                assert frame.aggregate(x, out)
+                frame.fill(torch.arange(50), 0)
+                frame.start()
+                assert frame.trouble == sampler_cuda.DAMAGED
+
+
 def test_cuda_tables_are_used_up(tmp_path):
     """Positions count down from batch to batch; the table is filled anew when they reach the end."""
     indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
@@ -480,12 +505,11 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
         x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
         frame = _emulated(s, tmp_path, seed=i).frame(10, hops=1)
         out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
-        aggregate = frame.aggregate(x, out)
+        assert frame.aggregate(x, out)
         for step, S in enumerate((10, 3)):
             seeds = torch.from_numpy(rng.permutation(90)[:S])
             frame.fill(seeds, step)
             frame.start()
-            aggregate()
             outer = s.sample(seeds, step, relabel_outer=False)[0]
             want = out.new_empty(outer.num_dst, out.shape[1])
             fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
