@@ -38,12 +38,12 @@ from native_cuda import DIALECT, load_cuda
 COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
 ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come
 NONE = 2**31 - 64  # in the table: larger than any position, and 32 more are an int
-REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # what may be wrong with a batch or the graph: sizes[0]
+REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # what may be wrong with a batch or the graph
 LANES = 8  # threads of a row of the outermost hop: 8 x 16 bytes are the lines that memory is read by
 REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
 
 _TYPES = r"""
-enum { REPEATED = 1, UNKNOWN = 2, FULL = 4, DAMAGED = 8 };  // trouble
+enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
   i64 V, M, rule; u64 seed;
@@ -60,6 +60,7 @@ typedef struct {  // a batch: what it is drawn from, what is made, and the memor
   i64 *sizes;        // [2 + 2 L] trouble, S, then E and N of each hop
   i64 *wanted;       // [2 L] E and N without regard to the room
   i64 *first;        // [L] position of a hop's first edge
+  i64 *damaged;      // [1] not 0 once the graph was seen to be damaged; not in sizes[0], which begin still clears then
 } batch_t;
 typedef struct {  // a hop
   i64 hop, k, relabel;
@@ -70,18 +71,18 @@ typedef struct {  // a hop
   u64 *row_sums, *word_sums;
 } part_t;
 
-FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
 // A changed byte on the disk must not end the process: lists and ids that lie outside of the graph are not read at.
 FN i64 degree_of(const batch_t *b, i64 v) {
   i64 start = b->indptr[v], end = b->indptr[v + 1];
   if (0 <= start && start <= end && end <= b->M) return end - start;
-  report(b, DAMAGED);
+  *b->damaged = 1;
   return 0;
 }
 FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; }
 """
 
 _KERNELS = r"""
+FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
 FN int ones(unsigned x) {
   x -= x >> 1 & 0x55555555;
   x = (x & 0x33333333) + (x >> 2 & 0x33333333);
@@ -172,7 +173,7 @@ KERNEL pick(batch_t b, part_t h) {
 KERNEL claim(batch_t b, part_t h) {
   THREAD(b.sizes[2 + 2 * h.hop]);
   ID node = b.indices[b.edges[h.first + i]];
-  if (outside(&b, node)) report(&b, DAMAGED);
+  if (outside(&b, node)) *b.damaged = 1;
   put_edge(&b, &h, i, outside(&b, node) ? 0 : node);
 }
 KERNEL mark(batch_t b, part_t h) {
@@ -241,7 +242,7 @@ FN void read_KMAX(const batch_t *b, i64 start, const unsigned *place, int n, ID 
   UNROLL for (int j = 0; j < KMAX; j++) node[j] = j < n ? b->indices[start + place[j]] : 0;
   UNROLL for (int j = 0; j < KMAX; j++) damaged |= outside(b, node[j]);
   if (!damaged) return;
-  report(b, DAMAGED);
+  *b->damaged = 1;
   UNROLL for (int j = 0; j < KMAX; j++) node[j] = 0;
 }
 """
@@ -255,7 +256,9 @@ KERNEL pick_KMAX(batch_t b, part_t h) {
   int n = (int)edges_of(&b, &h, i, at);
   unsigned place[KMAX];
   choose_KMAX(b.keys[h.hop], v, (unsigned)(b.indptr[v + 1] - start), (unsigned)h.k, n, b.rule == REPLACE, place);
-  if (b.edges) UNROLL for (int j = 0; j < KMAX; j++) if (j < n) b.edges[h.first + at + j] = start + place[j];
+  if (b.edges) {
+    UNROLL for (int j = 0; j < KMAX; j++) if (j < n) b.edges[h.first + at + j] = start + place[j];
+  }
   read_KMAX(&b, start, place, n, node);
   UNROLL for (int j = 0; j < KMAX; j++) if (j < n) put_edge(&b, &h, at + j, node[j]);
 }
@@ -339,7 +342,7 @@ class _Batch(ctypes.Structure):
     _fields_ += [("V", ctypes.c_int64), ("M", ctypes.c_int64), ("rule", ctypes.c_int64), ("seed", ctypes.c_uint64)]
     _fields_ += [(name, ctypes.c_void_p) for name in (
         "input", "src", "local", "edges", "best", "table", "number", "count", "won", "wins", "keys", "sizes", "wanted",
-        "first")]  # fmt: skip
+        "first", "damaged")]  # fmt: skip
 
 
 class _Part(ctypes.Structure):
@@ -397,19 +400,20 @@ class Backend:
                 frame = self.resting.pop()
             except IndexError:
                 frame = Frame(self)
-            while True:
+            while True:  # until it fits
                 frame.fit(*self.shapes(seeds.numel()), relabel_outer)
                 frame.make_blocks()
                 frame.fill(seeds, step)
                 frame.start()
                 self.kernels.wait()
-                if frame.trouble & DAMAGED:
+                trouble = frame.trouble
+                if trouble & DAMAGED:
                     raise IndexError("the graph is damaged: a list in indptr or a node in indices lies outside of it")
-                if frame.trouble != FULL:
+                if trouble != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
                     self.most[hop] = max(self.most[hop], wanted + wanted // 4 if wanted > part.places else 0)
-            blocks = None if frame.trouble else frame.cut()
+            blocks = None if trouble else frame.cut()
             frame.memory = frame.edges = None  # the blocks'
             self.resting.append(frame)  # idle: the GPU is done with it, whatever stream the next batch is on
         return blocks
@@ -457,7 +461,7 @@ class Frame:
 
     Attributes:
         given: int64 [3 + S] page-locked: step, S, the offset of positions, seeds. input: the same on the GPU.
-        sizes: int64 [2 + 5 L] on the GPU: trouble, S, then E and N of each hop, and what each wanted; see batch_t.
+        sizes: int64 [3 + 5 L] on the GPU: trouble, S, then E and N of each hop; the rest see batch_t.
         memory: what the blocks of the batch lie in.
     """
 
@@ -467,15 +471,16 @@ class Frame:
         self.shape, self.kept, self.base = None, {}, 0
         self.batch, self.parts = _Batch(), [_Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         self.table = self.ids.new_empty(backend.num_nodes, dtype=torch.int32)
-        self.sizes, self.keys = self._integers(2 + 5 * L), self._integers(L)
-        self.read = self._integers(2 + 5 * L, pinned=True)
-        self.told = (ctypes.c_int64 * (2 + 5 * L)).from_address(self.read.data_ptr())
+        self.sizes, self.keys = self._integers(3 + 5 * L), self._integers(L)
+        self.read = self._integers(3 + 5 * L, pinned=True)
+        self.told = (ctypes.c_int64 * (3 + 5 * L)).from_address(self.read.data_ptr())
         b, sizes = self.batch, self.sizes.data_ptr()
         b.indptr, b.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         b.weights = None if backend.weights is None else backend.weights.data_ptr()
         b.V, b.M, b.rule, b.seed = backend.num_nodes, backend.num_edges, task.rule_number, backend.seed & (2**64 - 1)
         b.table, b.keys = self.table.data_ptr(), self.keys.data_ptr()
-        b.sizes, b.wanted, b.first = sizes, sizes + 8 * (2 + 2 * L), sizes + 8 * (2 + 4 * L)
+        b.sizes, b.wanted = sizes, sizes + 8 * (2 + 2 * L)
+        b.first, b.damaged = sizes + 8 * (2 + 4 * L), sizes + 8 * (2 + 5 * L)
 
     def _integers(self, n, pinned=False):
         """int64 zeros, on the GPU or in page-locked memory."""
@@ -601,8 +606,8 @@ class Frame:
 
     @property
     def trouble(self):
-        """What is wrong with the batch that is done: 0, or REPEATED, UNKNOWN, FULL together."""
-        return self.told[0]
+        """What is wrong with the batch that is done: 0, or some of REPEATED, UNKNOWN, FULL, DAMAGED."""
+        return self.told[0] | (DAMAGED if self.told[-1] else 0)
 
     @property
     def wanted(self):
@@ -611,7 +616,7 @@ class Frame:
         return self.told[2 + 2 * L : 2 + 4 * L : 2]
 
     def aggregate(self, features, out):
-        """Let `start` do the next hop as well, in one kernel; for uniform draws of 1 to 64, with replacement or without.
+        """Let `start` do the next hop as well, in one kernel: uniform draws of 1 to 64, with replacement or without.
 
         Args:
             features: float32 or bfloat16 [V, F].

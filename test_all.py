@@ -516,6 +516,17 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
             assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
 
 
+def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(native_cuda, "_nvrtc", lambda: ctypes.CDLL("libnvrtc.so.none"))
+    source, gpu = native_cuda.DIALECT + "KERNEL nothing(int n) { }\n", torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match="the CUDA kernels of a test cannot be used, .* Reason: libnvrtc.so.none: cannot open"):
+        assert native_cuda.load_cuda("a test", source, gpu) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native_cuda.load_cuda("a test", source + "\n", gpu) is None
+
+
 def _cuda_resources(source, arch, folder):
     """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
     try:
