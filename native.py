@@ -60,30 +60,45 @@ def load_c(name, source, flags, signatures):
 
 
 def _compile(name, source, compiler, flags):
-    """Path of the library: from the cache, or compiled aside and then renamed, so that it is complete or not there."""
+    """Path of the library."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = "\0".join([source, version, *flags, sys.platform, platform.machine(), _cpu_flags()])
-    stem = f"{name}-{_sha256(key.encode())[:24]}"
-    folder = _cache()
+
+    def make(library):
+        code = library.with_suffix(".c")
+        code.write_text(source)
+        subprocess.run([compiler, *flags, code, "-o", library, "-lm"], capture_output=True, text=True, check=True)
+
+    return cached(name, key, ".so", make)
+
+
+def cached(name, key, suffix, make):
+    """Path of a file in the cache, where it is, or made aside and then renamed: it is complete or not there.
+
+    Args:
+        name: what the file's name begins with. key: text of all that the content depends on.
+        suffix: of the file's name, such as ".so".
+        make: function that writes the file to the path it is given; other files beside that are removed.
+    """
+    stem, folder = f"{name}-{_sha256(key.encode())[:24]}", _cache()
     if folder:
-        for path in folder.glob(f"{stem}-*.so"):
+        for path in folder.glob(f"{stem}-*{suffix}"):
             if _is_ours(path, stat.S_IFREG) and path.stem == f"{stem}-{_sha256(path.read_bytes())}":
                 return path
     if not folder or not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="ringblock-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder) as aside:
-        code, library = Path(aside, f"{name}.c"), Path(aside, f"{name}.so")
-        code.write_text(source)
-        subprocess.run([compiler, *flags, code, "-o", library, "-lm"], capture_output=True, text=True, check=True)
-        library.chmod(0o700)  # whatever the umask: what others may write to is not loaded
-        target = folder / f"{stem}-{_sha256(library.read_bytes())}.so"
-        os.replace(library, target)
+        file = Path(aside, name + suffix)
+        make(file)
+        file.chmod(0o700)  # whatever the umask: what others may write to is not loaded
+        target = folder / f"{stem}-{_sha256(file.read_bytes())}{suffix}"
+        os.replace(file, target)
     return target
 
 
 def _cache():
-    """The folder of libraries, made if need be; None where it is not this user's alone or cannot be made."""
+    """The cache's folder, made if need be; None where it is not this user's alone or cannot be made."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

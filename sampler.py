@@ -1,6 +1,7 @@
 """Neighbour sampling fused with block construction: seeds + CSC graph -> one `Block` a hop.
 
-Copy this file with sampler_c.py and native.py into your own code, and with sampler_cuda.py for graphs in GPU memory.
+Copy this file with sampler_c.py and native.py into your own code; for graphs in GPU memory sampler_cuda.py and
+native_cuda.py as well.
 It works alone too: without those files beside it, torch operations stand in for them, after one warning.
 
     sampler = NeighborSampler(indptr, indices, fanouts=[15, 10, 5], seed=0)
@@ -105,7 +106,8 @@ class Block(NamedTuple):
 #     sample(seeds, hops) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each of the hops,
 #
 # from the seeds outward; None if a seed comes twice. There are two in this file, _Torch and _DGL, and one each in
-# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them.
+# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them. That on the
+# GPU takes (seeds as they came, step, relabel_outer): it checks ids and computes keys there.
 
 
 class _Task(NamedTuple):
@@ -170,7 +172,7 @@ class NeighborSampler:
         rule = "replace" if replace else method if weights is None else "weighted"
         weights = None if weights is None else weights.contiguous()
         task = _Task(self.indptr, self.indices, weights, rule, edge_ids, threads)
-        native = _native(task) if backend in ("auto", "native") else None
+        native = _native(task, self.fanouts, self.seed) if backend in ("auto", "native") else None
         if backend == "dgl":
             self._backend = _DGL(task)
         elif native:
@@ -194,25 +196,30 @@ class NeighborSampler:
         Raises:
             TypeError, IndexError, ValueError: seeds of another type, out of range, or repeated.
         """
-        _check_seeds(seeds, self.num_nodes)
-        seeds = seeds.to(self.indices.device, self.indices.dtype).contiguous()
-        last = len(self.fanouts) - 1
-        hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
-        blocks = self._backend.sample(seeds, hops)
+        _check_seeds(seeds)
+        if self.backend == "native" and self.indices.is_cuda:  # looks at the ids and computes the keys on the GPU
+            blocks = self._backend.sample(seeds, step, relabel_outer)
+        else:
+            _check_range(seeds, self.num_nodes)
+            seeds = seeds.to(self.indices.device, self.indices.dtype).contiguous()
+            last = len(self.fanouts) - 1
+            hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
+            blocks = self._backend.sample(seeds, hops)
         if blocks is None:
+            _check_range(seeds, self.num_nodes)
             values, counts = seeds.unique(return_counts=True)
             node = int(values[counts > 1][0])
             raise ValueError(f"seeds contains node {node} more than once; each seed may come once in a batch")
         return [Block(*fields) for fields in reversed(blocks)]
 
 
-def _native(task):
+def _native(task, fanouts, seed):
     """The native backend for the graph's device, or None where it cannot be had, after one warning."""
     try:
         if task.indices.is_cuda:
             import sampler_cuda
 
-            return sampler_cuda.Backend(task, _Kernels(task.indices.dtype)) if sampler_cuda.available() else None
+            return sampler_cuda.load(task, fanouts, seed, _LAW)
         import sampler_c
 
         return sampler_c.load(task, _LAW)
@@ -226,10 +233,10 @@ def _warn_missing(file):
 
 
 def _Kernels(dtype):
-    """The CUDA kernels for node ids of a dtype."""
+    """The CUDA source for node ids of a dtype, as `.source`."""
     import sampler_cuda
 
-    return sampler_cuda.Kernels(dtype, _LAW)
+    return types.SimpleNamespace(source=sampler_cuda.source(dtype, _LAW))
 
 
 def _check_options(fanouts, replace, method, weights, backend):
@@ -267,10 +274,13 @@ def _check_graph(indptr, indices, weights):
             raise ValueError("weights contains a negative, infinite or NaN value; they must be finite and >= 0")
 
 
-def _check_seeds(seeds, num_nodes):
+def _check_seeds(seeds):
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int32, torch.int64) or seeds.dim() != 1:
         got = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else type(seeds).__name__
         raise TypeError(f"seeds must be a 1-D int32 or int64 tensor of node ids, not {got}")
+
+
+def _check_range(seeds, num_nodes):
     if (bad := _outside(seeds, num_nodes)) is not None:
         raise IndexError(f"seeds contains {bad}; node ids of this graph are 0 to {num_nodes - 1}")
 
@@ -416,28 +426,30 @@ class _Torch:
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
-        self.lock = threading.Lock()  # one batch at a time owns the table
-        self.table = None  # [V] a node's number in the batch, V where it has none; made at first use
+        # [V] a node's number in the batch, V where it has none. What a batch gave back is used again on the same stream
+        # of a GPU, which has cleaned it by then; batches that are sampled at once have one each.
+        self.tables = {}  # stream -> tables at rest
 
     def sample(self, seeds, hops):
         """Sample all hops of a batch."""
         task = self.task
-        with self.lock:
-            table, self.table = self.table, None  # comes back clean; after an exception the next batch makes another
-            if table is None:
-                table = task.indices.new_full((self.num_nodes,), self.num_nodes)
-            numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
-            table.scatter_(0, seeds.long(), numbers)
-            if not torch.equal(table.index_select(0, seeds), numbers):
-                return None
-            src, blocks = seeds, []
-            for hop in hops:
-                indptr, edges = self._pick(src.long(), hop.k, hop.key)
-                local = task.indices.index_select(0, edges)
-                if hop.relabel:
-                    src, local = self._relabel(table, src, local.long())
-                blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None))
-            self.table = table.index_fill_(0, src.long(), self.num_nodes)
+        resting = self.tables.setdefault(torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None, [])
+        try:
+            table = resting.pop()  # atomic, as append is
+        except IndexError:
+            table = task.indices.new_full((self.num_nodes,), self.num_nodes)
+        numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
+        table.scatter_(0, seeds.long(), numbers)
+        if not torch.equal(table.index_select(0, seeds), numbers):
+            return None  # and the table, which is not clean, is not used again
+        src, blocks = seeds, []
+        for hop in hops:
+            indptr, edges = self._pick(src.long(), hop.k, hop.key)
+            local = task.indices.index_select(0, edges)
+            if hop.relabel:
+                src, local = self._relabel(table, src, local.long())
+            blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None))
+        resting.append(table.index_fill_(0, src.long(), self.num_nodes))
         return blocks
 
     def _pick(self, v, k, key):
@@ -446,7 +458,7 @@ class _Torch:
         degree = self.task.indptr.index_select(0, v + 1) - start
         if self.task.rule in ("labor", "weighted"):  # every edge of every list is looked at
             indptr, edges = _prefix_sum(degree), _expand(start, degree)
-            row = torch.repeat_interleave(torch.arange(v.numel(), device=v.device), degree)
+            row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree, output_size=edges.numel())
             if self.task.rule == "labor":
                 kept = self._keep_labor(edges, degree[row], k, key)
             else:
@@ -502,8 +514,8 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
 
 
 def _expand(start, counts):  # start, start+1, ..., start+count-1 of every row, one after the other: [E]
-    shift = start - counts.cumsum(0) + counts
-    return torch.repeat_interleave(shift, counts) + torch.arange(int(counts.sum()), device=start.device)
+    shift, E = start - counts.cumsum(0) + counts, int(counts.sum())  # told E, repeat_interleave on a GPU does not wait
+    return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
 
 
 def _floyd(bits, degree):

@@ -42,7 +42,7 @@ import types
 import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,7 @@ import graphs
 import lmdb_file
 import model
 import molecules
+import native_cuda
 import plan
 import report
 import sampler
@@ -318,68 +319,252 @@ _EMULATOR = r"""
 #include <stdlib.h>
 typedef struct { long x; } dim;
 static dim blockIdx, blockDim = {1}, threadIdx;
-#define __device__
-#define __global__
 #define atomicMin(p, value) do { if (*(p) > (value)) *(p) = (value); } while (0)
 """
 
 
 class _EmulatedKernels:
-    """The CUDA source compiled by cc; every thread runs, one at a time, in shuffled order."""
+    """native_cuda.Kernels by cc on CPU tensors; of each launch every thread runs, one at a time, in shuffled order."""
 
-    def __init__(self, dtype, folder, seed=0):
-        self.source = sampler._Kernels(dtype).source
-        code = _EMULATOR + self.source.replace('extern "C"', "")
-        library = folder / f"kernels-{str(dtype)[6:]}.so"
+    def __init__(self, source, folder, seed=0):
+        self.device, self.rng, self.launched = torch.device("cpu"), np.random.default_rng(seed), []
+        self.signatures, self._numbers = native_cuda.signatures(source), {**native_cuda._NUMBERS, **native_cuda._typedefs(source)}
+        code = _EMULATOR + source
+        for name, arguments in self.signatures.items():
+            passed = ", ".join(f"*({c_type}*)a[{i}]" for i, (c_type, _) in enumerate(arguments))
+            code += f"""void run_{name}(const long *order, long n, void **a) {{
+                for (long q = 0; q < n; q++) {{ blockIdx.x = order[q]; {name}({passed}); }} }}\n"""
+        library = Path(folder, f"kernels-{hashlib.sha256(code.encode()).hexdigest()[:16]}.so")
         if not library.exists():
-            code += "\n" + "\n".join(self._driver(name, words) for name, words in self._signatures())
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-lm"], input=code, text=True,
-                           check=True)  # fmt: skip
-        self.library, self.rng = ctypes.CDLL(str(library)), np.random.default_rng(seed)
+            command = ["cc", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-lm"]
+            subprocess.run(command, input=code, text=True, check=True)
+        library = ctypes.CDLL(str(library))
+        self._functions = {name: getattr(library, f"run_{name}") for name in self.signatures}
+        self._driver = types.SimpleNamespace(cuLaunchKernel=self._launch)
 
-    def _signatures(self):
-        graph = re.search(r"#define GRAPH (.*)", self.source)[1]
-        for name, words in re.findall(r"KERNEL (\w+)\(([^)]*)\)", self.source):
-            yield name, " ".join(words.replace("GRAPH", graph).split())
+    def _launch(self, function, grid, _y, _z, block, *rest):
+        order = torch.from_numpy(self.rng.permutation(grid * block))
+        function(ctypes.c_void_p(order.data_ptr()), ctypes.c_long(grid * block), rest[-2])
+        self.launched.append(function.__name__[4:])
+        return 0
 
-    def _driver(self, name, words):
-        names = ", ".join(re.findall(r"(\w+)(?:,|$)", words))
-        return f"""void run_{name}(const long *order, long n, {words}) {{
-            for (long q = 0; q < n; q++) {{ blockIdx.x = order[q]; {name}({names}); }} }}"""
+    def prepare(self, kernel, *values):
+        return native_cuda.Launch(self, kernel, values)
 
-    def __call__(self, name, bound, *arguments):
-        order = torch.from_numpy(self.rng.permutation(bound + 3))  # a few threads too many, as in a last block
-        convert = lambda a: ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a)  # noqa: E731
-        getattr(self.library, f"run_{name}")(convert(order), ctypes.c_long(bound + 3), *map(convert, arguments))
+    def stream(self):
+        return 0
+
+    def wait(self):
+        pass
+
+    def current(self):
+        return nullcontext()
+
+
+def _emulated(s, folder, seed=0):
+    """Put the CUDA backend on emulated kernels into a sampler of a graph in host memory -> the backend."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    compiled = lambda name, source: _EmulatedKernels(source, folder, seed)  # noqa: E731
+    return sampler_cuda.Backend(s._backend.task, s.fanouts, s.seed, sampler._LAW, compiled)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_path):
-    if not shutil.which("cc"):
-        pytest.skip("no C compiler")
     for i in range(60):
         indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
         s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
-        s._backend = sampler_cuda.Backend(s._backend.task, _EmulatedKernels(indices.dtype, tmp_path, seed=i))
+        backend = _emulated(s, tmp_path, seed=i)
         expected = _law(indptr, indices, fanouts, seeds, step, **options)
-        for _ in range(2):  # twice: the table is back at rest
-            assert _as_lists(s.sample(seeds, step)) == expected, (i, fanouts)
-        outer = s.sample(seeds, step, relabel_outer=False)[0]
-        assert outer.indices.tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
-        assert outer.src_nodes.tolist() == expected[0][2][: outer.num_dst]
-        if seeds.numel():
-            with pytest.raises(ValueError, match="more than once"):
-                s.sample(torch.cat([seeds, seeds[:1]]), step)
+        for _ in range(2):  # twice: what the first batch left in the table does not count
+            blocks = backend.sample(seeds, step)[::-1]
+            assert _as_lists(blocks) == expected, (i, fanouts)
+            assert all(t.dtype == indices.dtype for block in blocks for t in block[:3])
+        outer = backend.sample(seeds.int(), step, relabel_outer=False)[-1]
+        assert outer[1].tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
+        assert outer[2].tolist() == expected[0][2][: len(outer[0]) - 1]
+        for wrong in [-1, len(indptr) - 1, *seeds[:1].tolist()]:  # not a node, not a node, there already
+            assert backend.sample(torch.cat([seeds, torch.tensor([wrong])]), step) is None
+        assert _as_lists(backend.sample(seeds, step)[::-1]) == expected
 
 
-def test_cuda_source_is_accepted_by_nvcc(tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("nvcc is not installed")
-    for dtype in (torch.int32, torch.int64):
-        (tmp_path / "kernels.cu").write_text(sampler._Kernels(dtype).source)
-        command = ["nvcc", "-cubin", "-arch=sm_90", "-Werror", "all-warnings", "-o", "kernels.cubin", "kernels.cu"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_batches_without_room_are_made_again(method, tmp_path, monkeypatch):
+    """Where the edges of a hop are not known to fit, too little room is noticed and enlarged, and the batch is the same."""
+    monkeypatch.setattr(sampler_cuda, "ROOM", 0)
+    repeated = 0
+    for i in range(30):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
+        backend = _emulated(s, tmp_path, seed=i)
+        backend.most = [1 + (i + hop) % 7 for hop in range(len(fanouts))]
+        for _ in range(2):
+            blocks = backend.sample(seeds, step)
+            repeated += backend.kernels.launched.count("begin") > 1
+            assert _as_lists(blocks[::-1]) == _law(indptr, indices, fanouts, seeds, step, **options), (i, fanouts)
+            backend.kernels.launched.clear()
+    assert 10 < repeated < 40
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_notices_a_damaged_graph(method, tmp_path):
+    rng = np.random.default_rng(3)
+    for damage in (2**30, -(2**30), 50, -1):
+        for what in ("indices", "indptr"):
+            indptr, indices = _random_graph(rng, 50, 12)
+            options = dict(METHODS[method], check=False)
+            if method == "weighted":
+                options["weights"] = torch.ones(indices.numel())
+            (indices if what == "indices" else indptr)[3::7] = damage if what == "indices" else damage * 1000
+            for fanouts in ([20, 20, 20], [100] if method == "replace" else [-1, 2]):
+                s = NeighborSampler(indptr, indices, fanouts, backend="torch", **options)
+                backend = _emulated(s, tmp_path)
+                for relabel_outer in (True, False):
+                    with pytest.raises(IndexError, match="the graph is damaged"):
+                        backend.sample(torch.arange(50), 0, relabel_outer)
+            if method in sampler_cuda.COUNTED:
+                frame = _emulated(NeighborSampler(indptr, indices, [1, 20], backend="torch", **options), tmp_path).frame(50, hops=1)
+                x, out = torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8)
+                assert frame.aggregate(x, out)
+                frame.fill(torch.arange(50), 0)
+                frame.start()
+                assert frame.trouble == sampler_cuda.DAMAGED
+
+
+def test_cuda_tables_are_used_up(tmp_path):
+    """Positions count down from batch to batch; the table is filled anew when they reach the end."""
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
+    backend, seeds, bases = _emulated(s, tmp_path), torch.arange(20), []
+    for step in range(5):
+        blocks = backend.sample(seeds, step)[::-1]
+        assert _as_lists(blocks) == _as_lists(s.sample(seeds, step))
+        (frame,) = backend.resting
+        bases.append(frame.base)
+        if step == 0:
+            frame.base = 2 * frame.positions + 1  # two batches more
+    fresh, used = sampler_cuda.NONE - frame.positions, frame.positions
+    assert bases == [fresh, used + 1, 1, fresh, fresh - used]
+
+
+def test_a_cuda_batch_of_three_hops_is_eleven_launches(tmp_path):
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    backend = _emulated(NeighborSampler(indptr, indices, [4, 3, 2], backend="torch"), tmp_path)
+    for relabel_outer, launches in ((True, 11), (False, 9)):
+        backend.kernels.launched.clear()
+        backend.sample(torch.arange(20), 0, relabel_outer)
+        assert len(backend.kernels.launched) == launches, backend.kernels.launched
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
+    """What a CUDA graph replays: the same launches make batches of any number of seeds, in blocks that stay in place."""
+    for i in range(12):
+        rng = np.random.default_rng(i)
+        indptr, indices = _random_graph(rng, 80, 9, [torch.int32, torch.int64][i % 2])
+        options = dict(METHODS[method], seed=i)
+        if method == "weighted":
+            options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+        s = NeighborSampler(indptr, indices, [3, 20, 2], backend="torch", **options)
+        room = dict(rows=[12, 70, 80], places=[70, 300]) if method == "labor" else {}
+        frame = _emulated(s, tmp_path, seed=i).frame(12, hops=2, **room)
+        blocks, steps = frame.blocks, frame.steps
+        for step, S in enumerate((12, 5, 1, 12)):
+            seeds = torch.from_numpy(rng.permutation(80)[:S])
+            frame.fill(seeds, step)
+            frame.start()
+            want = s.sample(seeds, step)[:0:-1]  # without the outermost hop
+            assert frame.trouble == 0 and frame.steps is steps
+            assert [tuple(map(torch.Tensor.tolist, block[:3])) for block in frame.cut()] == [
+                tuple(map(torch.Tensor.tolist, block[:3])) for block in want]  # fmt: skip
+            for (offsets, local, src, _), block in zip(blocks, want):
+                S, E, N = block.num_dst, block.num_edges, block.num_src
+                assert torch.equal(offsets[: S + 1], block.indptr) and (offsets[S:] == E).all()
+                assert torch.equal(local[:E], block.indices) and torch.equal(src[:N], block.src_nodes)
+                assert ((src >= 0) & (src < 80)).all() and ((local >= 0) & (local < len(src))).all()
+
+
+@pytest.mark.parametrize("room", [dict(rows=[30, 90, 140]), dict(places=[120, 750]), dict(places=[180, 400])])
+def test_a_cuda_frame_that_is_too_small_says_so(room, tmp_path):
+    indptr, indices = _random_graph(np.random.default_rng(4), 150, 9)
+    s = NeighborSampler(indptr, indices, [6, 5], seed=2, backend="torch")
+    frame, seen = _emulated(s, tmp_path).frame(30, **room), set()
+    for step in range(20):
+        seeds = torch.from_numpy(np.random.default_rng(step).permutation(150)[: 30 - step])
+        frame.fill(seeds, step)
+        frame.start()
+        want = s.sample(seeds, step)[::-1]
+        rows, places = frame.shape[:2]
+        fits = all(b.num_src <= n and b.num_edges <= e for b, n, e in zip(want, rows[1:], places))
+        assert frame.trouble == (0 if fits else sampler_cuda.FULL)
+        if fits:
+            assert _as_lists(frame.cut()) == _as_lists(want)
+        seen.add(fits)
+    assert seen == {True, False}
+    frame.fill(torch.tensor([5, 5, 150]), 0)
+    frame.start()
+    assert frame.trouble & ~sampler_cuda.FULL == sampler_cuda.REPEATED | sampler_cuda.UNKNOWN
+
+
+@pytest.mark.parametrize("k", [1, 5, 15])
+def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
+    """pick_aggregate against self_and_mean of the same hop: the same bits, in any order of threads, and zeros beyond."""
+    for i in range(8):
+        rng = np.random.default_rng(i)
+        indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
+        s = NeighborSampler(indptr, indices, [4, k], seed=i, backend="torch", replace=i % 4 == 3)
+        dtype, out_dtype = [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2][i % 3]
+        x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
+        frame = _emulated(s, tmp_path, seed=i).frame(10, hops=1)
+        out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
+        assert frame.aggregate(x, out)
+        for step, S in enumerate((10, 3)):
+            seeds = torch.from_numpy(rng.permutation(90)[:S])
+            frame.fill(seeds, step)
+            frame.start()
+            outer = s.sample(seeds, step, relabel_outer=False)[0]
+            want = out.new_empty(outer.num_dst, out.shape[1])
+            fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
+
+
+def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(native_cuda, "_nvrtc", lambda: ctypes.CDLL("libnvrtc.so.none"))
+    source, gpu = native_cuda.DIALECT + "KERNEL nothing(int n) { }\n", torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match="the CUDA kernels of a test cannot be used, .* Reason: libnvrtc.so.none: cannot open"):
+        assert native_cuda.load_cuda("a test", source, gpu) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native_cuda.load_cuda("a test", source + "\n", gpu) is None
+
+
+def _cuda_resources(source, arch, folder):
+    """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
+    try:
+        log = native_cuda.compile_cuda(source, arch, ["--ptxas-options=-v"])[1]
+    except OSError:
+        if not shutil.which("nvcc"):
+            pytest.skip("neither NVRTC nor nvcc is installed")
+        Path(folder, "kernels.cu").write_text(source)
+        options = ["-Xptxas", "-v", "-Werror", "all-warnings", "-diag-suppress", "177"]  # 177: unused functions
+        command = ["nvcc", "-cubin", f"-arch={arch}", *options, "-o", "kernels.cubin", "kernels.cu"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        log = done.stderr
+    pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
+    found = {name: tuple(map(int, (used, stack, spilled))) for name, stack, spilled, used in re.findall(pattern, log, re.DOTALL)}
+    assert found.keys() == native_cuda.signatures(source).keys()
+    return found
+
+
+@pytest.mark.parametrize("dtype, arch", [*((torch.int32, arch) for arch in ("sm_80", "sm_90", "sm_100")), (torch.int64, "sm_90")])
+def test_cuda_sampler_kernels_stay_in_registers(dtype, arch, tmp_path):
+    found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
+    like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)]
+    source, _ = sampler_cuda.aggregate_source(dtype, sampler._LAW, 25, like[arch == "sm_80"], like[dtype == torch.int64])
+    found |= _cuda_resources(source, arch, tmp_path)
+    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
