@@ -148,8 +148,7 @@ def check_state(state):
             compare(weights, build_network(SimpleNamespace(**flags), graph).state_dict())
     if best["model"] is not None:
         compare(tensors(best["model"]), weights)
-    for moments in state["optimizer"].values():
-        tensors(moments)
+    list(map(tensors, state["optimizer"].values()))
 
 
 def check_flags(saved):
@@ -252,9 +251,8 @@ def common_state(ranks, args):
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
     if max(progress) < 0:
         return None, None
-    path = path or args.checkpoint or args.resume
+    path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
     if ranks.world > 1:
-        source = progress.index(max(progress))
         data = Path(path).read_bytes() if ranks.rank == source else None
         state = read_checkpoint(path, ranks.broadcast(data, source))
     adopt(args, state, path)
@@ -264,21 +262,21 @@ def common_state(ranks, args):
 def check_graph(state, path, args, store):
     """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
     graph of the same widths will do, and one in which some classes do not occur."""
-    saved = state["graph"]
     for name in WIDTHS[args.task]:
-        there, was = store.meta[name], saved[name]
+        there, was = store.meta[name], state["graph"][name]
         if there != was and (args.trains or name != "num_classes" or there > was):
             raise StoreError(f"checkpoint {path} was trained on a graph with {name} {was}, {store.path} has {there}")
     if not args.trains:
         return
     files = {name: record.get("sha256") for name, record in store.meta["files"].items()}
-    if changed := [name for name, was in saved["files"].items() if was and files.get(name) not in (None, was)]:
+    was = state["graph"]["files"]
+    if changed := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
         raise StoreError(f"checkpoint {path} was made with other data: {', '.join(changed)} in {store.path} is not the "
                          "same; give the graph it was trained on, or another --checkpoint to start anew")  # fmt: skip
     if state["total_batch"] != args.total_batch:
         batch = state["total_batch"] * args.batch_size // args.total_batch
-        raise StoreError(f"checkpoint {path} was made with --batch-size x --accumulate x processes = {state['total_batch']}, "
-                         f"this run has {args.total_batch}; give --batch-size {batch}")  # fmt: skip
+        raise StoreError(f"checkpoint {path} was made with --batch-size x --accumulate x processes = "
+                         f"{state['total_batch']}, this run has {args.total_batch}; give --batch-size {batch}")  # fmt: skip
     if state["step"] > args.steps:
         raise StoreError(f"checkpoint {path} is damaged: it has done {state['step']} of {args.steps} steps of an epoch")
 
