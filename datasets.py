@@ -13,7 +13,7 @@
 `prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, arrays.py,
-synthetic.py, molecules.py, tables.py and downloads.py.
+synthetic.py, molecules.py, graph_tables.py and downloads.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import graph_tables
 from arrays import FEATURES, LABELS, PARTS, Arrays, Npz
 from csc import without_reverse
 from disk import VERSION, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
@@ -40,7 +41,6 @@ from downloads import OGB, PLANETOID, build_ogb, build_planetoid
 from molecules import build_crystals, build_molecules
 from store import BACKENDS, GraphStore, build_store, check_labels, command
 from synthetic import SYNTHETIC, build_synthetic
-from tables import spool_csv, table
 
 NPZ = dict(  # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
     row_normalize=int,  # 1: divide each row of a CSR matrix by its sum, 0: leave it; by default counts are divided
@@ -193,10 +193,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     are not understood are named, and refused where they seem to say something of edges, splits, features or labels.
 
     Args:
-        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a .csv or .csv.gz
-            file, an edge a line: source, destination.
+        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges in
+            a file (see `graph_tables.edges`), csv for short.
         path: directory of the store.
-        features: [V, F] instead of the graph's; for csv the file of a table with a line for each node.
+        features: [V, F] instead of the graph's; for csv the file of a table (see `graph_tables.features`).
         labels: [V] instead of the graph's; for csv such a file.
         split: dict of node ids or masks instead of the graph's, for csv of files of ids; or the number, from 0, of
             one of the graph's splits.
@@ -232,12 +232,13 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             arrays = Arrays(kind, Npz(kind), given.get("ignore", ()))
             if own:
                 raise arrays.error(f"it holds features, labels and split itself: {min(own)} beside it has no effect")
-        elif not os.path.isfile(kind):
-            raise StoreError(f"{kind} is no source: there is no such file; give an .npz or .csv(.gz) file")
+        elif not re.search(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", kind, re.IGNORECASE):
+            raise StoreError(f"{kind} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, "
+                             ".bz2 or .xz; .parquet), a DGLGraph or a PyG Data")
         elif given:
             raise StoreError(f"{kind}: {min(given)} has no effect on tables: leave it out")
         else:
-            return _build_csv(path, kind, own, seed, options)
+            return _build_tables(path, kind, own, seed, options)
         return _build_arrays(path, arrays, given, seed, **options)
 
 
@@ -267,12 +268,12 @@ def _draws(arrays) -> bool:
     return not (arrays.part("train") and (arrays.part("valid") if many else arrays.find(*FEATURES)))
 
 
-def _build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
+def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progress=False, **options) -> Path:
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
         given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for.
-        options: of `build_store`.
+        more: dict, what meta.json keeps of the source beside that. options: of `build_store`.
     """
     drawn, many = _draws(arrays), arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
@@ -283,7 +284,7 @@ def _build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, 
     if idle:
         raise arrays.error(f"{min(idle)} has no effect: it holds {'many small graphs' if many else 'one graph'}")
     seed = seed or 0
-    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {})}
+    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {}), **(more or {})}
     if many:
         build = build_molecules if many == "node_offsets" else build_crystals
         return build(path, arrays, given, seed, source, progress=progress)
@@ -334,19 +335,23 @@ def _split_per_class(labels, random) -> dict:
     return dict(train=np.concatenate(train), valid=np.concatenate(valid), test=np.sort(np.concatenate(test)))
 
 
-def _build_csv(path, file, own, seed, options) -> Path:
+def _build_tables(path, file, own, seed, options) -> Path:
     """Build a store of a table of edges; `own` names the files of the other tables."""
     if not {"features", "labels"} <= own.keys():
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
     try:
         with scratch_folder(path) as folder:
-            edges, rows, labels = (spool_csv(folder / name, table, dtype) for name, table, dtype in (
-                ("edges", file, np.int64), ("features", own["features"], np.float32), ("labels", own["labels"], np.int64)))
-            if edges.shape[1] != 2:
-                raise StoreError(f"{file} has {edges.shape[1]} columns: two are needed, source and destination")
-            split = {name: np.concatenate(list(table(ids, np.int64)))[:, 0] for name, ids in own.items() if "_idx" in name}
-            arrays = Arrays(file, dict(edge_index=edges.T, features=rows, labels=labels, **split))
-            return _build_arrays(path, arrays, {}, seed, **options)
+            rows, nodes = graph_tables.features(own["features"], folder / "features")
+            labels, classes = graph_tables.labels(own["labels"], nodes)
+            edge_index, _ = graph_tables.edges(file, folder / "edges", nodes)
+            split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
+            if nodes.names is not None:
+                nodes.save(folder / "nodes.txt")
+            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split))
+            _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
+            if nodes.names is not None:
+                os.replace(folder / "nodes.txt", path / "nodes.txt")
+            return path
     except OSError as error:
         raise StoreError(f"cannot build {path} from {file}: {error}") from error
 

@@ -9,7 +9,6 @@ This file needs store.py and tables.py.
 from __future__ import annotations
 
 import collections
-import gzip
 import http.client
 import os
 import pickle
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from csc import Rows
 from disk import SPLITS, StoreError, sync
 from store import build_store
-from tables import csv_chunks, npy_chunks, spool
+from tables import Table, spool
 
 PLANETOID_URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
 PLANETOID = ("cora", "citeseer", "pubmed")
@@ -201,18 +200,28 @@ def build_ogb(path, name, root, *, backend="mmap", progress=False) -> Path:
                 return outer.open(members[name])
 
             def table(name, dtype=np.int64):
-                return csv_chunks(gzip.open(member(f"{name}.csv.gz")), dtype)
+                try:
+                    found = Table(member(f"{name}.csv.gz"), f"{file}: {name}.csv.gz")
+                    kind, columns = "whole" if dtype == np.int64 else "real", range(found.width)
+                    for _, whole, real, _ in found.chunks(**{kind: columns}, missing=True):
+                        yield whole if dtype == np.int64 else real.astype(dtype)
+                except StoreError as error:
+                    raise StoreError(f"{error}; remove the archive to have it downloaded again") from error
 
             def column(name, dtype=np.int64):
-                return np.concatenate([np.empty((0, 1), dtype), *table(name, dtype)])[:, 0]
+                return np.concatenate([*table(name, dtype)])[:, 0]
 
             if "raw/data.npz" in members:
-                edge_index = spool(Path(folder) / "edges", *npy_chunks(member("raw/data.npz"), "edge_index"))
-                features = Rows(*npy_chunks(member("raw/data.npz"), "node_feat"))
-                labels = np.concatenate(list(npy_chunks(member("raw/node-label.npz"), "node_label")[2])).reshape(-1)
+                shape, dtype, chunks = _npy_chunks(member("raw/data.npz"), "edge_index")
+                edge_index = spool(Path(folder) / "edges", chunks, dtype, shape[1])
+                features = Rows(*_npy_chunks(member("raw/data.npz"), "node_feat"))
+                labels = np.concatenate(list(_npy_chunks(member("raw/node-label.npz"), "node_label")[2])).reshape(-1)
             else:
                 nodes, edges = (int(column(f"raw/num-{what}-list").sum()) for what in ("node", "edge"))
-                edge_index = spool(Path(folder) / "edges", (edges, 2), np.int64, table("raw/edge")).T
+                edge_index = spool(Path(folder) / "edges", table("raw/edge"), np.int64, 2).T
+                if edge_index.shape != (2, edges):
+                    raise StoreError(f"{file} has {edge_index.shape[1]} edges, and {edges} in its list of them; remove "
+                                     "it to have it downloaded again")
                 width = next(table("raw/node-feat", np.float32)).shape[1]
                 features = Rows((nodes, width), np.float32, table("raw/node-feat", np.float32))
                 labels = column("raw/node-label", np.float64)
@@ -224,6 +233,35 @@ def build_ogb(path, name, root, *, backend="mmap", progress=False) -> Path:
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise StoreError(f"{file} cannot be used: {error}; if it is damaged, remove it to have it downloaded "
                          "again") from error
+
+
+def _npy_chunks(file, name):
+    """(shape, dtype, chunks of rows) of an array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
+    data = zipfile.ZipFile(file).open(f"{name}.npy")
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, fortran_order, dtype = read_header[np.lib.format.read_magic(data)](data)
+    if fortran_order or len(shape) != 2:
+        raise StoreError(f"array {name} in {file.name} is {list(shape)}: two dimensions in C order are needed")
+    width = shape[1] if shape[1] <= 1 << 22 else 1
+
+    def chunks():
+        left, step = shape[0] * shape[1], (1 << 22) // width * width
+        while left:
+            count = min(step, left)
+            raw = _read(data, count * dtype.itemsize)
+            if len(raw) < count * dtype.itemsize:
+                raise StoreError(f"array {name} in {file.name} ends early; remove the archive to download it again")
+            yield np.frombuffer(raw, dtype).reshape(-1, width)
+            left -= count
+
+    return shape, dtype, chunks()
+
+
+def _read(file, size) -> bytes:
+    try:
+        return file.read(size)
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise StoreError(f"{file.name} is damaged: {error}; remove its archive to have it downloaded again") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
