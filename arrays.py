@@ -146,10 +146,11 @@ class Arrays:
 
     def say(self, text):
         """Tell in a line what was decided."""
-        print(f"{self.source}: {text}")
+        print(f"{os.path.basename(self.source)}: {text}")
 
     def _do_without(self, name):
-        how = f"{os.path.basename(self.source)}:ignore={name}" if isinstance(self._values, Npz) else f"ignore=[{name!r}]"
+        file = isinstance(self._values, Npz)
+        how = f"{os.path.basename(self.source)}:ignore={name}" if file else f"ignore=[{name!r}]"
         return f"go on without it: {how}"
 
     def find(self, *names, needed=False):

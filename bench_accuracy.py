@@ -14,7 +14,7 @@ import torch
 
 import datasets
 import train
-from bench_tools import keep_figures, print_table
+from bench_tools import hardware, keep_figures, print_table
 from disk import StoreError
 from model import CONVS
 from store import GraphStore
@@ -59,7 +59,7 @@ def bench_accuracy(args):
 
     def keep(figure, name, model, how, published, seconds="-"):
         kept[f"{name}, {model}, {how}".removesuffix(", -")] = figure
-        keep_figures(args, {"accuracy": kept})
+        keep_figures(args, hardware(), {"accuracy": kept})
         rows.append([name, model, how, f"{figure['test']:.2f} +- {figure['std']:.2f}", published, seconds])
         print("  ".join(rows[-1]), flush=True)
 

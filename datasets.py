@@ -232,15 +232,13 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             arrays = Arrays(kind, Npz(kind), given.get("ignore", ()))
             if own:
                 raise arrays.error(f"it holds features, labels and split itself: {min(own)} beside it has no effect")
-        elif not os.path.isfile(kind):
-            raise StoreError(f"{kind} is no source: there is no such file; give an .npz file or a table of edges")
         elif not re.search(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", kind, re.IGNORECASE):
-            raise StoreError(f"{kind} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, .bz2 or "
-                             ".xz; .parquet), a DGLGraph or a PyG Data")
+            raise StoreError(f"{kind} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, "
+                             ".bz2 or .xz; .parquet), a DGLGraph or a PyG Data")
         elif given:
             raise StoreError(f"{kind}: {min(given)} has no effect on tables: leave it out")
         else:
-            return _build_csv(path, kind, own, seed, options)
+            return _build_tables(path, kind, own, seed, options)
         return _build_arrays(path, arrays, given, seed, **options)
 
 
@@ -270,13 +268,12 @@ def _draws(arrays) -> bool:
     return not (arrays.part("train") and (arrays.part("valid") if many else arrays.find(*FEATURES)))
 
 
-def _build_arrays(path, arrays, given, seed, *, classes=None, backend="mmap", progress=False, **options) -> Path:
+def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progress=False, **options) -> Path:
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
         given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for.
-        classes: names of the classes, kept in meta.json.
-        options: of `build_store`.
+        more: dict, what meta.json keeps of the source beside that. options: of `build_store`.
     """
     drawn, many = _draws(arrays), arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
@@ -287,8 +284,7 @@ def _build_arrays(path, arrays, given, seed, *, classes=None, backend="mmap", pr
     if idle:
         raise arrays.error(f"{min(idle)} has no effect: it holds {'many small graphs' if many else 'one graph'}")
     seed = seed or 0
-    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {}),
-              **({"classes": classes} if classes else {})}
+    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {}), **(more or {})}
     if many:
         build = build_molecules if many == "node_offsets" else build_crystals
         return build(path, arrays, given, seed, source, progress=progress)
@@ -339,7 +335,7 @@ def _split_per_class(labels, random) -> dict:
     return dict(train=np.concatenate(train), valid=np.concatenate(valid), test=np.sort(np.concatenate(test)))
 
 
-def _build_csv(path, file, own, seed, options) -> Path:
+def _build_tables(path, file, own, seed, options) -> Path:
     """Build a store of a table of edges; `own` names the files of the other tables."""
     if not {"features", "labels"} <= own.keys():
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
@@ -349,10 +345,10 @@ def _build_csv(path, file, own, seed, options) -> Path:
             labels, classes = graph_tables.labels(own["labels"], nodes)
             edge_index, _ = graph_tables.edges(file, folder / "edges", nodes)
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
-            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split))
             if nodes.names is not None:
                 nodes.save(folder / "nodes.txt")
-            _build_arrays(path, arrays, {}, seed, classes=classes, **options)
+            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split))
+            _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
             if nodes.names is not None:
                 os.replace(folder / "nodes.txt", path / "nodes.txt")
             return path

@@ -83,7 +83,7 @@ class CudaCopies:
             side.wait_stream(caller)
             for block in blocks:
                 block.record_stream(side)
-        with torch.cuda.stream(side):
+        with torch.cuda.device(self.device), torch.cuda.stream(side):  # a thread begins on GPU 0, whatever the rank
             yield
 
     def copy(self, tensor):

@@ -58,7 +58,8 @@ def build_molecules(path, arrays, given, seed, source, *, progress=False) -> Pat
         edge_index = ends[:, a:b][:, twice]
         edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
         atoms = x[nodes[first]:nodes[last]]
-        return block_diagonal(np.diff(nodes[first:last + 1]), 2 * counts, edge_index, atoms, e[a:b][twice], y[first:last])
+        sizes = np.diff(nodes[first:last + 1])
+        return block_diagonal(sizes, 2 * counts, edge_index, atoms, e[a:b][twice], y[first:last])
 
     return build_graphs(path, (batch(first) for first in range(0, len(y), 4096)), split=split, progress=progress,
                         source={**source, "edges": "both directions of each bond"})
@@ -86,7 +87,8 @@ def build_crystals(path, arrays, given, seed, source, *, progress=False) -> Path
     atoms = np.diff(offsets)
     if numbers.ndim != 1 or coords.shape != (len(numbers), 3) or lattice.shape != (len(atoms), 3, 3):
         raise arrays.error(f"Z is {list(numbers.shape)}, frac_coords {list(coords.shape)} and lattice "
-                           f"{list(lattice.shape)}: [N], [N, 3] and [{len(atoms)}, 3, 3] are needed, with N {offsets[-1]}")
+                           f"{list(lattice.shape)}: [{len(numbers)}], [{len(numbers)}, 3] and [{len(atoms)}, 3, 3] are "
+                           "needed")
     bad = np.flatnonzero((numbers < 0) | (numbers > 118))
     if len(bad):
         raise arrays.error(f"Z[{bad[0]}] is {numbers[bad[0]]}: atomic numbers lie in [0, 118]")
@@ -114,15 +116,15 @@ def _check_cells(arrays, lattice, atoms, radius):
         raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
     bad = np.flatnonzero(~(np.abs(lattice) < 1e6).all((1, 2)) | (np.abs(np.linalg.det(np.nan_to_num(lattice))) < 1e-9))
     if len(bad):
-        raise arrays.error(f"lattice[{bad[0]}] is {lattice[bad[0]].tolist()}: three finite vectors that span a cell are "
-                           "needed")
+        raise arrays.error(f"lattice[{bad[0]}] is {lattice[bad[0]].tolist()}: three finite vectors that span a cell "
+                           "are needed")
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     bad = np.flatnonzero(candidates > MOST_CANDIDATES)
     if len(bad):
         n, found = atoms[bad[0]], candidates[bad[0]]
-        raise arrays.error(f"cell {bad[0]} has {n} atoms, and within radius={radius:g} of it lie about {found / n:,.0f} "
-                           f"images of each, {found:,.0f} atoms in all: at most {MOST_CANDIDATES:,} are searched; choose "
-                           "a smaller radius")
+        raise arrays.error(f"cell {bad[0]} has {n} atoms, and within radius={radius:g} of it lie about "
+                           f"{found / n:,.0f} images of each, {found:,.0f} atoms in all: at most {MOST_CANDIDATES:,} "
+                           "are searched; choose a smaller radius")
 
 
 def _heights(lattice) -> np.ndarray:
@@ -177,8 +179,8 @@ def _targets(arrays, name, count, atoms=1) -> np.ndarray:
     """float32 [G, T], divided by the number of atoms."""
     values = arrays[name]
     if values.ndim not in (1, 2) or len(values) != count:
-        raise arrays.error(f"{name} is {list(values.shape)}, and there are {count} graphs: [{count}] or [{count}, T] is "
-                           "needed")
+        raise arrays.error(f"{name} is {list(values.shape)}, and there are {count} graphs: [{count}] or [{count}, T] "
+                           "is needed")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused
         values = (values.reshape(count, -1).T / atoms).T.astype(np.float32)
     check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))
