@@ -419,8 +419,8 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
             values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
             low, high = (int(node) for node in indices[a:b].aminmax())
             if low < 0 or high >= degree.numel():
-                bad = low if low < 0 else high
-                raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {degree.numel() - 1}")
+                bad, last = low if low < 0 else high, degree.numel() - 1
+                raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {last}")
             total.index_add_(0, indices[a:b], values)
         held = 1 - (1 - seed) * total.exp()
     return held

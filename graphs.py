@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, check_ids, check_split,
-                  complete_or_not_there, dump_meta, info_lines, integers, map_npy, read_meta, split_files, within, write_npy)
+                  complete_or_not_there, dump_meta, info_lines, integers, map_npy, read_meta, split_files, within,
+                  write_npy)
 from features import Batch, CudaCopies, prefetch
 from lmdb_file import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
 

@@ -527,7 +527,7 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
             edges, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
             _check_nodes(edges, V)
             if int(offsets[-1]) != edges.numel() or bool((offsets.diff() < 0).any()):
-                raise IndexError(f"the graph is damaged: a list of nodes {a} to {b - 1} in indptr leaves it or runs backwards")
+                raise IndexError(f"the graph is damaged: a list of nodes {a} to {b - 1} in indptr leaves it or falls")
             on = device if near is not None or edges.numel() <= chunk_edges else torch.device("cpu")
             source, edges, rows = _sources(message if on != device else near, message, edges, a, b)
             offsets = offsets.to(on, edges.dtype)
