@@ -10,6 +10,7 @@
     python bench.py inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python bench.py accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python bench.py gpu                          # on a CUDA GPU: everything that is worth knowing, in 15 minutes
+    python bench.py attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python bench.py picture results/*.json       # throughput beside DGL's, drawn from what the others wrote
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
@@ -30,6 +31,7 @@ from pathlib import Path
 import torch
 
 from bench_accuracy import bench_accuracy
+from bench_attack import bench_attack
 from bench_gpu import bench_gpu, gpu_machine
 from bench_sampler import bench_sampler
 from bench_store import bench_store
@@ -102,7 +104,7 @@ def main(argv=None):
     """Run the command line -> exit code."""
     runs = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling,
             "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
-            "gpu": bench_gpu, "picture": bench_picture}  # fmt: skip
+            "gpu": bench_gpu, "attack": bench_attack, "picture": bench_picture}  # fmt: skip
     numbers = lambda text: [int(k) for k in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -131,7 +133,8 @@ def main(argv=None):
     add("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin,labels")
     add("--runs", type=int, default=10, help="accuracy: seeds, at least 2")
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; files go to gpu-quick under --root")
-    add("--minutes", type=float, default=15, help="gpu: time for all parts")
+    add("--minutes", type=float, default=15, help="gpu, attack: time for all parts")
+    add("--seed", type=int, default=0, help="attack: of the cases")
     add("--parts", metavar="A,B", help="gpu: only these, of those that bench_gpu.py lists")
     add("--out", metavar="DIR", help="gpu: folder of gpu-*.json (default: results)")
     add("--png", default="results/throughput.png", metavar="FILE", help="picture: where it goes")
@@ -160,7 +163,7 @@ def main(argv=None):
     except (StoreError, ImportError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    return 1 if args.what == "gpu" and figures["failed"] else 0
+    return 1 if figures.get("failed") else 0
 
 
 if __name__ == "__main__":

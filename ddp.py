@@ -240,7 +240,7 @@ def _run(worker, ranks, store, args):
         dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            time.sleep(1)  # a peer failed first: let it speak first
+            time.sleep(3)  # a peer failed first: let it speak, and the parent, in 2 s, end this process in silence
         traceback.print_exc()
         code = 1  # and leave the group without a handshake that the peers may not answer
     # Gloo's threads may still hold tensors, and abort when they let go of them in an interpreter that is being taken

@@ -301,11 +301,12 @@ def read_meta(path, form=None, describe=None) -> dict:
     if form and meta["format"] != form:
         raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
     if meta.get("format_version") != VERSION:
-        raise StoreError(f"{path}: store format {meta.get('format_version')!r}; this code reads {VERSION}; rebuild it")
+        raise StoreError(f"{path}: store format {meta.get('format_version')!r:.200}; this code reads {VERSION}; "
+                         "rebuild it")
 
     def need(name, test):
         if name not in meta or not test(meta[name]):
-            raise StoreError(f"{path}: meta.json has {name} = {meta.get(name)!r}, which is no sane value; "
+            raise StoreError(f"{path}: meta.json has {name} = {meta.get(name)!r:.200}, which is no sane value; "
                              "rebuild the store")
         return meta[name]
 
@@ -314,8 +315,8 @@ def read_meta(path, form=None, describe=None) -> dict:
     for name in expected.keys() | files.keys() if describe else ():
         record = files.get(name, {})
         if not _fits(name, record, *expected.get(name, (None, None))):
-            raise StoreError(f"{path}: meta.json describes {name} as {record}, which does not fit the graph; "
-                             "rebuild the store")
+            raise StoreError(f"{path}: meta.json describes {name!r:.200} as {record!r:.200}, which does not fit the "
+                             "graph; rebuild the store")
     if data != dump_meta(meta):
         raise StoreError(f"{path}: meta.json was altered: its checksum does not fit; rebuild the store")
     return meta
@@ -430,6 +431,18 @@ def gather_target(features, ids, out, name="out") -> Tensor:
         what = f"{list(out.shape)} {out.dtype}" if hasattr(out, "dtype") else type(out).__name__
         raise StoreError(f"{name} is {what}: a tensor {list(shape)} {features.dtype} is needed")
     return out
+
+
+def check_ids(path, split, count, what="node"):
+    """Raise StoreError unless the ids in each part of a split, a tensor, lie in [0, count) and differ."""
+    for name, ids in split.items():
+        low, high = (int(n) for n in torch.aminmax(ids)) if len(ids) else (0, -1)
+        if low < 0 or high >= count:
+            bad = low if low < 0 else high
+            raise StoreError(f"{path}: {name}.npy holds {what} {bad}, and {what} ids lie in [0, {count}): it is "
+                             "damaged; rebuild the store")
+        if not (ids.diff() > 0).all() and len(ids.unique()) < len(ids):
+            raise StoreError(f"{path}: {name}.npy holds a {what} more than once: it is damaged; rebuild the store")
 
 
 def info_lines(lines, graph) -> str:

@@ -395,10 +395,15 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
         fanouts: L numbers from the seeds outward, -1 for all neighbours.
         batch_size: seeds of a batch.
 
+    Raises:
+        IndexError: where the graph is damaged: a list or an edge leaves it.
+
     Returns:
         float32 [V], probabilities. Without training nodes to go by, the degree indptr.diff() orders nearly as well.
     """
     degree, num_edges = indptr.diff(), indices.numel()
+    if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
+        raise IndexError("the graph is damaged: a list in indptr leaves indices or runs backwards")
     seed = torch.zeros(degree.numel(), device=indptr.device)
     seed[train_nodes.to(indptr.device)] = min(1.0, batch_size / max(1, train_nodes.numel()))
     held, picked = seed, torch.zeros_like(seed)  # a node is in the batch; a node has picked a given neighbour of its
@@ -412,6 +417,10 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
             first, last = torch.searchsorted(indptr, bounds).tolist()
             counts = indptr[first - 1 : last + 1].clamp(a, b).diff()
             values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
+            low, high = (int(node) for node in indices[a:b].aminmax())
+            if low < 0 or high >= degree.numel():
+                bad, last = low if low < 0 else high, degree.numel() - 1
+                raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {last}")
             total.index_add_(0, indices[a:b], values)
         held = 1 - (1 - seed) * total.exp()
     return held

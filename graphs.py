@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, check_split, complete_or_not_there, dump_meta,
-                  info_lines, integers, map_npy, read_meta, split_files, within, write_npy)
+from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, check_ids, check_split,
+                  complete_or_not_there, dump_meta, info_lines, integers, map_npy, read_meta, split_files, within,
+                  write_npy)
 from features import Batch, CudaCopies, prefetch
 from lmdb_file import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
 
@@ -186,10 +187,14 @@ class GraphDataset:
         return cls(path, meta)
 
     def __len__(self):
-        return self.file.read(lambda txn: txn.stat()["entries"])
+        return self.file.read(self.file.count)
 
     def __reduce__(self):
         return GraphDataset.open, (self.path,)
+
+    def check_split(self):
+        """Raise StoreError unless the split holds graphs alone: what training starts from."""
+        check_ids(self.path, self.split, len(self), "graph")
 
     def append(self, batch):
         """Add the graphs of a batch behind the last one: all of them or none, after a crash as well.
@@ -215,7 +220,7 @@ class GraphDataset:
 
         Raises:
             IndexError: for a number that is no graph.
-            StoreError: for a graph whose bytes differ from their checksum.
+            StoreError: for a graph that is missing, whose bytes differ from their checksum or make no graph.
         """
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and min(ids) < 0:
@@ -224,7 +229,10 @@ class GraphDataset:
         def read(txn):
             values = [txn.get(key(i)) for i in ids]
             if None in values:
-                raise IndexError(f"graph {ids[values.index(None)]} is out of range: there are {txn.stat()['entries']}")
+                missing, count = ids[values.index(None)], self.file.count(txn)
+                if missing < count:
+                    raise StoreError(f"{self.file.path}: graph {missing} is missing; rebuild it")
+                raise IndexError(f"graph {missing} is out of range: there are {count}")
             return self._joined(ids, values)
 
         return self.file.read(read)
@@ -296,9 +304,13 @@ class GraphDataset:
         def tensor(data, dtype, rows, width):
             return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(int(rows), width)
 
-        indptr, indices = (np.frombuffer(data, "<i4") for data in (indptr, indices))
+        indptr, local = (np.frombuffer(data, "<i4") for data in (indptr, indices))
         indptr = np.concatenate([[0], indptr + np.repeat(np.cumsum(edges) - edges, nodes)]).astype(np.int32)
-        indices = (indices + np.repeat(np.cumsum(nodes) - nodes, edges)).astype(np.int32)
+        whole = np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges)) and (np.diff(indptr) >= 0).all()
+        if not (whole and nodes.all() and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
+            raise StoreError(f"{self.file.path}: among {len(ids)} graphs from {ids[0]} on, one has lists or edges that "
+                             "leave it; rebuild it")
+        indices = (local + np.repeat(np.cumsum(nodes) - nodes, edges)).astype(np.int32)
         graph_ids = torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes))
         return GraphBatch(torch.from_numpy(indptr), torch.from_numpy(indices), graph_ids,
                           tensor(x, self.node_dtype, nodes.sum(), self.node_dim),

@@ -104,11 +104,19 @@ class LmdbFile:
                 full = full or shutil.disk_usage(self.path.parent).free < 4 * ROW_BYTES
                 raise OSError(errno.ENOSPC if full else errno.EIO, f"{self.path}: {error}") from error
 
+    def count(self, txn):
+        """How many values there are, as LMDB has counted them and as the last key says."""
+        cursor, entries = txn.cursor(), txn.stat()["entries"]
+        if (bytes(cursor.key()) if cursor.last() else None) != (key(entries - 1) if 0 < entries < 1 << 63 else None):
+            raise StoreError(f"{self.path} counts {entries} values, and the last is not of that number: it is damaged; "
+                             "rebuild the store")
+        return entries
+
     def append(self, values):
         """Add values behind the last key, all of them or none."""
 
         def change(txn):
-            for number, value in enumerate(values, txn.stat()["entries"]):
+            for number, value in enumerate(values, self.count(txn)):
                 txn.put(key(number), value, append=True)
 
         self.write(change)

@@ -154,11 +154,24 @@ class Conv(nn.Module):
 
 
 def graph_degrees(indptr, indices, step=1 << 24):
-    """Out- and in-degree of every node -> float32 [V, 2], in host memory; reads `step` edges at a time."""
+    """Out- and in-degree of every node -> float32 [V, 2], in host memory; reads `step` edges at a time.
+
+    Raises:
+        IndexError: where indices holds what is no node.
+    """
     out = torch.zeros(indptr.numel() - 1, dtype=torch.int64, device=indices.device)
     for part in indices.split(step):
+        _check_nodes(part, out.numel())
         out += torch.bincount(part, minlength=out.numel())
     return torch.stack([out.cpu(), indptr.diff().cpu()], 1).float()
+
+
+def _check_nodes(ids, V):
+    """Raise IndexError unless ids [E], read from a graph that nobody has checked, are nodes."""
+    low, high = (int(node) for node in ids.aminmax()) if ids.numel() else (0, -1)
+    if low < 0 or high >= V:
+        bad = low if low < 0 else high
+        raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {V - 1}")
 
 
 def block_degrees(block):
@@ -484,6 +497,10 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
     Returns:
         Logits float32 [V, C] in host memory; the same memory in all processes. With `layers` what the last of these gives,
         behind its norm and ReLU: [V, hidden].
+
+    Raises:
+        IndexError: where the graph is damaged: a list or an edge leaves it.
+        OSError: where there is no room for the tables.
     """
     training, device, V = model.training, next(model.parameters()).device, indptr.numel() - 1
     model.eval()
@@ -507,10 +524,13 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
                 total(0)  # all messages are there
         out, near = table(layer.out_dim), _near(message, device)
         for a, b in _cut(indptr, first, last, chunk, chunk_edges):
-            edges = indices[int(indptr[a]) : int(indptr[b])]
+            edges, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
+            _check_nodes(edges, V)
+            if int(offsets[-1]) != edges.numel() or bool((offsets.diff() < 0).any()):
+                raise IndexError(f"the graph is damaged: a list of nodes {a} to {b - 1} in indptr leaves it or falls")
             on = device if near is not None or edges.numel() <= chunk_edges else torch.device("cpu")
             source, edges, rows = _sources(message if on != device else near, message, edges, a, b)
-            offsets = (indptr[a : b + 1] - indptr[a]).to(on, edges.dtype)
+            offsets = offsets.to(on, edges.dtype)
             degree = degrees[a:b].to(on) if layer.uses_degree else None
             here = layer if on == device else copy.deepcopy(layer).to(on)
             h_dst = _rows(h, a, b, on)

@@ -100,6 +100,10 @@ class Block(NamedTuple):
         return torch.stack([self.indices.long(), dst]), self.edge_ids, (self.num_src, self.num_dst)
 
 
+class DamagedGraph(IndexError):
+    """A list in `indptr` or a node in `indices` lies outside of the graph, which nobody had checked."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The sampler checks its arguments; a backend does the work. A backend is made from a _Task and has one method,
 #
@@ -150,7 +154,7 @@ class NeighborSampler:
         edge_ids: also return where each edge stands in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (plain operations, any device), "dgl"
             (DGL's operators and random numbers), or "auto": native where it can be had, else torch.
-        check: validate the graph once, here (one pass over indices).
+        check: validate the graph once, here (one pass over indices); otherwise `sample` meets what is wrong with it.
         threads: of one `sample` call of the native backend; default torch.get_num_threads().
 
     `sample` may be called from several threads at once.
@@ -195,16 +199,21 @@ class NeighborSampler:
 
         Raises:
             TypeError, IndexError, ValueError: seeds of another type, out of range, or repeated.
+            DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
         _check_seeds(seeds)
         if self.backend == "native" and self.indices.is_cuda:  # looks at the ids and computes the keys on the GPU
-            blocks = self._backend.sample(seeds, step, relabel_outer)
+            work = (seeds, step, relabel_outer)
         else:
             _check_range(seeds, self.num_nodes)
-            seeds = seeds.to(self.indices.device, self.indices.dtype).contiguous()
-            last = len(self.fanouts) - 1
+            seeds, last = seeds.to(self.indices.device, self.indices.dtype).contiguous(), len(self.fanouts) - 1
             hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
-            blocks = self._backend.sample(seeds, hops)
+            work = (seeds, hops)
+        try:
+            blocks = self._backend.sample(*work)
+        except IndexError as error:  # not of the seeds: it was read from the graph
+            said = "the graph is damaged: a list in indptr or a node in indices lies outside of it"
+            raise DamagedGraph(said) from error
         if blocks is None:
             _check_range(seeds, self.num_nodes)
             values, counts = seeds.unique(return_counts=True)
@@ -446,6 +455,8 @@ class _Torch:
         for hop in hops:
             indptr, edges = self._pick(src.long(), hop.k, hop.key)
             local = task.indices.index_select(0, edges)
+            if not local.is_cuda and _outside(local, self.num_nodes) is not None:
+                raise IndexError("a node in indices")
             if hop.relabel:
                 src, local = self._relabel(table, src, local.long())
             blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None))
@@ -455,7 +466,10 @@ class _Torch:
     def _pick(self, v, k, key):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
         start = self.task.indptr.index_select(0, v)
-        degree = self.task.indptr.index_select(0, v + 1) - start
+        end = self.task.indptr.index_select(0, v + 1)
+        degree = end - start
+        if not v.is_cuda and bool(((start < 0) | (degree < 0) | (end > self.task.indices.numel())).any()):
+            raise IndexError("a list in indptr")  # on a GPU every look is a wait, and damage an assertion there
         if self.task.rule in ("labor", "weighted"):  # every edge of every list is looked at
             indptr, edges = _prefix_sum(degree), _expand(start, degree)
             row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree, output_size=edges.numel())

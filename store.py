@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 
 from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_sources
-from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_split,
-                  complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
+from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
+                  check_split, complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
                   readable_size, split_files, storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
 
@@ -292,6 +292,17 @@ class GraphStore:
 
     def __reduce__(self):
         return GraphStore.open, (self.path,)
+
+    def check_split(self):
+        """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
+        check_ids(self.path, self.split, self.num_nodes)
+        for name, ids in self.split.items():
+            labels = self.labels[ids]
+            bad = ((labels < 0) | (labels >= self.num_classes)).nonzero()
+            if len(bad):
+                node, label = int(ids[bad[0]]), int(labels[bad[0]])
+                raise StoreError(f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
+                                 f"[0, {self.num_classes}): labels.npy or {name}.npy is damaged; rebuild the store")
 
     def _map(self, name) -> Tensor:
         return map_npy(self.path, name, self.meta["files"][name])

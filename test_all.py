@@ -31,6 +31,7 @@ import shlex
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ import tracemalloc
 import types
 import warnings
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -630,7 +632,7 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, backend):
                 options["weights"] = torch.ones(indices.numel())
             (indices if what == "indices" else indptr)[3::7] = damage if what == "indices" else damage * 1000
             s = NeighborSampler(indptr, indices, [20, 20, 20], backend=backend, **options)
-            with pytest.raises((IndexError, RuntimeError), match="damaged|out of|index|nonneg|negative|repeats"):
+            with pytest.raises(sampler.DamagedGraph, match="the graph is damaged"):
                 s.sample(torch.arange(50), 0)
 
 
@@ -3886,6 +3888,7 @@ def _reads_as_nobody(path, ids, stop, results):
     """Gather as a user who may not write until told to stop -> how many gathers were torn, how many states were seen."""
     os.setgid(65534)
     os.setuid(65534)
+    torch.set_num_threads(1)  # of the others a fork has none
     features, torn, seen = GraphStore.open(path).features, 0, set()
     while not stop.is_set():
         read = features.gather(ids)
@@ -4197,6 +4200,49 @@ def _reads_damaged_stores(folder):
 @_beside(lambda folder: _fork(folder / "out", _reads_damaged_stores, folder))
 def test_store_damage_is_named_and_never_crashes(beside):
     assert "cases" in _end(beside[0])
+
+
+def test_store_what_training_starts_from_is_checked_once(tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph()))
+    graph.check_split()
+    again = graph.split["train"][1]
+    for number, message in ((200, "train.npy holds node 200"), (-1, "holds node -1"), (again, "more than once")):
+        graph.split["train"] = graph.split["train"].clone()
+        graph.split["train"][0] = number
+        with pytest.raises(StoreError, match=message):
+            graph.check_split()
+    for label in (-1, -100, 4, 1 << 40):
+        graph = GraphStore.open(tmp_path / "g")
+        graph.labels = graph.labels.clone()
+        graph.labels[graph.split["test"][3]] = label
+        with pytest.raises(StoreError, match=f"of split 'test' has label {label}, and labels lie in .0, 4"):
+            graph.check_split()
+    many = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(10)], split={"train": [1, 2]}))
+    many.check_split()
+    many.split["train"] = torch.tensor([1, 10])
+    with pytest.raises(StoreError, match="train.npy holds graph 10"):
+        many.check_split()
+
+
+def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
+    path = build_graphs(tmp_path / "many", [_graphs(10)])
+    many = GraphDataset.open(path)
+    good = many.file.read(lambda txn: [bytes(txn.get(lmdb_file.key(i))) for i in range(10)])
+    number = next(i for i, value in enumerate(good) if np.frombuffer(value[8:12], "<u4")[0] > 1)  # it has edges
+    nodes, edges = np.frombuffer(good[number], "<u4", 2, 4).tolist()
+    for at, value in ((16 + 4, edges + 1), (16 + 4, -1), (16 + 4 * nodes, edges - 1), (16 + 4 * (nodes + 1), nodes),
+                      (16 + 4 * (nodes + 1), -1)):  # fmt: skip
+        body = bytearray(good[number])
+        struct.pack_into("<i", body, at, value)
+        struct.pack_into("<I", body, 12, zlib.crc32(body[16:]))
+        many.file.write(lambda txn: txn.put(lmdb_file.key(number), bytes(body)))
+        with pytest.raises(StoreError, match="has lists or edges that leave it"):
+            many.batch(range(10))
+        assert "has lists or edges that leave it" in verify_graphs(path)[0]
+    many.file.write(lambda txn: txn.delete(lmdb_file.key(4)))  # nine values, the last of which is number 9
+    for work in (lambda: len(many), lambda: many.append(_graphs(1)), lambda: many.batch([4])):
+        with pytest.raises(StoreError, match="counts 9 values, and the last is not of that number"):
+            work()
 
 
 def test_store_graphs_meta_that_makes_no_sense(tmp_path):
@@ -4636,6 +4682,33 @@ def _train(*words, code=0, cwd="."):
     """Run train.py's main in a fork to its end, demand the exit code -> its output."""
     with tempfile.NamedTemporaryFile() as file:
         return _end(_start_fork(file.name, *words, cwd=cwd), code)
+
+
+@pytest.mark.parametrize(
+    "file, words, message",
+    [
+        ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),  # the last edge; by exact inference
+        ("indices", "--model gcn", "holds 1000, and its nodes are 0 to 199"),  # when degrees are counted
+        ("indices", "--model sage --cache 1000", "holds 1000"),
+        ("indices", "--model sage --fanout -1,-1", "a node in indices lies outside of it"),  # met while sampling
+        ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),  # by one of two ranks
+        ("indptr", "--model sage", "in indptr"),
+        ("train", "--model sage", "train.npy holds node 1000"),
+        ("labels", "--model sage", "has label 1000, and labels lie in [0, 4)"),
+    ],
+)
+def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path):
+    path = build_store(tmp_path / "g", **_graph())
+    with open(path / f"{file}.npy", "r+b") as data:
+        if file == "labels":
+            data.seek(128 + 8 * int(GraphStore.open(path).split["valid"][0]))
+        else:
+            data.seek(-8 if file != "indices" else -4, os.SEEK_END)
+            data.seek(-8 if file == "indptr" else 0, os.SEEK_CUR)  # its end is looked at when the store is opened
+        data.write((1000).to_bytes(4 if file == "indices" else 8, "little"))
+    sizes = ["--fanout", "1,1", "--epochs", 1, "--hidden", 8, "--batch-size", 50]
+    output = _train("--dataset", path, *sizes, *words.split(), code=2)
+    assert output.count("train.py: ") == 1 and message in output and "Traceback" not in output, output
 
 
 @pytest.fixture(scope="module")

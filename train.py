@@ -29,7 +29,7 @@ import math
 import os
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ from graphs import GraphDataset, GraphReader, Regressor, scores_line
 from model import GNN, gather_rows, graph_degrees, inference, self_and_mean
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
-from sampler import NeighborSampler, mix
+from sampler import DamagedGraph, NeighborSampler, mix
 from store import GraphStore
 
 
@@ -180,8 +180,9 @@ def exact_logits(ranks, args, store, model, layers=None):
     features = getattr(store.features, "tensor", store.features)
     total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
     try:
-        return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, world=ranks.local_world,
-                         total=total, layers=layers)  # fmt: skip
+        with reading_all_edges():
+            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank,
+                             world=ranks.local_world, total=total, layers=layers)  # fmt: skip
     except OSError as error:
         raise StoreError(f"no exact inference: {error}") from error
 
@@ -200,13 +201,24 @@ def accuracies(store, predicted):
     return {name: right[nodes].double().mean().item() if nodes.numel() else None for name, nodes in store.split.items()}
 
 
+@contextmanager
+def reading_all_edges():
+    """Around what reads every edge of a graph that nobody has checked: damage is DamagedGraph, as for the sampler."""
+    try:
+        yield
+    except IndexError as error:
+        raise DamagedGraph(str(error)) from error
+
+
 def worker(ranks, args, path):
     """One rank's whole work -> exit code; what is wrong with the input is said in one sentence."""
     try:
         return run(ranks, args, path)[0] if args.runs == 1 else run_many(ranks, args, path)
-    except StoreError as error:
-        if ranks.leads or path is None:
-            print(f"train.py: {error}", file=sys.stderr)
+    except (StoreError, DamagedGraph) as error:
+        if not ranks.leads:
+            time.sleep(1)  # what all ranks meet rank 0 says, which ends them; what one meets alone it says itself
+        hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
+        print(f"train.py: {error}{hint}", file=sys.stderr)
         return 2
 
 
@@ -243,12 +255,14 @@ def open_data(ranks, args, path):
     args.total_batch = args.batch_size * args.accumulate * ranks.world
     if args.task == "graph":
         args.mode, graphs = "store", GraphDataset.open(path)
+        graphs.check_split()
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
         args.steps = -(-graphs.split["train"].numel() // args.total_batch)
         reader = GraphReader(graphs, ranks.device, args.sample_threads)
         return graphs, reader, reader
     store = GraphStore.open(path)
+    store.check_split()
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
     args.steps = -(-store.split["train"].numel() // args.total_batch)
@@ -263,7 +277,8 @@ def open_data(ranks, args, path):
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
     indptr, indices, labels, features = place(*arrays, args.mode, ranks.device)
     if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
-        visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
+        with reading_all_edges():
+            visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(args.precision, store.features.dtype)
@@ -299,7 +314,8 @@ def build_model(ranks, args, store, ring):
                 residual=args.residual, recompute=args.checkpoint_activations)  # fmt: skip
     model.to(ranks.device, torch.float64 if args.precision == "fp64" else torch.float32)
     if any(layer.uses_degree for layer in model.layers):
-        model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device)
+        with reading_all_edges():
+            model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device)
     return model
 
 
