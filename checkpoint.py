@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from disk import StoreError
+from own_model import is_own
 
 
 def save_checkpoint(path, args, model, optimizer, schedule, best, epoch, step):
@@ -26,7 +27,8 @@ def save_checkpoint(path, args, model, optimizer, schedule, best, epoch, step):
              "schedule": schedule.state_dict(), "best": best}  # fmt: skip
     try:
         with open(temporary, "wb") as file:
-            torch.save({**state, "run": {**identity(args), "batch_size": args.batch_size}}, file)
+            run = {**identity(args), "batch_size": args.batch_size, "model_digest": getattr(args, "model_digest", None)}
+            torch.save({**state, "run": run}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -48,7 +50,12 @@ def load_checkpoint(args, ranks, model, optimizer, schedule, best):
         return 0, 0
     data = ranks.broadcast(data, progress.index(max(progress)))
     state = torch.load(io.BytesIO(data), map_location=ranks.device, weights_only=True)
-    model.load_state_dict(state["model"])
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise StoreError(f"the checkpoint does not fit --model {args.model}: {' '.join(str(error).split())[:300]}") from error
+    if ranks.leads and is_own(args.model) and state["run"]["model_digest"] != args.model_digest:
+        print(f"model   {args.model} is not the text that the checkpoint was made with")
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     best.update(state["best"])
@@ -69,6 +76,8 @@ def read_checkpoint(path, args):
     except Exception as error:  # zipfile and torch.load raise a dozen types on a damaged file
         raise StoreError(f"{path} is not a checkpoint of train.py: {(str(error) or repr(error)).splitlines()[0]}") from error
     for name, value in identity(args).items():
+        if name == "model" and is_own(str(saved.get(name))) and is_own(value):
+            continue  # the file may lie elsewhere; whether the weights fit is seen when they are loaded
         if (was := saved.get(name)) != value and not (args.predict and name == "total_batch"):
             name = "--batch-size x --accumulate x processes =" if name == "total_batch" else f"--{name.replace('_', '-')}"
             raise StoreError(f"checkpoint {path} was made with {name} {was}, this run has {value}")
@@ -77,7 +86,7 @@ def read_checkpoint(path, args):
 
 def identity(args):
     """What a checkpoint must agree on with the run that resumes it."""
-    names = ("task", "dataset", "seed", "fanout", "model", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
+    names = ("task", "dataset", "seed", "fanout", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
              "input_dropout", "accumulate")  # fmt: skip
     return {**{name: getattr(args, name) for name in names}, "total_batch": args.total_batch}
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import ddp
 from graphs import scores_line
+from own_model import is_own
 
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
 
@@ -138,13 +139,15 @@ def describe(ranks, args, store, model):
         lines = (
             f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
             f"{store.feature_dim} features, {store.num_classes} classes; {split}",
-            f"model   {args.model}, {args.num_layers} layers, hidden {args.hidden}, {parameters}; "
+            f"model   {args.model}, {args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}, "
+            f"{parameters}; "
             f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
         )
     for line in (
         *lines,
         f"run     {where}, mode {args.mode}, {args.precision}, {threads}; batch {args.batch_size} x "
-        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch",
+        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch, {args.epochs} epochs; "
+        f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}",
         f"links   {ddp.gpu_links(ranks.gpus) or 'nvidia-smi topo -m does not say'}" if ranks.gpus > 1 else None,
     ):
         if line:
