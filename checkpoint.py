@@ -7,8 +7,8 @@ Sampling and dropout are functions of --seed and the step, and the learning rate
 and no schedule has a state to keep: weights, optimizer, the best epoch of --early-stop and the number of the step are
 all there is. What becomes of train.py's flags when a run goes on from a checkpoint:
 
-    --task --fanout --accumulate --model --hidden     the checkpoint's; another value is refused
-    --num-layers --heads --norm --residual
+    --task --fanout --accumulate --model --model-args  the checkpoint's; another value is refused
+    --hidden --num-layers --heads --norm --residual
     --dropout --input-dropout --seed
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
@@ -39,8 +39,9 @@ from disk import DTYPES, StoreError, write_whole
 from flags import check_network, checkpoint_to_resume, make_parser, spelled, text_of
 from graphs import Regressor
 from model import GNN
+from own_model import is_own
 
-FIXED = ("task", "fanout", "accumulate", "model", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
+FIXED = ("task", "fanout", "accumulate", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
          "input_dropout", "seed")  # fmt: skip
 KEPT = ("dataset", "symmetrize", "batch_size", "lr", "lr_schedule", "weight_decay", "epochs", "early_stop", "precision",
         "checkpoint_activations")  # fmt: skip
@@ -155,12 +156,12 @@ def check_flags(saved):
     """Raise unless these are all of the flags that a checkpoint keeps, with values that can be typed -> True."""
     if type(saved) is not dict or set(saved) != {*FIXED, *KEPT}:
         raise ValueError("some of its flags are missing or unknown")
-    words = []
+    words, code = [], {"model", "model_args"} if is_own(saved["model"]) else ()
     for name, value in saved.items():
         values = value if type(value) is list and len(value) <= 64 else [value]
         if not all(v is None or is_word(v) or type(v) in (bool, float) or within(-1, 1 << 63)(v) for v in values):
             raise ValueError(f"its {spelled(name)} is no value of a flag")
-        if value is not None and value is not False and not (name == "model" and is_own(value)):
+        if value is not None and value is not False and name not in code:
             words.append(spelled(name) + ("" if value is True else f"={text_of(value)}"))
 
     def refuse(message):
@@ -171,14 +172,9 @@ def check_flags(saved):
     args = parser.parse_args(words)
     check_network(parser, args)
     for name, value in saved.items():
-        if getattr(args, name) != value and not (name == "model" and is_own(value)):
+        if getattr(args, name) != value and name not in code:
             refuse(f"{spelled(name)} {text_of(value)} is none that can be typed")
     return True
-
-
-def is_own(model):
-    """Whether --model is FILE.py:NAME, code that is run where it is typed and never because a checkpoint says so."""
-    return isinstance(model, str) and ":" in model
 
 
 def need(values, **tests):
