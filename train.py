@@ -101,12 +101,11 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     waiting = time.perf_counter()
     for piece, batch in loader:
         clock.add("stall", waiting, time.perf_counter())
-        torch.manual_seed(mix(mix(args.seed) ^ piece.key))  # dropout, the same on all ranks: it is drawn by node
         batch.wait()
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
         t0 = clock.mark()
-        output = predict(ranks, args, ring, model, batch)
+        output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ piece.key))
         if args.task == "graph":
             loss = ring.loss(output, batch.y)
         else:
@@ -142,14 +141,19 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     return done, stop.answer, figures, clock.laps
 
 
-def predict(ranks, args, ring, model, batch):
-    """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64."""
-    with torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+def predict(ranks, args, ring, model, batch, key=None):
+    """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64.
+
+    In training, dropout is a function of the key: the same on all ranks, where it is drawn by node.
+    """
+    with torch.autocast(ranks.device.type, torch.bfloat16) if args.precision == "bf16" else nullcontext():
         if isinstance(ring, GraphReader):
+            if key is not None:
+                torch.manual_seed(key)
             output = model(batch.blocks[0])
         else:
             x = batch.x.double() if args.precision == "fp64" else batch.x
-            output = model(batch.blocks, x, aggregated=ring.first_hop)
+            output = model(batch.blocks, x, aggregated=ring.first_hop, key=key)
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
