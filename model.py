@@ -9,8 +9,10 @@ This file stands alone: copy it into your own code. A block is anything with the
 
 Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes.
 
-Steps that are worth fusing (a gather of rows, own row and mean of the neighbours, ReLU with dropout) are torch operations
-here and C code in fused.py, which is used where it lies beside this file.
+Steps that are worth fusing (a gather of rows, own row and mean of the neighbours, ReLU with dropout) are torch
+operations here; fused.py has them as C code and CUDA kernels, which are used where it lies beside this file. With them
+a run repeats to the last bit. Torch operations alone add with atomics on a GPU: the gradients of means, maxima and
+attention, and its softmax, may then differ in the last bits from run to run.
 """
 
 import copy
@@ -64,7 +66,7 @@ def mean_neighbours(indptr, indices, h):
 
 
 def max_neighbours(indptr, indices, h):
-    """Largest of the rows of h [N, D] over every destination's edges, by column -> [S, D]; zero for one without edges."""
+    """Largest of the rows of h [N, D] over a destination's edges, by column -> [S, D]; zero for one without edges."""
     done = fused and fused.max_neighbours(indptr, indices, h)
     if done is not None:
         return done
@@ -80,6 +82,23 @@ def gather_rows(features, ids, out=None):
 def linear(x, weight, bias=None):
     """x [S, F] times weight [D, F], plus bias [D]: F.linear, or fused.py's where that is faster."""
     return fused.linear(x, weight, bias) if fused else F.linear(x, weight, bias)
+
+
+def cross_entropy(logits, labels, weight=1.0):
+    """The sum of the cross-entropy over rows, and `weight` times its gradient, for logits.backward(gradient).
+
+    That spares the graph of the loss: two launches on a GPU, where F.cross_entropy with its backward pass takes ten.
+
+    Args:
+        logits: float32 or float64 [S, C]. labels: int64 [S]; a row with one below 0 counts for nothing.
+    """
+    logits = logits.detach()
+    done = fused and fused.cross_entropy(logits, labels, weight)
+    if done is not None:
+        return done
+    logs, known, labels = F.log_softmax(logits, 1), labels >= 0, labels.clamp(min=0).unsqueeze(1)
+    gradient = logs.exp().scatter_add_(1, labels, torch.full_like(logs, -1.0)[:, :1])
+    return -(logs.gather(1, labels).squeeze(1) * known).sum(), gradient.mul_((weight * known).unsqueeze(1))
 
 
 def relu_dropout(h, p, training=True, nodes=None, seed=None):
@@ -122,10 +141,14 @@ def drawn_seed():
 
 
 def layer_seed(key, layer):
-    """The seed of a layer's dropout from the key of a batch: one of splitmix64's 64 bits, as a signed int.
+    """The seed of a layer's dropout from the key of a batch: 64 bits of splitmix64, as a signed int.
 
-    The sampling law takes mix(key ^ hop) from a key that is made in the same way: ~layer is never a hop.
+    The sampling law takes mix(key ^ hop) from a key that is made in the same way: ~layer is never a hop. A key may also
+    be (int, step), with the number of the step as an int64 tensor [1] on the GPU, for a CUDA graph: it stands for
+    mix(int ^ step), and so does the seed that is returned, as (int, step, ~layer).
     """
+    if isinstance(key, tuple):
+        return *key, ~layer
     z = ((key ^ ~layer) + _GOLDEN) & _MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
@@ -140,9 +163,12 @@ def _dropout(h, nodes, seed, drop):
 
 def _random_bytes(nodes, D, seed, first=0):
     """The bytes of relu_dropout's C code, from torch operations -> uint8 [S, D]; of columns 8 first [S] and more."""
+    if isinstance(seed, tuple):
+        base, step, layer = seed
+        seed = _finalise((_finalise((step ^ base) + _GOLDEN) ^ layer) + _GOLDEN)
     groups = torch.arange(-(-D // 8), device=nodes.device)
     row = _finalise((nodes.long() ^ seed) + _GOLDEN).unsqueeze(1)
-    drawn = _finalise(row + (first + groups) * _GOLDEN).reshape(-1)  # little-endian: the first column is the lowest byte
+    drawn = _finalise(row + (first + groups) * _GOLDEN).reshape(-1)  # little-endian: the first column is the low byte
     return drawn.view(torch.uint8).view(len(nodes), 8 * len(groups))[:, :D]
 
 
@@ -202,7 +228,8 @@ def graph_degrees(indptr, indices, step=1 << 24):
 def block_degrees(block):
     """Out- and in-degree within a block -> float32 [N, 2], in which GCN counts self-loops of destinations only."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
-    out = block.indptr.new_zeros(N, dtype=torch.int64).index_add_(0, block.indices, torch.ones_like(block.indices, dtype=torch.int64))
+    ones = torch.ones_like(block.indices, dtype=torch.int64)
+    out = ones.new_zeros(N).index_add_(0, block.indices, ones)
     out[S:] = (out[S:] - 1).clamp(min=0)
     return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
 
@@ -354,9 +381,10 @@ class GATv2Conv(Conv):
             position = torch.arange(E, device=dst.device) - indptr.index_select(0, dst)
             kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
-        weights, head = weights.to(source.dtype), torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]
-        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)  # [K S], [K E]: one bag a head and destination
-        out = F.embedding_bag(edges, source.reshape(-1, D), bags, mode="sum", per_sample_weights=weights.t().reshape(-1))
+        head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]: one bag for each head and destination
+        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)  # [K S], [K E]
+        weights = weights.to(source.dtype).t().reshape(-1)
+        out = F.embedding_bag(edges, source.reshape(-1, D), bags, mode="sum", per_sample_weights=weights)
         return out.view(K, S, D).transpose(0, 1).reshape(S, K * D)
 
 
@@ -468,7 +496,8 @@ class GNN(nn.Module):
             blocks: one for each layer, outermost hop first.
             x: [N, F] features of blocks[0].src_nodes; or, with `aggregated` (for "sage"), [S, 2F]: what `self_and_mean`
                 gives for blocks[0], made where the features are.
-            key: int from which, by layer, node and column, dropout is drawn; from torch's CPU generator when None.
+            key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes for a CUDA
+                graph; from torch's CPU generator when None.
         """
         if key is None and self.training:
             key = drawn_seed()

@@ -238,9 +238,9 @@ def _Kernels(dtype):
 
     source = sampler_cuda.source(dtype, _LAW)
     try:
-        import fused_cuda  # the layers'
+        import fused_kernels  # the layers'
 
-        source += fused_cuda.source(dtype)
+        source += fused_kernels.source(dtype)
     except ImportError:
         pass
     return types.SimpleNamespace(source=source)

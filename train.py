@@ -274,6 +274,9 @@ def open_data(ranks, args, path):
 
 def tune(ranks, args):
     """Allocator and precision settings, each said in one line."""
+    if args.precision is None:
+        has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
+        args.precision = "tf32" if has_tf32 else "fp32"
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     said = "as it comes"
     if args.allocator == "tuned":
