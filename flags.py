@@ -107,8 +107,8 @@ def make_parser():
         "the best epoch's weights (default: off)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="fixes weights, order, sampling and dropout")
     add("--runs", type=count, default=1, metavar="N", help="train with N seeds from --seed on; mean and standard deviation")
-    add("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp64"], help="of the matrix products; tf32 is for "
-        "CUDA, fp64 for comparing runs")  # fmt: skip
+    add("--precision", choices=["fp32", "tf32", "bf16", "fp64"], help="of the matrix products; fp64 is for comparing runs "
+        "(default: tf32 on a GPU that has it, else fp32)")  # fmt: skip
     add("--checkpoint-activations", action="store_true", help="compute inner layers again in the backward pass instead of "
         "keeping them: less memory, more time")  # fmt: skip
 

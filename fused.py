@@ -18,6 +18,7 @@ import os
 import torch
 from torch.nn import functional as F
 
+import fused_cuda
 import native
 
 _TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.int32: "int32_t", torch.int64: "int64_t"}
@@ -57,7 +58,9 @@ def _load(ids, source, target):
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
-    """See model.py; None where C code cannot do it."""
+    """See model.py; None where neither C code nor CUDA can do it."""
+    if h.is_cuda:
+        return fused_cuda.self_and_mean(indptr, indices, h, self_rows, out) if _on else None
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = library([indptr, indices, self_rows], h, target)
     if code is None:
@@ -93,7 +96,9 @@ class _SelfAndMean(torch.autograd.Function):
 
 
 def gather_rows(features, ids, out=None):
-    """See model.py; None where C code cannot do it."""
+    """See model.py; None where neither C code nor CUDA can do it."""
+    if features.is_cuda and ids.is_cuda:
+        return fused_cuda.gather_rows(features, ids, out) if _on else None
     code = library([ids], features, features)
     if code is None or not (out is None or out.is_contiguous()):
         return None
@@ -105,7 +110,9 @@ def gather_rows(features, ids, out=None):
 
 
 def relu_dropout(h, nodes, seed, drop):
-    """dropout(relu(h)) in place, as model.py draws it; None where C code cannot do it."""
+    """dropout(relu(h)) in place, as model.py draws it; None where neither C code nor CUDA can do it."""
+    if h.is_cuda:
+        return fused_cuda.relu_dropout(h, nodes, seed, drop) if _on else None
     code = library([nodes], h, h)
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
@@ -128,6 +135,31 @@ class _ReluDropout(torch.autograd.Function):
         out = torch.empty_like(grad)
         ctx.code.relu_dropout_backward(h.data_ptr(), grad.data_ptr(), h.numel(), ctx.scale, out.data_ptr())
         return out, None, None, None, None
+
+
+def dropout(x, nodes, seed, drop):
+    """Dropout of input features, as model.py draws it; None where CUDA cannot do it."""
+    return fused_cuda.dropout(x, nodes, seed, drop) if _on and x.is_cuda else None
+
+
+def max_neighbours(indptr, indices, h):
+    """See model.py; None where CUDA cannot do it."""
+    return fused_cuda.max_neighbours(indptr, indices, h) if _on and h.is_cuda else None
+
+
+def attend(indptr, indices, source, *arguments):
+    """The weighted sum of a GATv2 layer, see fused_cuda.py; None where CUDA cannot do it."""
+    return fused_cuda.attend(indptr, indices, source, *arguments) if _on and source.is_cuda else None
+
+
+def cross_entropy(logits, labels, weight):
+    """See model.py; None where CUDA cannot do it."""
+    return fused_cuda.cross_entropy(logits, labels, weight) if _on and logits.is_cuda else None
+
+
+def sage(blocks, x, *arguments):
+    """A plain GraphSAGE as one step of autograd, see fused_cuda.py; None where CUDA cannot do it."""
+    return fused_cuda.sage(blocks, x, *arguments) if _on and x.is_cuda else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ This file stands alone: copy it into your own code. A block is anything with the
 
 Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes.
 
-Steps that are worth fusing (gathering rows, own row beside the mean of the neighbours, ReLU with dropout) are torch
-operations here and C code in fused.py, which is used if it lies beside this file.
+Steps that are worth fusing (a gather of rows, own row and mean of the neighbours, ReLU with dropout) are torch
+operations here; fused.py has them as C code and CUDA kernels, which are used where it lies beside this file. With them
+a run repeats to the last bit. Torch operations alone add with atomics on a GPU: the gradients of means, maxima and
+attention, and its softmax, may then differ in the last bits from run to run.
 """
 
 import copy
@@ -63,6 +65,14 @@ def mean_neighbours(indptr, indices, h):
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
 
 
+def max_neighbours(indptr, indices, h):
+    """Largest of the rows of h [N, D] over a destination's edges, by column -> [S, D]; zero for one without edges."""
+    done = fused and fused.max_neighbours(indptr, indices, h)
+    if done is not None:
+        return done
+    return F.embedding_bag(indices, h, indptr, mode="max", include_last_offset=True)
+
+
 def gather_rows(features, ids, out=None):
     """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select, with rows prefetched into the cache."""
     done = fused and fused.gather_rows(features, ids, out)
@@ -74,28 +84,76 @@ def linear(x, weight, bias=None):
     return fused.linear(x, weight, bias) if fused else F.linear(x, weight, bias)
 
 
-def relu_dropout(h, p, training=True, nodes=None):
+def cross_entropy(logits, labels, weight=1.0):
+    """The sum of the cross-entropy over rows, and `weight` times its gradient, for logits.backward(gradient).
+
+    That spares the graph of the loss: two launches on a GPU, where F.cross_entropy with its backward pass takes ten.
+
+    Args:
+        logits: float32 or float64 [S, C]. labels: int64 [S]; a row with one below 0 counts for nothing.
+    """
+    logits = logits.detach()
+    done = fused and fused.cross_entropy(logits, labels, weight)
+    if done is not None:
+        return done
+    logs, known, labels = F.log_softmax(logits, 1), labels >= 0, labels.clamp(min=0).unsqueeze(1)
+    gradient = logs.exp().scatter_add_(1, labels, torch.full_like(logs, -1.0)[:, :1])
+    return -(logs.gather(1, labels).squeeze(1) * known).sum(), gradient.mul_((weight * known).unsqueeze(1))
+
+
+def relu_dropout(h, p, training=True, nodes=None, seed=None):
     """dropout(relu(h)), in place where fused.py does it.
 
-    What is dropped is a function of torch's CPU generator, the node and the column. So a batch that is divided among
-    processes, or into passes, drops what the whole batch would. One random byte an element: p is rounded to 1/256.
+    What is dropped is a function of the seed, the node and the column: so batches that are cut among processes, or in
+    time, drop what the whole batch would, on any device. One random byte an element: p is rounded to 1/256.
 
     Args:
         h: [S, D]. p: probability below 1.
         nodes: int [S] distinct ids of the rows; their positions when None.
+        seed: int; drawn from torch's CPU generator when None.
     """
-    drop = min(round(256 * p), 255) if training else 0
-    seed = int(torch.empty((), dtype=torch.int64).random_()) if drop else 0
+    drop = drop_byte(p) if training else 0
+    seed = drawn_seed() if drop and seed is None else seed or 0
     done = fused and fused.relu_dropout(h, nodes, seed, drop)
     if done is not None:
         return done
     return _dropout(F.relu(h), nodes, seed, drop) if drop else F.relu(h)
 
 
-def dropout(x, p, nodes):
-    """Dropout of x [N, F], drawn by node and column like that of `relu_dropout`; nodes [N] are ids."""
-    drop = min(round(256 * p), 255)
-    return _dropout(x, nodes, int(torch.empty((), dtype=torch.int64).random_()), drop) if drop else x
+def dropout(x, p, nodes, seed=None):
+    """Dropout of x [N, F] as `relu_dropout` draws it, by node and column; nodes [N] are ids."""
+    drop = drop_byte(p)
+    if not drop:
+        return x
+    seed = drawn_seed() if seed is None else seed
+    done = fused and fused.dropout(x, nodes, seed, drop)
+    return _dropout(x, nodes, seed, drop) if done is None else done
+
+
+def drop_byte(p):
+    """A random byte below this is a probability of p."""
+    return min(round(256 * p), 255)
+
+
+def drawn_seed():
+    """An int from torch's CPU generator."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def layer_seed(key, layer):
+    """The seed of a layer's dropout from the key of a batch: 64 bits of splitmix64, as a signed int.
+
+    The sampling law takes mix(key ^ hop) from a key that is made in the same way: ~layer is never a hop. A key may also
+    be (int, step), with the number of the step as an int64 tensor [1] on the GPU, for a CUDA graph: it stands for
+    mix(int ^ step), and so does the seed that is returned, as (int, step, ~layer).
+    """
+    if isinstance(key, tuple):
+        return *key, ~layer
+    z = ((key ^ ~layer) + _GOLDEN) & _MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
+    z ^= z >> 31
+    return z - (z >> 63 << 64)
 
 
 def _dropout(h, nodes, seed, drop):
@@ -103,14 +161,18 @@ def _dropout(h, nodes, seed, drop):
     return h * (kept.to(h.dtype) * (256 / (256 - drop)))
 
 
-def _random_bytes(nodes, D, seed):
-    """The random bytes of relu_dropout's C code by torch operations -> uint8 [S, D]."""
+def _random_bytes(nodes, D, seed, first=0):
+    """The bytes of relu_dropout's C code, from torch operations -> uint8 [S, D]; of columns 8 first [S] and more."""
+    if isinstance(seed, tuple):
+        base, step, layer = seed
+        seed = _finalise((_finalise((step ^ base) + _GOLDEN) ^ layer) + _GOLDEN)
     groups = torch.arange(-(-D // 8), device=nodes.device)
     row = _finalise((nodes.long() ^ seed) + _GOLDEN).unsqueeze(1)
-    drawn = _finalise(row + groups * _GOLDEN).reshape(-1)  # little-endian: the first column is the lowest byte
+    drawn = _finalise(row + (first + groups) * _GOLDEN).reshape(-1)  # little-endian: the first column is the low byte
     return drawn.view(torch.uint8).view(len(nodes), 8 * len(groups))[:, :D]
 
 
+_MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), as int64
 
 
@@ -131,22 +193,24 @@ class Conv(nn.Module):
     same code. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
 
         message(h, degree): [n, F] -> [n, message_dim]
-        combine(indptr, indices, message, rows, h_dst, degree): -> [S, D]; `rows` [S] are the positions of the
-            destinations' own messages (None: the first S), h_dst [S, F] their rows.
+        combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are the positions of
+            the destinations' own messages (None: the first S), h_dst [S, F] their rows.
 
     degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with None, those in the
-    block. Layers that take a mean, a maximum or attention ignore it.
+    block. Layers that take a mean, a maximum or attention ignore it. nodes [S] are ids of the destinations and seed is an
+    int, as `relu_dropout` takes them, for a layer that drops something within.
     """
 
     message_dim, uses_degree = None, False
 
-    def forward(self, block, h, degree=None):
+    def forward(self, block, h, degree=None, seed=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
         own = None if degree is None else degree[:S]
-        return self.combine(block.indptr, block.indices, self.message(h, degree), None, h[:S], own)
+        drawn = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
+        return self.combine(block.indptr, block.indices, self.message(h, degree), None, h[:S], own, **drawn)
 
     def message(self, h, degree=None):
         """The row itself."""
@@ -177,7 +241,8 @@ def _check_nodes(ids, V):
 def block_degrees(block):
     """Out- and in-degree within a block -> float32 [N, 2]; counted so that GCN has self-loops of the destinations only."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
-    out = torch.bincount(block.indices, minlength=N)
+    ones = torch.ones_like(block.indices, dtype=torch.int64)
+    out = ones.new_zeros(N).index_add_(0, block.indices, ones)
     out[S:] = (out[S:] - 1).clamp(min=0)
     return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
 
@@ -192,7 +257,7 @@ class SAGEConv(Conv):
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
         self.message_dim = out_dim if in_dim > out_dim else None  # mean and W_neigh commute: send the narrower of the two
 
-    def forward(self, block, h, degree=None):
+    def forward(self, block, h, degree=None, seed=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
@@ -205,7 +270,7 @@ class SAGEConv(Conv):
         """W_neigh h where that is narrower than h."""
         return h if self.message_dim is None else self.neigh_linear(h)
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree=None):
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
         """See `Conv`."""
         if self.message_dim is None:
             return self.apply_linear(self_and_mean(indptr, indices, message, rows))
@@ -226,9 +291,9 @@ class SAGEPoolConv(Conv):
         """relu(W_pool h + b)."""
         return F.relu(self.pool_linear(h))
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree=None):
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
         """See `Conv`; the maximum is zero for a destination without edges."""
-        pooled = F.embedding_bag(indices, message, indptr, mode="max", include_last_offset=True)
+        pooled = max_neighbours(indptr, indices, message)
         return self.self_linear(h_dst) + self.neigh_linear(pooled)
 
 
@@ -255,7 +320,7 @@ class GCNConv(Conv):
         """W h or h, whichever is narrower, over the square root of the out-degree."""
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree):
+    def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         """See `Conv`."""
         own, mean = self_and_mean(indptr, indices, message, rows).chunk(2, 1)
         total = (own + mean * degree[:, 1:]) / (degree[:, 1:] + 1).sqrt()
@@ -279,7 +344,7 @@ class GINConv(Conv):
         self.mlp = nn.Sequential(nn.Linear(in_dim, out_dim), *norms, nn.ReLU(), nn.Linear(out_dim, out_dim))
         self.eps = nn.Parameter(torch.zeros(1))
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree):
+    def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         """See `Conv`."""
         own, mean = self_and_mean(indptr, indices, message, rows).chunk(2, 1)
         return self.mlp((1 + self.eps) * own + mean * degree[:, 1:])
@@ -312,32 +377,47 @@ class GATv2Conv(Conv):
         """W_src h."""
         return self.src_linear(h)
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree=None):
-        """See `Conv`; an edge takes one number a head."""
-        indptr, indices = with_self_loops(indptr, indices, rows)
-        S, E, (K, D) = h_dst.shape[0], indices.numel(), self.attn.shape
-        source, target = message.view(-1, K, D), self.dst_linear(h_dst).view(S, K, D)
-        dst = torch.repeat_interleave(torch.arange(S, device=h_dst.device), indptr.diff(), output_size=E)
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
+        """See `Conv`; what is made for each edge has one number a head."""
+        drop = drop_byte(self.dropout) if self.training else 0
+        seed = drawn_seed() if drop and seed is None else seed or 0
+        S, (K, D), target = h_dst.shape[0], self.attn.shape, self.dst_linear(h_dst)
+        out = fused and fused.attend(indptr, indices, message, target, self.attn, rows, nodes, seed, drop)
+        if out is None:
+            out = self._attend(indptr, indices, message.view(-1, K, D), target.view(S, K, D), rows, nodes, seed, drop)
+        return out.view(S, K, D).mean(1) if self.mean else out
+
+    def _attend(self, indptr, indices, source, target, rows, nodes, seed, drop):
+        """source [N, K, D], target [S, K, D] -> [S, K D], from torch operations; fused.py has the same for CUDA."""
+        indptr, indices, dst = with_self_loops(indptr, indices, rows)
+        S, E, (K, D) = target.shape[0], indices.numel(), self.attn.shape
         weights = edge_softmax(_EdgeScores.apply(source, target, self.attn, indices, dst), dst, S)
-        weights = F.dropout(weights, self.dropout, self.training).to(source.dtype)
+        if drop:  # drawn by destination, position in its list and head
+            ids = dst if nodes is None else nodes.index_select(0, dst)
+            position = torch.arange(E, device=dst.device) - indptr.index_select(0, dst)
+            kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
+            weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
         head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]: one bag for each head and destination
         bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)  # [K S], [K E]
-        out = F.embedding_bag(edges, message.view(-1, D), bags, mode="sum", per_sample_weights=weights.t().reshape(-1))
-        out = out.view(K, S, D).transpose(0, 1)
-        return out.mean(1) if self.mean else out.reshape(S, self.out_dim)
+        weights = weights.to(source.dtype).t().reshape(-1)
+        out = F.embedding_bag(edges, source.reshape(-1, D), bags, mode="sum", per_sample_weights=weights)
+        return out.view(K, S, D).transpose(0, 1).reshape(S, K * D)
 
 
 def with_self_loops(indptr, indices, rows=None):
-    """Put an edge from each destination to itself before its other edges -> indptr int64 [S+1], indices int64 [E + S]."""
-    S, device = indptr.numel() - 1, indices.device
+    """Put an edge from each destination to itself before its others.
+
+    Returns:
+        indptr int64 [S+1], indices int64 [E + S], and the destination of each of these edges, int64 [E + S].
+    """
+    S, E, device = indptr.numel() - 1, indices.numel(), indices.device
     number = torch.arange(S + 1, device=device)
-    looped = indptr + number
-    edges = torch.empty(indices.numel() + S, dtype=torch.int64, device=device)
-    other = torch.ones(edges.numel(), dtype=torch.bool, device=device)
-    other[looped[:-1]] = False
+    dst = torch.repeat_interleave(number[:-1], indptr.diff(), output_size=E)
+    looped, places = (indptr + number).long(), torch.arange(E, device=device) + dst + 1
+    edges = torch.empty(E + S, dtype=torch.int64, device=device)
     edges[looped[:-1]] = number[:-1] if rows is None else rows.long()
-    edges[other] = indices.long()
-    return looped.long(), edges
+    edges[places] = indices.long()
+    return looped, edges, torch.repeat_interleave(number[:-1], looped.diff(), output_size=E + S)
 
 
 def edge_softmax(scores, dst, num_dst):
@@ -445,49 +525,70 @@ class GNN(nn.Module):
         straight = [nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
         self.dropout, self.input_dropout, self.recompute = dropout, input_dropout, recompute
+        self.plain = conv == "sage" and norm == "none" and not residual and not recompute
 
-    def forward(self, blocks, x, *, aggregated=False):
+    def forward(self, blocks, x, *, aggregated=False, key=None):
         """Logits [S, C] of the last block's destinations.
 
         Args:
             blocks: one for each layer, outermost hop first.
             x: [N, F] features of blocks[0].src_nodes, of any dtype; or, with `aggregated` (for "sage"), [S, 2F]: the
                 result of `self_and_mean` for blocks[0], computed where the features are.
+            key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes for a CUDA
+                graph; from torch's CPU generator when None.
         """
         dtype = next(self.parameters()).dtype
         if x.dtype != dtype and not (x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
+        if key is None and self.training:
+            key = drawn_seed()
         if self.input_dropout and self.training:
-            x = dropout(x, self.input_dropout, blocks[0].src_nodes)
+            x = dropout(x, self.input_dropout, blocks[0].src_nodes, layer_seed(key, len(self.layers)))
+        if (done := self._fused(blocks, x, aggregated, key)) is not None:
+            return done
         for i, (_, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            seed = layer_seed(key, i) if self.training else 0
             if self.recompute and self.training:
-                x = checkpoint(self.step, i, block, x, aggregated, use_reentrant=False)
+                x = checkpoint(self.step, i, block, x, aggregated, seed, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = self.step(i, block, x, aggregated)
+                x = self.step(i, block, x, aggregated, seed)
             aggregated = False
         return x
 
-    def step(self, i, block, x, aggregated=False):
-        """Layer i and everything up to the next one."""
-        layer = self.layers[i]
+    def step(self, i, block, x, aggregated=False, seed=None):
+        """Layer i and everything up to the next one; seed is that of its dropout."""
+        layer, nodes = self.layers[i], block.src_nodes
         if aggregated:
-            return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], block.src_nodes)
+            return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
         known = layer.uses_degree and self.degrees is not None
-        degree = self.degrees.index_select(0, block.src_nodes) if known else None
-        return self.finish(i, layer(block, x, degree), x[: block.indptr.numel() - 1], block.src_nodes)
+        degree = self.degrees.index_select(0, nodes) if known else None
+        return self.finish(i, layer(block, x, degree, seed), x[: block.indptr.numel() - 1], nodes, seed)
 
-    def finish(self, i, h, h_dst, nodes=None):
+    def _fused(self, blocks, x, aggregated, key):
+        """All layers as one step of autograd, where fused.py has it for them, else None."""
+        if not (fused and self.plain):
+            return None
+        drop = drop_byte(self.dropout) if self.training else 0
+        drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
+        weights = []
+        for layer in self.layers:
+            own = layer.self_linear
+            weights += own.weight, own.bias, layer.neigh_linear.weight
+        return fused.sage(blocks, x, aggregated, weights, drops)
+
+    def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Residual, norm, ReLU and dropout after layer i -> [S, D].
 
         Args:
             h: [S, D] the layer's output. h_dst: [S, F] the destinations' rows of its input.
-            nodes: [S or more] ids of the destinations, by which dropout is drawn.
+            nodes: [S or more] ids of the destinations, by which dropout is drawn from the seed.
         """
         if self.residuals is not None:
             h = h + self.residuals[i](h_dst)
         if i == len(self.norms):
             return h
-        return relu_dropout(self.norms[i](h), self.dropout, self.training, None if nodes is None else nodes[: len(h)])
+        nodes = None if nodes is None else nodes[: len(h)]
+        return relu_dropout(self.norms[i](h), self.dropout, self.training, nodes, seed)
 
 
 class SAGE(GNN):

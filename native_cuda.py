@@ -20,6 +20,7 @@ DIALECT makes C of them, in which blockIdx, blockDim and threadIdx are variables
 
 import ctypes
 import re
+import struct
 import threading
 import warnings
 from glob import glob
@@ -125,7 +126,7 @@ class Kernels:
 
     def stream(self):
         """The handle of torch's current stream on this GPU, an int."""
-        return torch.cuda.current_stream(self.index).cuda_stream
+        return _raw_stream(self.index)
 
     def wait(self):
         """Wait until the GPU has done what torch's current stream was given."""
@@ -141,13 +142,26 @@ class Kernels:
 
     def __call__(self, kernel, threads, *values):
         """Run `threads` threads of a kernel on torch's current stream; from any thread of the host."""
-        if torch.cuda.current_device() != self.index:
-            with self.current():
-                return self(kernel, threads, *values)
-        launches = self._threads.__dict__
-        launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
+        launch = self._own(kernel)
         launch.set(*values)
-        launch(threads, self.stream())
+        self._run(launch, threads)
+
+    def run(self, kernel, threads, *numbers):
+        """The same for arguments as `Launch.pack` takes them."""
+        launch = self._own(kernel)
+        launch.pack(*numbers)
+        self._run(launch, threads)
+
+    def _own(self, kernel):
+        launches = self._threads.__dict__
+        return launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
+
+    def _run(self, launch, threads):
+        if torch.cuda.current_device() == self.index:
+            launch(threads, self.stream())
+        else:
+            with self.current():
+                launch(threads, self.stream())
 
 
 class Launch:
@@ -159,30 +173,35 @@ class Launch:
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
-        self._types = [c_type for c_type, _ in kernels.signatures[kernel]]
-        self._slots = [_slot(kernels._numbers, c_type) for c_type in self._types]
-        pointers = [None if slot is None else ctypes.addressof(slot) for slot in self._slots]
-        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        codes = [_code(kernels._numbers, c_type) for c_type, _ in kernels.signatures[kernel]]
+        self._format, self._structs = struct.Struct("".join(codes)), {i: None for i, code in enumerate(codes) if not code}
+        self._memory = ctypes.create_string_buffer(self._format.size)
+        sizes = [struct.calcsize("".join(codes[: i + 1])) - struct.calcsize(code) for i, code in enumerate(codes)]
+        self._places = list(zip(codes, sizes))  # code of struct and offset in the memory
+        start = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_void_p * len(codes))(*(start + offset for offset in sizes))
         self._go = kernels._driver.cuLaunchKernel
         if values:
             self.set(*values)
 
     def set(self, *values):
         """Set all arguments."""
-        if len(values) != len(self._slots):
+        if len(values) != len(self._places):
             wanted = ", ".join(f"{c_type} {name}" for c_type, name in self._kernels.signatures[self._name])
-            raise TypeError(f"kernel {self._name} takes {len(self._slots)} arguments ({wanted}), not {len(values)}")
-        for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                self._slots[i].value = value.data_ptr()
-            elif isinstance(value, ctypes.Structure):
-                self._slots[i] = value  # passed from where it lies
-                self._pointers[i] = ctypes.addressof(value)
-            else:
-                self._slots[i].value = value
+            raise TypeError(f"kernel {self._name} takes {len(self._places)} arguments ({wanted}), not {len(values)}")
+        for i in self._structs:
+            self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])  # passed from where it lies
+        values = [value for i, value in enumerate(values) if i not in self._structs]
+        self.pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
+
+    def pack(self, *numbers):
+        """Set all arguments but structs, pointers as ints, 0 for none: in a third of the time that `set` takes."""
+        self._format.pack_into(self._memory, 0, *numbers)
 
     def __setitem__(self, i, value):
-        self._slots[i].value = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        code, offset = self._places[i]
+        value = value.data_ptr() if isinstance(value, torch.Tensor) else value or 0
+        struct.pack_into(code, self._memory, offset, value)
 
     def __call__(self, threads, stream):
         if threads <= 0:
@@ -211,11 +230,16 @@ def _typedefs(source):
     return {name: _NUMBERS[c_type] for c_type, name in pairs if c_type in _NUMBERS}
 
 
-def _slot(numbers, c_type):
-    """Memory for an argument; None for a struct, which lies with the caller."""
-    if "*" in c_type:
-        return ctypes.c_void_p()
-    return numbers[c_type]() if c_type in numbers else None
+def _code(numbers, c_type):
+    """The letter of an argument in module struct; none for a struct of C, which lies with the caller."""
+    return "P" if "*" in c_type else numbers[c_type]._type_ if c_type in numbers else ""
+
+
+def _raw_stream(index):
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)  # twenty times as fast; torch's compiler takes it too
 
 
 # ---------------------------------------------------------------------------------------------------------------------

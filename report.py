@@ -229,6 +229,7 @@ def describe(ranks, args, store, model):
     if ranks.gpus and ranks.world > 1:
         threads += f", rank 0 on cores {min(os.sched_getaffinity(0))}-{max(os.sched_getaffinity(0))}, next to its GPU"
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
+    precision = "tf32 products (--precision fp32 for full ones)" if args.precision == "tf32" else args.precision
     if args.task == "graph":
         lines = (
             f"graphs  {store.path}: {len(store):,} graphs; {split}",
@@ -244,7 +245,7 @@ def describe(ranks, args, store, model):
         )
     for line in (
         *lines,
-        f"run     {where}, mode {args.mode}, {args.precision}, {threads}; batch {args.batch_size} x "
+        f"run     {where}, mode {args.mode}, {precision}, {threads}; batch {args.batch_size} x "
         f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, "
         f"{args.steps} steps an epoch, {args.epochs} epochs; lr {args.lr:g}, weight decay {args.weight_decay:.2g}",
     ):

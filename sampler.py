@@ -242,10 +242,17 @@ def _warn_missing(file):
 
 
 def _Kernels(dtype):
-    """The CUDA source for node ids of a dtype, as `.source`."""
+    """The CUDA source of all kernels for node ids of a dtype, as `.source`: what a check without a GPU compiles."""
     import sampler_cuda
 
-    return types.SimpleNamespace(source=sampler_cuda.source(dtype, _LAW))
+    source = sampler_cuda.source(dtype, _LAW)
+    try:
+        import fused_kernels  # the layers'
+
+        source += fused_kernels.source(dtype)
+    except ImportError:
+        pass
+    return types.SimpleNamespace(source=source)
 
 
 def _check_options(fanouts, replace, method, weights, backend):

@@ -68,6 +68,8 @@ import downloads
 import features
 import flags
 import fused
+import fused_cuda
+import fused_kernels
 import graph_tables
 import graphs
 import lmdb_file
@@ -354,6 +356,11 @@ class _EmulatedKernels:
 
     def prepare(self, kernel, *values):
         return native_cuda.Launch(self, kernel, values)
+
+    def run(self, kernel, threads, *numbers):
+        launch = self.prepare(kernel)
+        launch.pack(*numbers)
+        launch(threads, 0)
 
     def stream(self):
         return 0
@@ -1793,6 +1800,246 @@ def test_dropout_keeps_its_share():
     torch.testing.assert_close(w.grad, (y.detach() > 0) * 2 * 256 / (256 - 77))
     h = torch.randn(10, 10)
     assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())
+
+
+# -- fused_cuda.py and its kernels: every thread on its own, in any order
+
+
+@pytest.fixture
+def cuda_layers(tmp_path_factory, monkeypatch):
+    """fused_cuda.py on emulated kernels for tensors in host memory -> names of the kernels that were launched."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    folder, launched = tmp_path_factory.getbasetemp(), []
+
+    @functools.cache
+    def load(ids, device):
+        kernels = _EmulatedKernels(native_cuda.DIALECT + fused_kernels.source(ids), folder, seed=len(launched))
+        kernels.launched = launched
+        return kernels
+
+    monkeypatch.setattr(fused_cuda, "_load", load)
+    monkeypatch.setattr(fused_cuda, "linear", torch.nn.functional.linear, raising=False)  # it stands for fused.py in model.py
+    return launched
+
+
+def _layer_block(rng, S, N, ids, degree=6):
+    """indptr and indices of a block with destinations without edges and a source that most have."""
+    counts = torch.from_numpy(rng.integers(0, degree, S))
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    indices = torch.from_numpy(rng.integers(0, N, int(indptr[-1])))
+    indices[::3] = N - 1
+    return indptr.to(ids), indices.to(ids)
+
+
+def _padded(indptr, indices, k, rows):
+    """The same block with k places for each of `rows` destinations."""
+    out = torch.full((rows, k), -1, dtype=indices.dtype)
+    for s, (a, b) in enumerate(itertools.pairwise(indptr.tolist())):
+        out[s, : b - a] = indices[a:b]
+    return (torch.arange(rows + 1) * k).to(indptr.dtype), out.view(-1)
+
+
+def _shifted(t):
+    """The same tensor at an address that is no multiple of 16 bytes."""
+    return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch):
+    rng, S, N = np.random.default_rng(15), 40, 60
+    near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
+    for width in (1, 7, 8, 36):
+        indptr, indices = _layer_block(rng, S, N, ids)
+        own = torch.from_numpy(rng.permutation(N)[:S]).to(ids)
+        h = torch.randn(N, width).to(dtype)
+        h = _shifted(h) if width == 8 else h
+        pair, best = torch.randn(S, 2 * width).to(dtype), torch.randn(S, width).to(dtype)
+        results = []
+        for functions in (fused_cuda, None, fused_cuda):  # twice: threads in another order
+            monkeypatch.setattr(model, "fused", functions)
+            x, y = (h.clone().requires_grad_() for _ in range(2))
+            means, largest = model.self_and_mean(indptr, indices, x), model.max_neighbours(indptr, indices, y)
+            means.backward(pair)
+            largest.backward(best)
+            tables = [model.self_and_mean(indptr, indices, h, own, torch.empty(S, 2 * width, dtype=t))
+                      for t in (torch.float32, torch.bfloat16)]  # fmt: skip
+            results.append([means.detach(), x.grad, largest.detach(), y.grad, *tables, model.gather_rows(h, own)])
+        for ours, theirs, again in zip(*results):
+            torch.testing.assert_close(ours, theirs, **near)
+            assert torch.equal(ours, again)
+        assert "list_in_order" in cuda_layers
+        if width == 36:  # padding changes nothing
+            monkeypatch.setattr(model, "fused", fused_cuda)
+            x, y = (torch.cat([h, h.new_zeros(9, width)]).requires_grad_() for _ in range(2))
+            padded = _padded(indptr, indices, 7, S + 3)
+            means, largest = model.self_and_mean(*padded, x), model.max_neighbours(*padded, y)
+            means.backward(torch.cat([pair, pair.new_zeros(3, 2 * width)]))
+            largest.backward(torch.cat([best, best.new_zeros(3, width)]))
+            for all_rows, ours in zip((means.detach(), x.grad, largest.detach(), y.grad), results[0]):
+                assert torch.equal(all_rows[: len(ours)], ours)
+            assert not x.grad[N:].any() and not means[S:, width:].any()
+            nowhere = torch.cat([own, own.new_full((3,), -1)])
+            table = model.self_and_mean(*padded, h, nowhere, torch.empty(S + 3, 2 * width))
+            assert torch.equal(table[:S], results[0][4]) and not table[S:].any()
+            rows = model.gather_rows(h, nowhere)
+            assert torch.equal(rows[:S], results[0][6]) and not rows[S:].any()
+
+
+@pytest.mark.parametrize("dtype, ids", [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)])
+def test_cuda_dropout_draws_the_bytes_of_the_cpu(cuda_layers, dtype, ids, monkeypatch):
+    nodes, key, step = torch.randperm(1000)[:50].to(ids), 2**64 - 12345, torch.tensor([77])
+    assert model.layer_seed(key, 3) == sampler.mix(key ^ (2**64 - 4)) - 2**64 * (sampler.mix(key ^ (2**64 - 4)) >> 63)
+    on_device = model.layer_seed((123, step), 3)  # what a CUDA graph makes of the number of the step
+    on_host = model.layer_seed(sampler.mix(123 ^ 77), 3)
+    for width in (1, 8, 43):
+        h, grad = torch.randn(50, width).to(dtype), torch.randn(50, width).to(dtype)
+        results = []
+        for functions, seed in ((fused_cuda, on_host), (fused, on_host), (None, on_host), (fused_cuda, on_device), (None, on_device)):
+            monkeypatch.setattr(model, "fused", functions)
+            x = h.clone().requires_grad_()
+            y = model.relu_dropout(x * 1, 0.3, nodes=nodes, seed=seed)
+            y.backward(grad)
+            inputs = model.dropout(h, 0.3, nodes, seed)
+            plain = model.relu_dropout(h.clone(), 0.3, training=False)
+            results.append([y.detach(), x.grad, inputs, plain])
+        for first, *others in zip(*results):
+            for other in others:
+                torch.testing.assert_close(first, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+                assert torch.equal(first == 0, other == 0)
+    monkeypatch.setattr(model, "fused", fused_cuda)
+    assert not model.relu_dropout(torch.ones(3, 5), 0.3, nodes=torch.tensor([4, -1, -1]), seed=5)[1:].any()
+    assert cuda_layers.count("relu_dropout_float" if dtype == torch.float32 else "relu_dropout_bf16") > 5
+
+
+def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
+    for S, C in ((0, 3), (5, 1), (33, 47), (20, 200)):
+        logits, labels = 5 * torch.randn(S, C), torch.randint(C, (S,))
+        labels[::4] = -100
+        x = logits.clone().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(x, labels, reduction="sum")
+        (0.25 * expected).backward()
+        for functions in (fused_cuda, None):
+            monkeypatch.setattr(model, "fused", functions)
+            loss, gradient = model.cross_entropy(logits, labels, 0.25)
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(gradient, x.grad, rtol=1e-5, atol=1e-6)
+    assert cuda_layers.count("cross_entropy") == 3  # none for no rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3)])
+def test_cuda_attention_equals_torch_operations(cuda_layers, heads, width, dtype, monkeypatch):
+    rng, S, N = np.random.default_rng(16), 30, 50
+    near = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=5e-2, atol=1e-1)
+    indptr, indices = _layer_block(rng, S, N, torch.int32)
+    nodes, rows = torch.from_numpy(rng.permutation(900)[:N]).int(), torch.from_numpy(rng.permutation(N)[:S]).int()
+    layer = model.GATv2Conv(5, heads * width, heads, dropout=0.4)
+    source, target = torch.randn(N, heads * width).to(dtype), torch.randn(S, heads * width).to(dtype)
+    layer.dst_linear = torch.nn.Identity()
+    weight, results = torch.randn(S, heads * width).to(dtype), []
+    for functions in (fused_cuda, None, fused_cuda):
+        monkeypatch.setattr(model, "fused", functions)
+        inputs = [source.clone().requires_grad_(), target.clone().requires_grad_(), layer.attn]
+        out = layer.combine(indptr, indices, inputs[0], None, inputs[1], nodes=nodes[:S], seed=99)
+        grads = torch.autograd.grad(out, inputs, weight)
+        with torch.no_grad():
+            plain = layer.eval().combine(indptr, indices, source, rows, target)
+        layer.train()
+        part = layer.combine(indptr[10:21] - indptr[10], indices[indptr[10] : indptr[20]], source.roll(-10, 0),
+                             None, target[10:20], nodes=nodes[10:20], seed=99).detach()  # fmt: skip
+        results.append([out.detach(), *grads, plain, part])
+    for ours, theirs, again in zip(*results):
+        torch.testing.assert_close(ours, theirs, **near)
+        assert torch.equal(ours, again)
+    if functions is fused_cuda:  # padding changes nothing
+        x, y = source.clone().requires_grad_(), torch.cat([target, target.new_zeros(4, heads * width)]).requires_grad_()
+        more = torch.cat([nodes[:S], nodes.new_full((4,), -1)])
+        out = layer.combine(*_padded(indptr, indices, 7, S + 4), x, None, y, nodes=more, seed=99)
+        grads = torch.autograd.grad(out, [x, y, layer.attn], torch.cat([weight, weight.new_zeros(4, heads * width)]))
+        assert torch.equal(out[:S].detach(), results[0][0])
+        for padded, ours in zip(grads[:2], results[0][1:]):
+            assert torch.equal(padded[: len(ours)], ours)
+
+
+def _trained(net, blocks, x, key, **options):
+    """Logits and gradients of a pass."""
+    net.zero_grad()
+    logits = net(blocks, x, key=key, **options)
+    (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum().backward()
+    return [logits.detach(), *(p.grad.clone() for p in net.parameters())]
+
+
+OPTIONS = {
+    "sage": [{}, {"norm": "layer", "residual": True}, {"input_dropout": 0.25}],
+    "sage-pool": [{"norm": "none"}],
+    "gcn": [{"residual": False}],
+    "gat": [{"heads": 2, "residual": True}],
+    "gin": [{"norm": "none"}],
+}
+
+
+@pytest.mark.parametrize("conv", OPTIONS)
+def test_cuda_models_equal_torch_operations(cuda_layers, conv, monkeypatch):
+    """Forward and gradients with dropout; recomputed; twice with threads in another order: to the last bit."""
+    indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
+    sample = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample
+    blocks, key = sample(torch.randperm(200)[:12].int(), 1), 2**63 + 99
+    x = torch.randn(blocks[0].num_src, 20)
+    for options in OPTIONS[conv]:
+        results = []
+        for functions in (None, fused_cuda, fused_cuda):
+            monkeypatch.setattr(model, "fused", functions)
+            results.append(_trained(_net(conv, (20, 8, 5), **options), blocks, x, key))
+        results.append(_trained(_net(conv, (20, 8, 5), recompute=True, **options), blocks, x, key))
+        for theirs, ours, again, recomputed in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            assert torch.equal(ours, again)
+            torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
+
+
+def test_cuda_graphsage_of_padded_blocks(cuda_layers, monkeypatch):
+    """Static shapes: the same logits and gradients, from pairs too, with the key made of a step on the device."""
+    monkeypatch.setattr(model, "fused", fused_cuda)
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    blocks = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample(torch.randperm(300)[:12].int(), 1)
+    net, x, key = _net("sage", (20, 8, 5), dropout=0.5), torch.randn(blocks[0].num_src, 20), sampler.mix(5 ^ 31)
+    expected = _trained(net, blocks, x, key)
+    launched = len(cuda_layers)
+    pair = model.self_and_mean(blocks[0].indptr, blocks[0].indices, x)
+    for ours, same in zip(_trained(net, blocks, pair, key, aggregated=True), expected):
+        torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
+    assert len(cuda_layers) - launched == 1 + 2 * 2 + 2 * 5
+    rows = [block.num_dst + 5 for block in blocks] + [0]
+    padded = []
+    for block, S, k in zip(blocks, rows, (3, 3, 4)):
+        above = len(x) + 9 if block is blocks[0] else rows[len(padded) - 1]
+        src_nodes = torch.cat([block.src_nodes, block.src_nodes.new_full((above - block.num_src,), -1)])
+        padded.append(Block(*_padded(block.indptr, block.indices, k, S), src_nodes, None))
+    net.zero_grad()
+    out = net(padded, torch.cat([x, x.new_zeros(9, 20)]), key=(5, torch.tensor([31])))
+    S = blocks[-1].num_dst
+    (out[:S] * torch.arange(5 * S).view(S, 5).cos()).sum().backward()
+    for ours, same in zip([out[:S].detach(), *(p.grad for p in net.parameters())], expected):
+        torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
+
+
+def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
+    """Where NVRTC or the driver cannot be had: one warning, None."""
+    fused_cuda._load.cache_clear()
+    monkeypatch.setattr(native_cuda, "_warned", set())
+    monkeypatch.setattr(native_cuda, "_loaded", {})
+    monkeypatch.setattr(native_cuda, "Kernels", lambda *a: (_ for _ in ()).throw(OSError("no libnvrtc")))
+    cpu, h = torch.device("cuda", 0), torch.randn(5, 4)
+    with pytest.warns(UserWarning, match="the CUDA kernels of layers cannot be used.*no libnvrtc"):
+        assert fused_cuda._load(torch.int32, cpu) is None
+    monkeypatch.setattr(fused_cuda, "_load", lambda ids, device: None)
+    indptr, indices = torch.tensor([0, 1, 3]), torch.tensor([4, 0, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fused_cuda.self_and_mean(indptr, indices, h) is None and fused_cuda.relu_dropout(h, None, 5, 8) is None
+        assert fused_cuda.max_neighbours(indptr, indices, h) is None and fused_cuda.gather_rows(h, indices) is None
 
 
 def _dgl():

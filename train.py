@@ -77,11 +77,10 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     waiting = time.perf_counter()
     for batch in loader:
         clock.add("stall", waiting, time.perf_counter())
-        torch.manual_seed(mix(mix(args.seed) ^ batch.key))  # dropout, the same on all ranks: it is drawn by node
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
         t0 = clock.mark("forward")
-        output = predict(ranks, args, ring, model, batch)
+        output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
         if args.task == "graph":
             loss = ring.loss(output, batch.y)
         else:
@@ -123,15 +122,19 @@ def batches(args, ranks, graph, sampler, ring, seeds, **options):
                       ring=ring, prefetch=prefetch, **options)  # fmt: skip
 
 
-def predict(ranks, args, ring, model, batch):
-    """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64."""
-    with torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-        if isinstance(ring, GraphReader):
-            output = model(batch.blocks[0])
-        elif ring.first_hop:
-            output = model(batch.blocks, batch.x, aggregated=True)
+def predict(ranks, args, ring, model, batch, key=None):
+    """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64.
+
+    In training, dropout is a function of the key: the same on all ranks, where it is drawn by node.
+    """
+    network = getattr(model, "module", model)  # of DistributedDataParallel
+    if key is not None and not isinstance(network, GNN):
+        torch.manual_seed(key)
+    with torch.autocast(ranks.device.type, torch.bfloat16) if args.precision == "bf16" else nullcontext():
+        if isinstance(network, GNN):
+            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)
         else:
-            output = model(batch.blocks, batch.x)
+            output = model(batch.blocks[0]) if isinstance(ring, GraphReader) else model(batch.blocks, batch.x)
     if output.shape[:1] != batch.y.shape[:1]:
         raise StoreError(f"the model returned {list(output.shape)} for {len(batch.y)} seeds: a row of logits for each is needed")
     return output.to(torch.promote_types(output.dtype, torch.float32))
@@ -296,6 +299,9 @@ def settle(ranks, args, examples):
 
 def tune(ranks, args):
     """Allocator and precision settings, each said in one line."""
+    if args.precision is None:
+        has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
+        args.precision = "tf32" if has_tf32 else "fp32"
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     said = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
