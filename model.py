@@ -629,7 +629,7 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
 
     Returns:
         Logits float32 [V, C] in host memory, the same memory in all processes; with `layers` the output of the last of
-        these, with its norm and ReLU.
+        these, [V, hidden], with its norm and ReLU.
 
     Raises:
         IndexError: where the graph is damaged: a list or an edge leaves it.
@@ -664,8 +664,8 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
             _check_nodes(edges, V)
             if int(offsets[-1]) != edges.numel() or bool((offsets.diff() < 0).any()):
                 raise IndexError(f"the graph is damaged: a list of nodes {a} to {b - 1} in indptr leaves it or falls")
-            edges = edges.to(on)
-            offsets, own = offsets.to(edges), torch.arange(a, b, dtype=edges.dtype, device=on)
+            edges, own = edges.to(on), torch.arange(a, b, dtype=edges.dtype, device=on)
+            offsets = offsets.to(edges)
             degree = degrees[a:b].to(on) if layer.uses_degree else None
             h_dst = _rows(h, a, b, on)
             result = network.layers[i].combine(offsets, edges, message, own, h_dst, degree)

@@ -9,6 +9,7 @@ never a checkpoint. This file needs disk.py.
 
 import argparse
 import ast
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -65,7 +66,7 @@ def build(model, words, in_dim, num_classes):
         in_dim, num_classes: F and C of the graph.
 
     Returns:
-        nn.Module.
+        (nn.Module, SHA-256 of the file's text).
 
     Raises:
         StoreError: for a file or a name that is not there, arguments that do not fit, or something that is no nn.Module.
@@ -93,4 +94,4 @@ def build(model, words, in_dim, num_classes):
     net = make(in_dim, num_classes, **values)
     if not isinstance(net, nn.Module):
         raise StoreError(f"--model {model}: {name} returned a {type(net).__name__}, a torch.nn.Module is needed")
-    return net
+    return net, hashlib.sha256(text).hexdigest()

@@ -55,8 +55,9 @@ from sampler import DamagedGraph, NeighborSampler, mix
 from store import GraphStore
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
-PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: against T training nodes it is a weight decay of PRIOR / T
-WHOLE_GRAPH_EDGES = 1 << 22  # up to so many, a network of one's own is given the whole graph as one batch
+PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
+WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
+
 
 def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
     """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
@@ -154,12 +155,10 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
 
 def exact_logits(ranks, args, store, model, layers=None):
     """Logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over the ranks of each machine;
-    for a network without layers of model.py in batches, split over all ranks. With `layers` what so many of the first
-    layers give, [V, hidden]."""
+    for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so many of
+    the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     if not layerwise(model):
-        if layers is not None:
-            raise StoreError(f"--predict-what embeddings needs a network with layers of model.py, and {args.model} has none")
         return logits_in_batches(ranks, args, store, model)
     features = getattr(store.features, "tensor", store.features)
     total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
@@ -322,7 +321,8 @@ def build_model(ranks, args, store, ring):
                          edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean,
                          std=std).to(ranks.device)  # fmt: skip
     if is_own(args.model):
-        model = own_model.build(args.model, args.model_args or [], store.feature_dim, store.num_classes)
+        sizes = store.feature_dim, store.num_classes
+        model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
     else:
         model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
                     dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
@@ -347,7 +347,7 @@ def run(ranks, args, path):
     model = build_model(ranks, args, store, ring)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
-    start, first = restore(state, file, args, model, optimizer, best) if state else (0, 0)
+    start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state
     parallel = ranks.wrap(model)
     if ranks.leads:
