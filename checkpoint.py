@@ -7,9 +7,9 @@ Sampling and dropout are functions of --seed and the step, and the learning rate
 and no schedule has a state to keep: weights, optimizer, the best epoch of --early-stop and the number of the step are
 all there is. What becomes of train.py's flags when a run goes on from a checkpoint:
 
-    --task --fanout --accumulate --model --hidden     the checkpoint's; another value is refused
-    --num-layers --heads --norm --residual
-    --dropout --input-dropout --seed
+    --task --fanout --accumulate --model --hidden     the checkpoint's; another value is refused. --model FILE.py:NAME
+    --model-args --num-layers --heads --norm          is given again, because code is only run where it is typed; a
+    --residual --dropout --input-dropout --seed       file whose text has changed is said
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
     --lr --lr-schedule --weight-decay --precision     the checkpoint's unless given again: then another one from the
@@ -23,7 +23,7 @@ design: it is not compared any more once it did.
 
 A checkpoint is input that a stranger may have made. Its pickle may name tensors and dicts alone; its flags pass through
 the parser of the command line, none names code or a file to write; the network that they describe is compared with the
-tensors before either takes memory. This file needs disk.py, flags.py, model.py and graphs.py.
+tensors before either takes memory. This file needs disk.py, flags.py, model.py, own_model.py and graphs.py.
 """
 
 import io
@@ -39,9 +39,10 @@ from disk import DTYPES, StoreError, write_whole
 from flags import check_network, checkpoint_to_resume, make_parser, spelled, text_of
 from graphs import Regressor
 from model import GNN
+from own_model import is_own
 
-FIXED = ("task", "fanout", "accumulate", "model", "hidden", "num_layers", "heads", "norm", "residual", "dropout",
-         "input_dropout", "seed")  # fmt: skip
+FIXED = ("task", "fanout", "accumulate", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual",
+         "dropout", "input_dropout", "seed")  # fmt: skip
 KEPT = ("dataset", "symmetrize", "batch_size", "lr", "lr_schedule", "weight_decay", "epochs", "early_stop", "precision",
         "checkpoint_activations")  # fmt: skip
 WIDTHS = {"node": ("feature_dim", "num_classes"),  # what a network has to know of a graph, by --task
@@ -56,7 +57,7 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     graph["files"] = {name: record.get("sha256") for name, record in store.meta["files"].items()}
     state = {"flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)}, "total_batch": args.total_batch,
              "graph": graph, "model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "best": best,
-             "epoch": epoch, "step": step}  # fmt: skip
+             "epoch": epoch, "step": step, "code": getattr(args, "model_digest", None)}  # fmt: skip
     write_whole(path, lambda file: torch.save(state, file))
 
 
@@ -160,7 +161,7 @@ def check_flags(saved):
         values = value if type(value) is list and len(value) <= 64 else [value]
         if not all(v is None or is_word(v) or type(v) in (bool, float) or within(-1, 1 << 63)(v) for v in values):
             raise ValueError(f"its {spelled(name)} is no value of a flag")
-        if value is not None and value is not False and not (name == "model" and is_own(value)):
+        if value is not None and value is not False:
             words.append(spelled(name) + ("" if value is True else f"={text_of(value)}"))
 
     def refuse(message):
@@ -171,14 +172,9 @@ def check_flags(saved):
     args = parser.parse_args(words)
     check_network(parser, args)
     for name, value in saved.items():
-        if getattr(args, name) != value and not (name == "model" and is_own(value)):
+        if getattr(args, name) != value:
             refuse(f"{spelled(name)} {text_of(value)} is none that can be typed")
     return True
-
-
-def is_own(model):
-    """Whether --model is FILE.py:NAME, code that is run where it is typed and never because a checkpoint says so."""
-    return isinstance(model, str) and ":" in model
 
 
 def need(values, **tests):
@@ -281,9 +277,11 @@ def check_graph(state, path, args, store):
         raise StoreError(f"checkpoint {path} is damaged: it has done {state['step']} of {args.steps} steps of an epoch")
 
 
-def restore(state, path, args, model, optimizer, best):
+def restore(state, path, ranks, args, model, optimizer, best):
     """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
     load_weights(model, state["model"], path)
+    if ranks.leads and is_own(args.model) and str(state.get("code")) != args.model_digest:
+        print(f"model   {args.model} is not the text that the checkpoint was made with")
     if args.trains:
         parameters = dict(enumerate(model.parameters()))
         for number, moments in state["optimizer"].items():

@@ -1,4 +1,4 @@
-"""Moving feature rows: a ring of kept buffers filled ahead of the training step, placement, a cache of hot rows.
+"""Feature rows on their way to the training step: a ring of reused buffers, placement, a cache of hot rows.
 
 This file stands alone: copy it into your own code.
 
@@ -11,13 +11,13 @@ This file stands alone: copy it into your own code.
         batch.wait()
         model(batch.blocks, batch.x)
 
-Why a ring: a fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and only
-page-locked memory is copied to a GPU while the GPU computes. So a few buffers are made once and used in turn.
-`prefetch` names the slot of every batch; a slot comes round again only when the caller has asked for the batch after
-the one that used it, and on CUDA when the copy out of it is done.
+Why a ring: a fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and a GPU can
+only compute while it is sent page-locked memory. So a few buffers are allocated once and used in turn. `prefetch` gives
+every batch a slot of the ring. A slot is used again once the caller has asked for the batch after the one in it and, on
+CUDA, the copy out of it has finished.
 
 Letters: V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width; k fanout; L layers.
-"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), an open store's say.
+"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """
 
 import logging
@@ -44,16 +44,17 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time
 
 
 class Batch(NamedTuple):
-    """One batch on the training device; on CPU `x` is valid until the next batch is taken from `prefetch`."""
+    """One batch on the training device. On CPU `x` is overwritten when the next batch is taken from `prefetch`, unless the
+    ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
     x: torch.Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
     y: torch.Tensor  # [S] labels of the seeds
-    ready: Any = None  # CUDA event after which the tensors are there; None on CPU
-    began: Any = None  # CUDA event at which the copy of x to the GPU began; None where nothing is copied
+    ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
+    began: Any = None  # CUDA event: the copy of x to the GPU began; None where nothing is copied
 
     def wait(self):
-        """Make the current CUDA stream wait for the copies and keep their memory until it is done with them."""
+        """Make the current CUDA stream wait for the copies, and keep their memory until that stream has used them."""
         if self.ready is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.ready)
@@ -63,7 +64,7 @@ class Batch(NamedTuple):
 
 
 class CudaCopies:
-    """What the ring asks of a GPU: page-locked buffers, streams to copy on, events. Tests simulate it on CPU."""
+    """What the ring needs of a GPU: page-locked buffers, streams to copy on, events. Tests put a simulation in its place."""
 
     def __init__(self, device, streams):
         self.device = torch.device(device)
@@ -77,7 +78,7 @@ class CudaCopies:
 
     @contextmanager
     def stream(self, slot, blocks=()):
-        """Run the body on the slot's stream, after what the caller's stream does to blocks that are on the GPU."""
+        """Run the body on the slot's stream, behind what the caller's stream is doing to blocks on the GPU."""
         caller, side = torch.cuda.current_stream(self.device), self.streams[slot % len(self.streams)]
         if caller != side and any(block.src_nodes.is_cuda for block in blocks):
             side.wait_stream(caller)
@@ -87,58 +88,61 @@ class CudaCopies:
             yield
 
     def copy(self, tensor):
-        """Start a copy to the GPU on the current stream -> the tensor it will be in."""
+        """Start a copy to the GPU on the current stream -> the tensor it will arrive in."""
         return tensor.to(self.device, non_blocking=True)
 
     def event(self):
-        """A timed event after all that the current stream was given; .synchronize() waits for it on the host."""
+        """A timed event behind all work that the current stream has been given; .synchronize() waits for it on the host."""
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 class FeatureRing:
-    """Gather the features and labels of a batch into kept buffers and bring them to the training device.
+    """Gather the features and labels of a batch into reused buffers and bring them to the training device.
 
-    A buffer is as large as a power of two of bytes: page-locked memory is rounded up to one anyway, and on CPU the
-    pages that are never written take no memory. A batch that needs more gets the next power, and one log line says
-    so; all buffers together never exceed slots * V rows, rounded up. Gathers run on torch's own threads, several at
-    once when `prefetch` has several threads.
+    A buffer takes a power of two of bytes: page-locked memory is rounded up to one anyway, and on CPU pages that are
+    never written take no memory. A batch that needs more gets the next power, and a log line says so; all buffers
+    together never exceed slots * V rows, rounded up. Gathers run on torch's own threads, several at once when
+    `prefetch` has several threads.
 
     Args:
-        features: features, in host memory or on the device.
+        features: features of any dtype, in host memory or on the device.
         labels: int64 [V].
-        slots: number of buffers; one more than the batches prepared ahead, for the one in use.
+        slots: number of buffers: depth + 1 of `prefetch`, for the batches prepared ahead and the one in use.
         device: where training runs. On CUDA the buffers are page-locked and copied on streams of their own; features
             that are on that device already (or that it reads in place) are gathered there, without a buffer.
         streams: CUDA streams; slot i uses stream i % streams.
-        log: function of one string, told when buffers grow.
-        aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py:
-            then the outermost hop is aggregated straight out of a feature tensor instead of being gathered, and x is
+        log: function of one string, called when buffers grow.
+        aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py. With
+            it the outermost hop is aggregated straight from a feature tensor of floats instead of being gathered: x is
             what it returns for a blocks[0] with global ids in `indices` and its destinations as `src_nodes`.
-        dtype: of that x; the features' when None.
+        dtype: of x; the features' own when None. Rows travel as they are stored and are converted on the device.
         gather: function (features, ids, out) -> [n, F] for features that are a tensor, such as `gather_rows` of model.py;
             torch.index_select when None.
+        reuse: False gives every batch on CPU a tensor of its own, for callers who keep batches.
         copies: what stands for the GPU in a test.
 
     Attributes:
-        first_hop: True when x is aggregated: there is `aggregate` and the features are a tensor.
+        first_hop: True when x is aggregated: `aggregate` is given and the features are a tensor of floats.
     """
 
     def __init__(self, features, labels, *, slots, device="cpu", streams=1, log=None, aggregate=None, dtype=None,
-                 gather=None, copies=None):  # fmt: skip
-        self.features, self.labels, self.device = features, labels, torch.device(device)
+                 gather=None, reuse=True, copies=None):  # fmt: skip
+        self.features, self.labels, self.device, self.reuse = features, labels, torch.device(device), reuse
         self.copies = copies or (CudaCopies(self.device, streams) if self.device.type == "cuda" else None)
         home = getattr(features, "device", torch.device("cpu")).type
         self.on_device = home == self.device.type != "cpu"
         self.cached = isinstance(features, CachedFeatures) and features.cache.device.type == self.device.type
         self.gather = gather if gather and isinstance(features, torch.Tensor) else take
-        self.aggregate, self.first_hop = aggregate, aggregate is not None and isinstance(features, torch.Tensor)
+        self.aggregate = aggregate
+        self.first_hop = aggregate is not None and isinstance(features, torch.Tensor) and features.is_floating_point()
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.dtype = (self.first_hop and dtype) or features.dtype
+        self.dtype = dtype or features.dtype
+        self.stored = self.dtype if self.first_hop else features.dtype  # of the buffers
         self.log = log or logging.getLogger(__name__).info
         self.buffers = [None] * slots
         self.copied = [None] * slots  # event: the copy out of the slot is done
         self.began = [None] * slots  # event: it began
-        self.rows, self.lock = 0, threading.Lock()  # rows that the next buffer gets
+        self.rows, self.lock = 0, threading.Lock()  # rows of the next buffer to be allocated
 
     def stream(self, slot):
         """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
@@ -148,16 +152,23 @@ class FeatureRing:
         """Fetch what the blocks need.
 
         Args:
-            slot: which buffer to fill; the caller sees to it that no live batch uses it (`prefetch` does).
+            slot: which buffer to fill. No batch that is still in use may lie in it; `prefetch` sees to that.
             blocks: the sampled blocks; features are fetched for blocks[0].src_nodes, labels for the last one's seeds.
 
         Returns:
             Batch on the ring's device.
+
+        Raises:
+            ValueError: for a slot that the ring does not have.
         """
+        if slot >= len(self.buffers):
+            raise ValueError(f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots, so give "
+                             f"the ring slots={slot + 1} or more")  # fmt: skip
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
         if not self.copies:
-            x = self._gather(slot, self.features, outer.src_nodes, outer)
-            return Batch(blocks, x, self.labels.index_select(0, seeds))
+            x = (self._gather(slot, self.features, outer.src_nodes, outer) if self.reuse else
+                 self._read(self.features, outer.src_nodes, outer))  # fmt: skip
+            return Batch(blocks, x.to(self.dtype), self.labels.index_select(0, seeds))
         with self.copies.stream(slot, blocks):
             blocks = [block.to(self.device, non_blocking=True) for block in blocks]
             if self.on_device:
@@ -168,10 +179,10 @@ class FeatureRing:
             else:
                 x = self._upload(slot, self.features, outer.src_nodes, outer)
             y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
-            return Batch(blocks, x, y, self.copies.event(), self.began[slot])
+            return Batch(blocks, x.to(self.dtype), y, self.copies.event(), self.began[slot])
 
     def _upload(self, slot, features, ids, block=None):
-        """Rows on the device [N, F], by way of the slot's buffer, which the event then releases."""
+        """Send rows to the device through the slot's buffer -> [N, F]; the event `copied` releases the buffer."""
         rows = self._gather(slot, features, ids.cpu(), block.to("cpu") if self.first_hop else None)
         self.began[slot] = self.copies.event()
         x = self.copies.copy(rows)
@@ -179,20 +190,20 @@ class FeatureRing:
         return x
 
     def _gather(self, slot, features, ids, block=None):
-        """Read rows into the slot's buffer -> [N, F] view of it."""
+        """Read rows into the slot's buffer -> [N, F], a view of it."""
         if self.copied[slot] is not None:
             self.copied[slot].synchronize()  # back-pressure: the previous copy out of this slot
         n = ids.numel()
         if self.buffers[slot] is None or self.buffers[slot].shape[0] < n:
-            self.buffers[slot] = None  # its memory goes before more is taken
+            self.buffers[slot] = None  # free its memory before more is allocated
             with self.lock:
                 if n > self.rows:
-                    row = self.width * self.dtype.itemsize
+                    row = self.width * self.stored.itemsize
                     self.rows = max(n, (1 << (n * row - 1).bit_length()) // row)
                     self.log(f"ring: a batch of {n:,} rows takes buffers of {self.rows:,} rows, "
                              f"{self.rows * row:,} bytes each; there are {len(self.buffers)}")  # fmt: skip
             empty = self.copies.buffer if self.copies else lambda shape, dtype: torch.empty(shape, dtype=dtype)
-            self.buffers[slot] = empty((self.rows, self.width), self.dtype)
+            self.buffers[slot] = empty((self.rows, self.width), self.stored)
         return self._read(features, ids, block, self.buffers[slot][:n])
 
     def _read(self, features, ids, block, out=None):
@@ -209,17 +220,17 @@ def take(features, ids, out=None):
 
 
 def prefetch(make, items, *, depth=2, threads=1):
-    """Run make(item, slot) ahead of the caller on threads and yield the results in the order of the items.
+    """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
-    The results are the same for every depth and number of threads. At most `depth` results are under way beside the
-    one in the caller's hands, and two results that are alive at the same time have different slots. An exception in
-    `make` reaches the caller, with the worker's traceback, when its turn comes. Closing the generator (or leaving the
-    process) cancels what has not started and waits for what has.
+    The results are the same for every depth and number of threads. At most `depth` results are being made or waiting
+    beside the one the caller holds, and results that exist at the same time have different slots. An exception in `make`
+    reaches the caller, with the worker's traceback, when its turn comes. Closing the generator (or leaving the process)
+    cancels what has not started and waits for what has.
 
     Args:
         make: callable (item, slot) -> result; slot is an int in 0 .. depth.
         items: iterable.
-        depth: results to prepare ahead; 0 makes each one when it is asked for, on the caller's thread.
+        depth: results to prepare ahead; with 0 each is made on the caller's thread when it is asked for.
         threads: worker threads.
     """
     jobs = ((item, i % (depth + 1)) for i, item in enumerate(items))
@@ -244,21 +255,21 @@ def prefetch(make, items, *, depth=2, threads=1):
 
 
 def place(indptr, indices, labels, features, mode, device="cpu"):
-    """Put a graph and its features where a mode wants them.
+    """Put a graph and its features where a mode keeps them.
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors.
         features: features in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
-            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows travel through the ring.
+            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays where it is; rows go through the ring.
         device: the GPU of the first two.
 
     Returns:
-        (indptr, indices, labels, features), tensors of the device for the first two modes.
+        (indptr, indices, labels, features): for the first two modes tensors on the device.
 
     Raises:
-        ValueError: for an unknown mode or host memory that `share` did not make.
-        RuntimeError: when CUDA refuses, naming the call.
+        ValueError: for an unknown mode, or host memory that `share` did not allocate.
+        RuntimeError: when CUDA refuses; it names the call.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
@@ -286,20 +297,20 @@ def _rows_of_a_chunk(array):
 def share(arrays, *, leads=True, total=None):
     """Copy arrays into host memory that all processes of this machine share: one copy, made by one of them.
 
-    The memory is what /dev/shm is made of, without a name (memfd): the kernel frees it when the last process that has
-    it is gone, however it went, and a small /dev/shm, as containers have, is no limit. Linux only.
+    It is shared memory without a name (memfd): the kernel frees it when the last process that maps it has ended, in
+    whatever way, and the small /dev/shm of a container is no limit. Linux only.
 
     Args:
         arrays: list of host tensors, or features; the same shapes and dtypes in every process.
         leads: True in the one process that makes the copy.
         total: with several processes, a function that sums numbers over the processes of this machine and returns
-            the sums to each (an all-reduce; `Ranks.sum` of ddp.py on one machine). Called twice by every process.
+            the sums to each (an all-reduce; `Ranks.sum` of ddp.py on one machine). Every process calls it twice.
 
     Returns:
         List of tensors in shared memory; what one process writes into them, all see.
 
     Raises:
-        OSError: when the memory cannot be mapped, or the process that leads is another user's.
+        OSError: when the memory cannot be mapped, or the leading process belongs to another user.
     """
     arrays = [getattr(a, "tensor", a) for a in arrays]
     sizes = [a.dtype.itemsize * torch.Size(a.shape).numel() for a in arrays]
@@ -316,13 +327,13 @@ def share(arrays, *, leads=True, total=None):
         if not leads:
             handle = os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
             memory = mmap.mmap(handle, 0)
-        total(0)  # the leader's handle is good until everyone has opened it
+        total(0)  # the leader keeps its handle open until everyone has opened it
     os.close(handle)
     return [_view(memory, a, offset) for a, offset in zip(arrays, offsets)]
 
 
 def _view(memory, like, offset):
-    """A tensor over memory of the shape and dtype of another."""
+    """A tensor over mapped memory, of the shape and dtype of another."""
     if 0 in like.shape:
         return torch.empty(like.shape, dtype=like.dtype)
     count = torch.Size(like.shape).numel()
@@ -333,7 +344,7 @@ def gpu_view(host, device, cudart=None):
     """Let a GPU read host memory in place (UVA), without a copy.
 
     Args:
-        host: tensor that `share` made: its memory starts on a page and has its last page to itself.
+        host: tensor from `share`: its memory starts on a page and has its last page to itself.
         device: the GPU.
         cudart: what stands for torch.cuda.cudart() in a test.
 
@@ -342,12 +353,12 @@ def gpu_view(host, device, cudart=None):
 
     Raises:
         ValueError: for memory that does not start on a page.
-        RuntimeError: when CUDA refuses to register the memory or to address it; nothing stays registered.
+        RuntimeError: when CUDA refuses to register or to address the memory; nothing stays registered.
     """
     if not host.numel():
         return host.to(device)
     cudart, registered = cudart or torch.cuda.cudart(), []
-    with torch.cuda.device(device):  # the device that is current owns the registration
+    with torch.cuda.device(device):  # the current device owns the registration
         for start, size in page_pieces(host.data_ptr(), host.numel() * host.element_size()):
             code = int(cudart.cudaHostRegister(start, size, 2))  # 2: mapped into the GPU's address space
             if code:
@@ -364,7 +375,7 @@ def gpu_view(host, device, cudart=None):
 
 
 def page_pieces(pointer, nbytes, piece=PIECE_BYTES):
-    """Cut memory into pieces of whole pages to register -> [(start, size in bytes)]; large ones fail in one call."""
+    """Cut memory into pieces of whole pages -> [(start, size in bytes)]; one call cannot register very large memory."""
     if pointer % mmap.PAGESIZE:
         raise ValueError(f"host memory at {pointer:#x} does not start on a page: copy it with share() first")
     end = pointer + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -372,11 +383,11 @@ def page_pieces(pointer, nbytes, piece=PIECE_BYTES):
 
 
 def _host_array(host):
-    """What torch.as_tensor reads to see host memory as a CUDA array; bfloat16, which numpy lacks, goes as int16."""
+    """An object that torch.as_tensor takes for a CUDA array; bfloat16, which numpy lacks, is declared as int16."""
     array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
     data = (host.data_ptr(), False)  # False: torch refuses read-only memory
     interface = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
-    return SimpleNamespace(__cuda_array_interface__=interface, host=host)  # the view keeps this, and so the memory
+    return SimpleNamespace(__cuda_array_interface__=interface, host=host)  # the view keeps this object, and so the memory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,10 +395,10 @@ def _host_array(host):
 
 
 def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
-    """How likely each node is among the input nodes of a batch: what a cache should go by.
+    """How likely each node is to be among the input nodes of a batch: the order in which a cache should keep rows.
 
-    The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks whose every hop expands all nodes that
-    the batch holds so far, with fresh draws. Batches and neighbours count as independent. L passes over the edges.
+    The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
+    the batch so far, with fresh draws. Neighbours are taken as independent. L passes over the edges.
 
     Args:
         indptr: int64 [V+1], indices: [M], the graph.
@@ -399,14 +410,14 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
         IndexError: where the graph is damaged: a list or an edge leaves it.
 
     Returns:
-        float32 [V], probabilities. Without training nodes to go by, the degree indptr.diff() orders nearly as well.
+        float32 [V], probabilities. Where there are no training nodes, the degree indptr.diff() orders rows nearly as well.
     """
     degree, num_edges = indptr.diff(), indices.numel()
     if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
         raise IndexError("the graph is damaged: a list in indptr leaves indices or runs backwards")
     seed = torch.zeros(degree.numel(), device=indptr.device)
     seed[train_nodes.to(indptr.device)] = min(1.0, batch_size / max(1, train_nodes.numel()))
-    held, picked = seed, torch.zeros_like(seed)  # a node is in the batch; a node has picked a given neighbour of its
+    held, picked = seed, torch.zeros_like(seed)  # chances: to be in the batch; to have drawn a given one of one's neighbours
     for k in fanouts:
         chance = (k / degree).clamp(max=1) if k >= 0 else 1.0
         picked = (picked + chance * (held - picked)).clamp(0, 1)
@@ -427,17 +438,17 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
 
 
 class CachedFeatures:
-    """Features with the hottest rows kept on a device: a GPU before host memory, or RAM before a store on disk.
+    """Features whose hottest rows are kept on a faster device: on a GPU before host memory, in RAM before a store on disk.
 
     Args:
         features: the features behind the cache.
         visits: [V], the larger the hotter: `expected_visits`, or the degree.
-        budget: bytes of rows to keep. A map from node to cached row takes 4 bytes a node beside them.
+        budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
         device: where to keep them.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
-        hits, lookups: rows found and rows asked for since the start.
+        hits, lookups: rows found in the cache and rows asked for since the start.
     """
 
     def __init__(self, features, visits, budget, device="cpu"):
@@ -458,16 +469,16 @@ class CachedFeatures:
 
     @property
     def hit_rate(self):
-        """Share of the rows that the cache had; 0 before the first gather."""
+        """Share of the rows asked for that were in the cache; 0 before the first gather."""
         return self.hits / max(1, self.lookups)
 
     def gather(self, ids, out=None, missing=None):
-        """Copy rows, hits from the cache and the others from behind it.
+        """Copy rows: hits from the cache, the others from the features behind it.
 
         Args:
             ids: int32 or int64 [n] node ids, repeats allowed.
             out: [n, F] on the cache's device; a tensor is made when None.
-            missing: function from ids [m] to their rows [m, F] on the cache's device; reads the features when None.
+            missing: function of ids [m] that returns their rows [m, F] on the cache's device; reads the features when None.
 
         Returns:
             [n, F] on the cache's device.

@@ -37,6 +37,8 @@ def library(integers, source, target):
     tensors = [*integers, source, target]
     if not _on or not all(t.device.type == "cpu" and t.dtype in _TYPES and t.is_contiguous() for t in tensors):
         return None
+    if not (source.is_floating_point() and target.is_floating_point()):  # integers are ids, not values
+        return None
     return _load(_TYPES[kinds.pop()], _TYPES[source.dtype], _TYPES[target.dtype]) if len(kinds) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, exact layer-wise inference.
+"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, and exact inference layer by layer.
 
 This file stands alone: copy it into your own code. A block is anything with the fields of `sampler.Block`.
 
@@ -9,8 +9,8 @@ This file stands alone: copy it into your own code. A block is anything with the
 
 Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes.
 
-Steps that are worth fusing (a gather of rows, own row and mean of the neighbours, ReLU with dropout) are torch operations
-here and C code in fused.py, which is used where it lies beside this file.
+Steps that are worth fusing (gathering rows, own row beside the mean of the neighbours, ReLU with dropout) are torch
+operations here and C code in fused.py, which is used if it lies beside this file.
 """
 
 import copy
@@ -31,13 +31,13 @@ except ImportError:
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
-    """What a SAGE layer multiplies: for every destination its own row beside the mean of its neighbours' rows.
+    """The input of a SAGE layer's matrix product: every destination's own row beside the mean of its neighbours' rows.
 
     Args:
         indptr: [S+1], indices: [E] rows of h, of one integer dtype.
         h: float32 or bfloat16 [N, F].
         self_rows: [S] which rows of h are the destinations'; the first S when None. With global ids in indices and
-            self_rows, h is the feature table itself: the outermost hop then needs no gather. No gradient flows then.
+            self_rows, h can be the feature table itself: the outermost hop then needs no gather, and gets no gradient.
         out: [S, 2F] to write into (float32 or bfloat16), where no gradient is needed.
 
     Returns:
@@ -58,27 +58,27 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 def mean_neighbours(indptr, indices, h):
     """Mean of the rows of h [N, D] over every destination's edges -> [S, D]; zero for one without edges.
 
-    One fused gather and segment mean of torch: no [E, D] intermediate.
+    torch's fused gather and segment mean: no [E, D] in between.
     """
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
 
 
 def gather_rows(features, ids, out=None):
-    """Rows ids [n] of features [V, F] -> [n, F], `out` where that is given: index_select that fetches rows ahead of their turn."""
+    """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select, with rows prefetched into the cache."""
     done = fused and fused.gather_rows(features, ids, out)
     return torch.index_select(features, 0, ids, out=out) if done is None else done
 
 
 def linear(x, weight, bias=None):
-    """x [S, F] times weight [D, F], plus bias [D]: F.linear, or fused.py's where that is faster."""
+    """x [S, F] times weight [D, F], plus bias [D]: F.linear, or that of fused.py where it is faster."""
     return fused.linear(x, weight, bias) if fused else F.linear(x, weight, bias)
 
 
 def relu_dropout(h, p, training=True, nodes=None):
     """dropout(relu(h)), in place where fused.py does it.
 
-    What is dropped is a function of torch's CPU generator, the node and the column: so batches that are cut among
-    processes, or in time, drop what the whole batch would. One random byte an element: p is rounded to 1/256.
+    What is dropped is a function of torch's CPU generator, the node and the column. So a batch that is divided among
+    processes, or into passes, drops what the whole batch would. One random byte an element: p is rounded to 1/256.
 
     Args:
         h: [S, D]. p: probability below 1.
@@ -93,18 +93,18 @@ def relu_dropout(h, p, training=True, nodes=None):
 
 
 def dropout(x, p, nodes):
-    """Dropout of x [N, F] as `relu_dropout` draws it, by node and column; nodes [N] are ids."""
+    """Dropout of x [N, F], drawn by node and column like that of `relu_dropout`; nodes [N] are ids."""
     drop = min(round(256 * p), 255)
     return _dropout(x, nodes, int(torch.empty((), dtype=torch.int64).random_()), drop) if drop else x
 
 
 def _dropout(h, nodes, seed, drop):
     kept = _random_bytes(torch.arange(len(h), device=h.device) if nodes is None else nodes, h.shape[1], seed) >= drop
-    return h * (kept * (256 / (256 - drop))).to(h.dtype)
+    return h * (kept.to(h.dtype) * (256 / (256 - drop)))
 
 
 def _random_bytes(nodes, D, seed):
-    """The bytes of relu_dropout's C code, from torch operations -> uint8 [S, D]."""
+    """The random bytes of relu_dropout's C code by torch operations -> uint8 [S, D]."""
     groups = torch.arange(-(-D // 8), device=nodes.device)
     row = _finalise((nodes.long() ^ seed) + _GOLDEN).unsqueeze(1)
     drawn = _finalise(row + groups * _GOLDEN).reshape(-1)  # little-endian: the first column is the lowest byte
@@ -125,17 +125,17 @@ def _finalise(z):  # splitmix64 on int64 [...]: products wrap exactly, a logical
 
 
 class Conv(nn.Module):
-    """What all layers share. A layer is a message, which a row makes by itself, and a combination over edges.
+    """What all layers share: every node makes a message of its own row, and destinations combine those of their edges.
 
-    Training makes the messages of a block's sources, inference those of all nodes, once; both combine them by the same
-    code. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
+    Training computes the messages of a block's sources, inference those of all nodes, once; both combine them by the
+    same code. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
 
         message(h, degree): [n, F] -> [n, message_dim]
-        combine(indptr, indices, message, rows, h_dst, degree): -> [S, D]; `rows` [S] says which messages are the
-            destinations' own (None: the first S), h_dst [S, F] are their rows.
+        combine(indptr, indices, message, rows, h_dst, degree): -> [S, D]; `rows` [S] are the positions of the
+            destinations' own messages (None: the first S), h_dst [S, F] their rows.
 
-    degree is float [n, 2], or [S, 2]: the out- and in-degrees that these nodes have in the whole graph; None takes
-    those of the block. Layers that average, choose or attend do not look at it.
+    degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with None, those in the
+    block. Layers that take a mean, a maximum or attention ignore it.
     """
 
     message_dim, uses_degree = None, False
@@ -175,7 +175,7 @@ def _check_nodes(ids, V):
 
 
 def block_degrees(block):
-    """Out- and in-degree within a block -> float32 [N, 2], in which GCN counts self-loops of destinations only."""
+    """Out- and in-degree within a block -> float32 [N, 2]; counted so that GCN has self-loops of the destinations only."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
     out = torch.bincount(block.indices, minlength=N)
     out[S:] = (out[S:] - 1).clamp(min=0)
@@ -190,14 +190,14 @@ class SAGEConv(Conv):
         self.out_dim = out_dim
         self.self_linear = nn.Linear(in_dim, out_dim)
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
-        self.message_dim = out_dim if in_dim > out_dim else None  # the mean commutes with W_neigh: send the narrower
+        self.message_dim = out_dim if in_dim > out_dim else None  # mean and W_neigh commute: send the narrower of the two
 
     def forward(self, block, h, degree=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
     def apply_linear(self, pair):
-        """pair [S, 2F] of own row and mean -> [S, D]: both products as one."""
+        """pair [S, 2F] of own row and mean -> [S, D]: both products in one."""
         weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
         return linear(pair, weight, self.self_linear.bias)
 
@@ -235,9 +235,9 @@ class SAGEPoolConv(Conv):
 class GCNConv(Conv):
     """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
-    The sum is estimated as the mean over the edges of the block times the in-degree: in a sampled block, with the
-    degrees of the graph, that is right on average, so that inference computes what training estimates. With the
-    block's own degrees (degree=None) it is DGL's GraphConv(norm="both") on the block with self-loops.
+    The sum is computed as the in-degree times the mean over the block's edges: in a sampled block, with the degrees of
+    the whole graph, that is an unbiased estimate of the sum that inference takes. With the block's own degrees
+    (degree=None) the layer is DGL's GraphConv(norm="both") on the block with self-loops.
     """
 
     uses_degree = True
@@ -265,15 +265,18 @@ class GCNConv(Conv):
 class GINConv(Conv):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
-    In a sampled block the sum is the mean over the edges times the in-degree in the graph, as in `GCNConv`.
+    In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GCNConv`. It grows with
+    the degree, which a norm behind the first product of the MLP (norm "layer" or "batch") makes up for, as in the
+    authors' own networks; without one, graphs of large degree may not be learned at all.
     """
 
     uses_degree = True
 
-    def __init__(self, in_dim, out_dim):
+    def __init__(self, in_dim, out_dim, norm="none"):
         super().__init__()
         self.out_dim = out_dim
-        self.mlp = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
+        norms = [] if norm == "none" else [NORMS[norm](out_dim)]
+        self.mlp = nn.Sequential(nn.Linear(in_dim, out_dim), *norms, nn.ReLU(), nn.Linear(out_dim, out_dim))
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree):
@@ -283,13 +286,13 @@ class GINConv(Conv):
 
 
 class GATv2Conv(Conv):
-    """Graph attention layer (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), v among its own neighbours.
+    """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is one of its own neighbours.
 
     Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
 
     Args:
         in_dim, out_dim: F, D. heads: K.
-        mean: average the heads, each D wide; else they stand side by side, each D / K wide.
+        mean: average the heads, each D wide; otherwise they stand side by side, each D / K wide.
         dropout: probability for each attention weight.
     """
 
@@ -310,7 +313,7 @@ class GATv2Conv(Conv):
         return self.src_linear(h)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None):
-        """See `Conv`; what is made for each edge has one number a head."""
+        """See `Conv`; an edge takes one number a head."""
         indptr, indices = with_self_loops(indptr, indices, rows)
         S, E, (K, D) = h_dst.shape[0], indices.numel(), self.attn.shape
         source, target = message.view(-1, K, D), self.dst_linear(h_dst).view(S, K, D)
@@ -325,7 +328,7 @@ class GATv2Conv(Conv):
 
 
 def with_self_loops(indptr, indices, rows=None):
-    """Put an edge from each destination to itself before its others -> indptr int64 [S+1], indices int64 [E + S]."""
+    """Put an edge from each destination to itself before its other edges -> indptr int64 [S+1], indices int64 [E + S]."""
     S, device = indptr.numel() - 1, indices.device
     number = torch.arange(S + 1, device=device)
     looped = indptr + number
@@ -345,21 +348,25 @@ def edge_softmax(scores, dst, num_dst):
     return weights / torch.zeros_like(top).index_add(0, dst, weights).index_select(0, dst)
 
 
+def _at_least_float32(t):
+    return torch.promote_types(t.dtype, torch.float32)
+
+
 class _EdgeScores(torch.autograd.Function):
-    """attn . leaky_relu(source_u + target_v) of every edge, a piece of the edges at a time: no [E, K, D] is kept."""
+    """attn . leaky_relu(source_u + target_v) of every edge, some edges at a time, in float32 or more: no [E, K, D] is kept."""
 
     @staticmethod
     def pieces(source, target, indices, dst):
-        """(slice of the edges, sources' and destinations' numbers, source + target in float32)."""
+        """(slice of the edges, positions of their sources and destinations, source + target)."""
         step = max(1, (1 << 22) // max(1, source[:1].numel()))
         for a in range(0, indices.numel(), step):
             u, v = indices[a : a + step], dst[a : a + step]
-            yield slice(a, a + step), u, v, source.index_select(0, u).float() + target.index_select(0, v)
+            yield slice(a, a + step), u, v, source.index_select(0, u).to(_at_least_float32(source)) + target.index_select(0, v)
 
     @staticmethod
     def forward(ctx, source, target, attn, indices, dst):  # [N, K, D], [S, K, D], [K, D], [E], [E] -> [E, K]
         ctx.save_for_backward(source, target, attn, indices, dst)
-        scores = torch.empty(indices.numel(), attn.shape[0], device=source.device)
+        scores = source.new_empty(indices.numel(), attn.shape[0], dtype=_at_least_float32(source))
         for part, _, _, z in _EdgeScores.pieces(source, target, indices, dst):
             scores[part] = F.leaky_relu(z, 0.2, inplace=True).mul_(attn).sum(2)
         return scores
@@ -367,17 +374,29 @@ class _EdgeScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         source, target, attn, indices, dst = ctx.saved_tensors
-        to_source, to_target, to_attn = (torch.zeros_like(t, dtype=torch.float32) for t in (source, target, attn))
+        to_source, to_target, to_attn = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, target, attn))
         for part, u, v, z in _EdgeScores.pieces(source, target, indices, dst):
             g = grad[part].unsqueeze(2)
             to_attn += (F.leaky_relu(z, 0.2) * g).sum(0)
-            g = torch.where(z > 0, 1.0, 0.2).mul_(attn).mul_(g)
+            g = torch.where(z > 0, 1.0, 0.2).to(z.dtype).mul_(attn).mul_(g)
             to_source.index_add_(0, u, g)
             to_target.index_add_(0, v, g)
         return to_source.to(source.dtype), to_target.to(target.dtype), to_attn, None, None
 
 
+class BatchNorm(nn.BatchNorm1d):
+    """Batch norm that takes the running statistics for less than two rows, as a rank's last batch may have."""
+
+    def forward(self, x):
+        """x [S, D] -> [S, D]."""
+        if x.shape[0] < 2:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+        return super().forward(x)
+
+
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv, "gat": GATv2Conv, "gin": GINConv}
+NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
+NORMALISED = ("sage-pool", "gat", "gin")  # train.py gives these layers a norm by default: they learn slowly, or not at all, without
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,14 +413,17 @@ class GNN(nn.Module):
         dropout: probability, applied after each inner layer, and to the attention weights of "gat". input_dropout:
             the same for the features.
         heads: of "gat": side by side in the inner layers, `hidden` wide together; averaged in the last.
-        norm: "none", "layer" or "batch", after each inner layer.
-        residual: add each layer's input to what it gives, by way of a matrix where the widths differ.
+        norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin".
+        residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep only each layer's input for the backward pass and compute the rest again (Chen et al., arXiv
             1604.06174): less memory, more time.
 
     Attributes:
-        degrees: float [V, 2] of `graph_degrees` on the model's device, which "gcn" and "gin" need to be trained on
-            sampled blocks; None takes each block for the whole graph. Not part of the state.
+        degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn" and "gin" need for training on sampled
+            blocks; with None each block is taken for the whole graph. Not part of the state.
+
+    Raises:
+        ValueError: for a conv or norm that there is not, no layers, or heads that do not fit.
     """
 
     degrees = None
@@ -409,14 +431,17 @@ class GNN(nn.Module):
     def __init__(self, in_dim, hidden, out_dim, *, conv="sage", num_layers=3, dropout=0.5, heads=1, norm="none",
                  residual=False, input_dropout=0.0, recompute=False):  # fmt: skip
         super().__init__()
-        widths = [in_dim] + [hidden] * (num_layers - 1) + [out_dim]
-        pairs, inner = list(pairwise(widths)), num_layers - 1
-        options = {"heads": heads, "dropout": dropout} if conv == "gat" else {}
-        last = {**options, "mean": True} if conv == "gat" else {}
+        for name, value, known in (("conv", conv, CONVS), ("norm", norm, NORMS)):
+            if value not in known:
+                raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(known)}")
+        if num_layers < 1 or heads < 1:
+            raise ValueError(f"num_layers is {num_layers}, heads is {heads}: at least one of each is needed")
+        pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
+        options = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}}.get(conv, {})
+        last = {**options, "mean": True} if conv == "gat" else options
         self.layers = nn.ModuleList(CONVS[conv](*pair, **options) for pair in pairs[:-1])
         self.layers.append(CONVS[conv](*pairs[-1], **last))
-        norms = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
-        self.norms = nn.ModuleList(norms[norm](hidden) for _ in range(inner))
+        self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
         straight = [nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
         self.dropout, self.input_dropout, self.recompute = dropout, input_dropout, recompute
@@ -426,9 +451,12 @@ class GNN(nn.Module):
 
         Args:
             blocks: one for each layer, outermost hop first.
-            x: [N, F] features of blocks[0].src_nodes; or, with `aggregated` (for "sage"), [S, 2F]: what `self_and_mean`
-                gives for blocks[0], made where the features are.
+            x: [N, F] features of blocks[0].src_nodes, of any dtype; or, with `aggregated` (for "sage"), [S, 2F]: the
+                result of `self_and_mean` for blocks[0], computed where the features are.
         """
+        dtype = next(self.parameters()).dtype
+        if x.dtype != dtype and not (x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type)):
+            x = x.to(dtype)
         if self.input_dropout and self.training:
             x = dropout(x, self.input_dropout, blocks[0].src_nodes)
         for i, (_, block) in enumerate(zip(self.layers, blocks, strict=True)):
@@ -440,7 +468,7 @@ class GNN(nn.Module):
         return x
 
     def step(self, i, block, x, aggregated=False):
-        """Layer i and what stands behind it."""
+        """Layer i and everything up to the next one."""
         layer = self.layers[i]
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], block.src_nodes)
@@ -449,93 +477,98 @@ class GNN(nn.Module):
         return self.finish(i, layer(block, x, degree), x[: block.indptr.numel() - 1], block.src_nodes)
 
     def finish(self, i, h, h_dst, nodes=None):
-        """What follows layer i: h [S, D] is its output, h_dst [S, F] the destinations' rows of its input -> [S, D].
+        """Residual, norm, ReLU and dropout after layer i -> [S, D].
 
-        nodes [S or more] are ids of the destinations, by which dropout is drawn.
+        Args:
+            h: [S, D] the layer's output. h_dst: [S, F] the destinations' rows of its input.
+            nodes: [S or more] ids of the destinations, by which dropout is drawn.
         """
         if self.residuals is not None:
             h = h + self.residuals[i](h_dst)
         if i == len(self.norms):
             return h
-        norm = self.norms[i]
-        if isinstance(norm, nn.BatchNorm1d) and h.shape[0] < 2:  # too few for a variance: a rank's last batch, say
-            h = F.batch_norm(h, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        else:
-            h = norm(h)
-        return relu_dropout(h, self.dropout, self.training, None if nodes is None else nodes[: len(h)])
+        return relu_dropout(self.norms[i](h), self.dropout, self.training, None if nodes is None else nodes[: len(h)])
 
 
 class SAGE(GNN):
-    """GraphSAGE with the mean aggregator: the GNN that one gets without choosing."""
+    """GraphSAGE with the mean aggregator, the default GNN."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # inference
 
 
+def layerwise(model):
+    """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each."""
+    layers = getattr(model, "layers", None)
+    return hasattr(model, "finish") and isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
+
+
 @torch.no_grad()
 def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, memory=4 << 30, rank=0, world=1,
               total=None, layers=None):  # fmt: skip
-    """Exact predictions of all nodes from all their neighbours, layer by layer.
+    """Exact predictions for all nodes from all their neighbours, layer by layer.
 
-    Beside the graph and the features there are at most three float32 tables, [V, width], one of them a layer's input,
-    one its messages, one its output; what else is made belongs to a chunk of destinations. On CPU a node of any degree
-    takes no more than its list of edges (and for "gat" some numbers a head and edge).
+    Beside the graph and the features there are at most three float32 tables [V, width] at a time: a layer's input, its
+    messages and its output. Everything else belongs to one chunk of destinations; on CPU a node of any degree takes no
+    more than its list of edges (with "gat" also a few numbers a head and edge). A layer runs where the model is if its
+    messages fit there, else on the CPU.
 
     Args:
-        model: a GNN. indptr: int64 [V+1], indices: [M]: the graph.
-        x: [V, F] features: a tensor on any device, or an object with .shape and .gather(ids).
+        model: a GNN. indptr: int64 [V+1], indices: [M]: the graph, in host memory.
+        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids).
         chunk, chunk_edges: destinations and edges handled at a time; a node with more edges is a chunk of its own.
-        memory: bytes of host memory for the tables. A layer that needs more keeps what it makes in a temporary file,
-            memory-mapped, in the system's folder for such files (the variable TMPDIR), which vanishes with its user.
+        memory: bytes of host memory for the tables. A layer that needs more keeps them in temporary files without a
+            name, memory-mapped, in the system's folder for such files (the variable TMPDIR).
         rank, world: with several processes on this machine, each calls this with the same arguments and its own rank,
             and computes a part of the destinations of every layer. Linux only.
-        total: then a function that sums numbers over these processes and returns the sums to each (an all-reduce;
-            `Ranks.sum` of ddp.py on one machine).
+        total: with several processes, a function that sums numbers over them and returns the sums to each (an
+            all-reduce; `Ranks.sum` of ddp.py on one machine).
         layers: how many of the first layers to compute; all when None.
 
     Returns:
-        Logits float32 [V, C] in host memory; the same memory in all processes. With `layers` what the last of these gives,
-        behind its norm and ReLU: [V, hidden].
+        Logits float32 [V, C] in host memory, the same memory in all processes; with `layers` the output of the last of
+        these, [V, hidden], with its norm and ReLU.
 
     Raises:
         IndexError: where the graph is damaged: a list or an edge leaves it.
         OSError: where there is no room for the tables.
     """
-    training, device, V = model.training, next(model.parameters()).device, indptr.numel() - 1
+    training, device, V, M = model.training, next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
     model.eval()
+    on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
     degrees = model.degrees
-    if degrees is None and any(layer.uses_degree for layer in model.layers):
-        degrees = graph_degrees(indptr, indices)
-    M = int(indptr[-1])
-    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # as many edges each
+    if any(layer.uses_degree for layer in model.layers):
+        degrees = (graph_degrees(indptr, indices) if degrees is None else degrees).float()
+    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # ranks get as many edges each
     first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
-    h = x
+    h = x if hasattr(x, "gather") else torch.as_tensor(x)
     for i, layer in enumerate(model.layers[:layers]):
-        table = _tables(V, h.shape[1] + layer.out_dim + (layer.message_dim or h.shape[1]), memory, rank == 0, total)
+        width = layer.message_dim or h.shape[1]
+        table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
         message = h
         if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
-            message = table(layer.message_dim or h.shape[1])
+            message = table(width)
             for a in range(first, last, chunk):
                 b = min(a + chunk, last)
                 degree = degrees[a:b].to(device) if layer.uses_degree else None
                 message[a:b] = layer.message(_rows(h, a, b, device), degree)
             if total:
                 total(0)  # all messages are there
-        out, near = table(layer.out_dim), _near(message, device)
+        out, message = table(layer.out_dim), message.to(_place_for(message, device))
+        on = message.device
+        network = model if on == device else on_cpu
         for a, b in _cut(indptr, first, last, chunk, chunk_edges):
             edges, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
             _check_nodes(edges, V)
             if int(offsets[-1]) != edges.numel() or bool((offsets.diff() < 0).any()):
                 raise IndexError(f"the graph is damaged: a list of nodes {a} to {b - 1} in indptr leaves it or falls")
-            on = device if near is not None or edges.numel() <= chunk_edges else torch.device("cpu")
-            source, edges, rows = _sources(message if on != device else near, message, edges, a, b)
-            offsets = offsets.to(on, edges.dtype)
+            edges, own = edges.to(on), torch.arange(a, b, dtype=edges.dtype, device=on)
+            offsets = offsets.to(edges)
             degree = degrees[a:b].to(on) if layer.uses_degree else None
-            here = layer if on == device else copy.deepcopy(layer).to(on)
             h_dst = _rows(h, a, b, on)
-            result = here.combine(offsets, edges.to(on), source.to(on), rows.to(on), h_dst, degree)
-            out[a:b] = model.finish(i, result.to(device), h_dst.to(device))
+            result = network.layers[i].combine(offsets, edges, message, own, h_dst, degree)
+            out[a:b] = network.finish(i, result, h_dst)
         if total:
             total(0)  # all rows are there
         h = out
@@ -544,9 +577,16 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
 
 
 def _rows(table, a, b, device):
-    """Rows a .. b - 1 in float32 on a device."""
+    """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
     rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
     return rows.to(device, torch.float32)
+
+
+def _place_for(table, device):
+    """The device where a layer with these messages runs: the model's if they fit there, else the CPU."""
+    if table.device == device or device.type != "cuda":
+        return device
+    return device if table.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
 
 
 def _cut(indptr, first, last, chunk, chunk_edges):
@@ -558,45 +598,29 @@ def _cut(indptr, first, last, chunk, chunk_edges):
         first = end
 
 
-def _near(table, device):
-    """The table where the model is, when there is room for it; else None."""
-    if device.type == "cuda" and table.device != device:
-        room = 0.8 * torch.cuda.mem_get_info(device)[0]
-        return table.to(device) if table.numel() * table.element_size() < room else None
-    return table
-
-
-def _sources(near, message, edges, a, b):
-    """(messages, rows of them that edges name, rows of the destinations a .. b - 1): the table itself where it is near,
-    else a copy of the rows that are needed."""
-    own = torch.arange(a, b, dtype=edges.dtype, device=edges.device)
-    if near is not None:
-        return near, edges, own
-    ids, place = torch.unique(torch.cat([own, edges]), return_inverse=True)
-    return message.index_select(0, ids.to(message.device)), place[b - a :], place[: b - a]
-
-
 def _tables(rows, columns, memory, leads, total):
-    """Function of a width -> float32 [rows, width], in a temporary file when columns of this length exceed `memory`.
+    """A function of a width that makes a float32 table [rows, width]; in a temporary file if tables of `columns` columns
+    in all exceed `memory`.
 
-    With `total` it is one table for all processes that call: they open the leader's file by its number, as long as the
-    leader waits. Memory without a name (memfd) is such a file too; both are gone with the last process that has them.
+    With `total` it is one table for all processes that call: they open the leader's memory or file by its number while
+    the leader waits. Memory without a name (memfd) and a file without a name are both gone with the last process that
+    maps them.
     """
     in_memory = 4 * rows * columns <= memory
 
     def table(width):
         if in_memory and not total or not rows * width:
             return torch.empty(rows, width)
-        handle = 0
+        size, handle = 4 * rows * width, 0
         if leads and in_memory:
             handle = os.memfd_create("ringblock")
-            os.ftruncate(handle, 4 * rows * width)
+            os.ftruncate(handle, size)
         elif leads:
-            handle = _nameless_file(4 * rows * width)
+            handle = _nameless_file(size)
         if total:
             leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
             handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
-        mapped = mmap.mmap(handle, 4 * rows * width)
+        mapped = mmap.mmap(handle, size)
         if total:
             total(0)
         os.close(handle)
@@ -606,10 +630,10 @@ def _tables(rows, columns, memory, leads, total):
 
 
 def _nameless_file(size):
-    """A temporary file of `size` bytes that nobody can find by name -> its handle, which the caller closes."""
+    """A temporary file of `size` bytes that has no name -> its handle, which the caller closes."""
     with tempfile.TemporaryFile(prefix="ringblock-") as file:
         try:
-            if hasattr(os, "posix_fallocate"):  # with its blocks: a write through mmap to a full disk would end the process
+            if hasattr(os, "posix_fallocate"):  # with its blocks: writing through mmap to a full disk would end the process
                 os.posix_fallocate(file.fileno(), 0, size)
             os.ftruncate(file.fileno(), size)
         except OSError as error:

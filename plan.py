@@ -17,6 +17,7 @@ import torch
 
 from disk import StoreError, readable_size
 from features import MODES
+from model import layerwise
 from store import BACKENDS, GraphStore, free_host_bytes
 
 GPU_BYTES = 1 << 30  # of a GPU that training takes beside its tensors: context, libraries, communication
@@ -168,11 +169,13 @@ def work_of_a_step(args, store, model):
     rows = min(args.total_batch, store.split["train"].numel())
     degree = store.num_edges / max(1, store.num_nodes)
     operations = moved = 0
-    for k, layer in zip(args.fanout, reversed(model.layers), strict=True):
+    hops = len(args.fanout)
+    layers = model.layers if layerwise(model) else [model] * hops  # of a network of one's own, each hop takes a share
+    for hop, (k, layer) in enumerate(zip(args.fanout, reversed(layers), strict=True)):
         edges = rows * (min(k, degree) if k >= 0 else degree)
-        weights = sum(parameter.numel() for parameter in layer.parameters())
+        weights = sum(parameter.numel() for parameter in layer.parameters()) / (hops if layer is model else 1)
         operations += 6 * rows * weights  # a product and its two gradients
-        moved += 12 * edges * (store.feature_dim if layer is model.layers[0] else args.hidden)
+        moved += 12 * edges * (store.feature_dim if hop == hops - 1 else args.hidden)
         rows = min(rows + edges, store.num_nodes)
     return operations, moved
 

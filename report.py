@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from disk import StoreError, write_whole
 from graphs import scores_line
+from own_model import is_own
 
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
 
@@ -237,13 +238,15 @@ def describe(ranks, args, store, model):
         lines = (
             f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
             f"{store.feature_dim} features, {store.num_classes} classes; {split}",
-            f"model   {args.model}, {args.num_layers} layers, hidden {args.hidden}, {parameters}; "
+            f"model   {args.model}, {args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}, "
+            f"{parameters}; "
             f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
         )
     for line in (
         *lines,
         f"run     {where}, mode {args.mode}, {args.precision}, {threads}; batch {args.batch_size} x "
-        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, {args.steps} steps an epoch",
+        f"{ranks.world}{f' x {args.accumulate}' if args.accumulate > 1 else ''} = {args.total_batch} seeds, "
+        f"{args.steps} steps an epoch, {args.epochs} epochs; lr {args.lr:g}, weight decay {args.weight_decay:.2g}",
     ):
         if line:
             print(line, flush=True)

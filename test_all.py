@@ -35,6 +35,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -70,6 +71,7 @@ import fused
 import graph_tables
 import graphs
 import lmdb_file
+import loader
 import model
 import molecules
 import native_cuda
@@ -2062,6 +2064,226 @@ def test_a_batch_without_seeds_gives_zero_gradients():
     assert logits.shape == (0, 3)
     torch.nn.functional.cross_entropy(logits, torch.zeros(0, dtype=torch.int64), reduction="sum").backward()
     assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loader.py
+
+
+def test_loader_twelve_lines_from_tensors_to_a_trained_model():
+    """Those of the docstring, on two communities with features that say little."""
+    twelve = textwrap.dedent(re.search(r"trained model:\n\n(.*?)\n\n\S", loader.__doc__, re.DOTALL)[1])
+    assert sum(bool(line.strip()) for line in twelve.splitlines() if "import" not in line) <= 12
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 600)
+    near = np.stack([rng.permutation(np.flatnonzero(y == c))[:200] for c in (0, 1) for _ in range(8)])
+    edge_index = np.stack([near.reshape(-1), np.roll(near, 1, 1).reshape(-1)])
+    x = (rng.normal(size=(600, 4)) + 0.7 * y[:, None]).astype(np.float32)
+    for edge_index, x, y in ((edge_index, x, y), map(torch.from_numpy, (edge_index, x.astype(np.float64), y))):
+        names = {"edge_index": edge_index, "x": x, "y": y, "train_nodes": range(300)}
+        torch.manual_seed(0)
+        exec(compile(twelve, "loader.py", "exec"), names)
+        assert (names["classes"].numpy()[300:] == np.asarray(y)[300:]).mean() > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
+    rng = np.random.default_rng(3)
+    for V, M in ((1, 0), (1, 3), (50, 400), (50, 0)):
+        edge_index = torch.from_numpy(rng.integers(0, V, (2, M))).to(dtype)
+        lists = [sorted(u for u, v in edge_index.T.tolist() if v == node) for node in range(V)]
+        for given in (edge_index, edge_index.numpy(), edge_index.tolist()):
+            indptr, indices = loader.from_edge_index(given, V)
+            assert indptr.dtype == torch.int64 and indices.dtype == torch.int32 and indptr[-1] == M == indices.numel()
+            assert [indices[a:b].tolist() for a, b in itertools.pairwise(indptr.tolist())] == lists
+    for bad, words in ((torch.zeros(3, 2).long(), r"\[3, 2\]: integers \[2, M\]"), (torch.ones(2, 3), "float32"),
+                       (torch.tensor([[0, 50], [1, 2]]), "sources 0 to 50: node ids lie in .0, 50"),
+                       (torch.tensor([[0, 1], [-1, 2]]), "destinations -1 to 2")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            loader.from_edge_index(bad, 50)
+
+
+def _loaded(batches):
+    return [(b.step, b.key, b.total, b.last, b.seeds.tolist(), b.x.clone(), b.y, _as_lists(b.blocks)) for b in batches]
+
+
+def _same(a, b):
+    return len(a) == len(b) and all(m[:5] == n[:5] and torch.equal(m[5], n[5]) and torch.equal(m[6], n[6]) and m[7] == n[7]
+                                    for m, n in zip(a, b))  # fmt: skip
+
+
+def _for_loading():
+    indptr, indices = _random_graph(np.random.default_rng(21), 300, 6)
+    return loader.Graph(indptr, indices, torch.randn(300, 5), torch.arange(300) % 7), torch.randperm(300)[:217]
+
+
+def test_loader_covers_each_epoch_once_whatever_prepares_it():
+    """Two epochs: the same for any depth and threads; cut among processes and passes, the seeds of a step stay what they are."""
+    graph, seeds = _for_loading()
+    plain = NeighborSampler(graph.indptr, graph.indices, [4, 2], seed=9)
+    expected, steps = None, None
+    for depth, threads in ((0, 1), (2, 1), (3, 2)):
+        batches = loader.NodeLoader(graph, seeds, [4, 2], batch_size=60, seed=9, depth=depth, threads=threads)
+        got = [_loaded(batches), _loaded(batches)]
+        expected = expected or got
+        assert len(batches) == 4 and batches.epoch == 2 and all(_same(a, b) for a, b in zip(got, expected))
+    for epoch, batches in enumerate(expected):
+        assert sorted(sum((b[4] for b in batches), [])) == sorted(seeds.tolist())
+        assert [b[:4] for b in batches] == [(i, 4 * epoch + i, n, True) for i, n in enumerate((60, 60, 60, 37))]
+        for _, key, _, _, ids, x, y, blocks in batches:
+            law = plain.sample(torch.tensor(ids), key)
+            assert _as_lists(law) == blocks and torch.equal(x, graph.features[law[0].src_nodes.long()])
+            assert torch.equal(y, graph.labels[torch.tensor(ids)])
+    assert expected[0][0][4] != expected[1][0][4]
+    steps = [b[4] for b in expected[0]]
+    for world, accumulate in ((2, 1), (3, 1), (1, 3), (2, 3)):
+        size = 60 // (world * accumulate)
+        ranks = [list(loader.NodeLoader(graph, seeds, [4, 2], batch_size=size, seed=9, rank=rank, world=world,
+                                        accumulate=accumulate)) for rank in range(world)]  # fmt: skip
+        parts = {}
+        for i in range(len(ranks[0])):
+            for batches in ranks:
+                batch = batches[i]
+                assert batch.total == len(steps[batch.step]) and batch.last == (i % accumulate == accumulate - 1)
+                parts.setdefault(batch.step, []).extend(batch.seeds.tolist())
+        assert list(parts.values()) == steps
+
+
+def test_loader_goes_on_where_another_one_stood():
+    graph, seeds = _for_loading()
+    make = lambda **options: loader.NodeLoader(graph, seeds, [4, 2], **{"batch_size": 20, "seed": 1, **options})  # noqa: E731
+    whole = make()
+    straight = [_loaded(whole) for _ in range(3)]
+    for stop in (0, 1, 5, 10, 11):
+        first = make(depth=3)
+        list(first)
+        for i, _ in enumerate(first, 1):
+            if i == stop:
+                break
+        state = json.loads(json.dumps(first.state_dict()))
+        later = make(depth=0)
+        later.load_state_dict(state)
+        done = stop % 11  # a loop that ran to its end has begun the next epoch
+        epoch = 1 if stop in (1, 5, 10) else 2 if stop == 0 else 1
+        if stop == 11:  # left after the last batch, before the loader knew: nothing of the epoch is left
+            assert list(later) == [] and later.epoch == 2
+            continue
+        assert _same(_loaded(later), straight[epoch][done:]) and later.epoch == epoch + 1
+        assert _same(_loaded(first), straight[epoch][done:])  # so does the loop that was left
+    two = [make(batch_size=10, rank=rank, world=2) for rank in range(2)]
+    halfway = make()
+    for i, _ in enumerate(halfway):
+        if i == 3:
+            break
+    for part in two:
+        part.load_state_dict(halfway.state_dict())
+    together = [a.seeds.tolist() + b.seeds.tolist() for a, b in zip(*two)]
+    assert together == [b[4] for b in straight[0][4:]]
+    for other, words in ((make(seed=2), "seed 1, this one has 2"), (make(batch_size=21), "total_batch 20, this one has 21"),
+                         (loader.NodeLoader(graph, seeds[1:], [4, 2], batch_size=20, seed=1), "seeds 217, this one has 216")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            other.load_state_dict(whole.state_dict())
+
+
+def test_loader_batches_may_be_kept_unless_their_buffers_are_reused():
+    graph, seeds = _for_loading()
+    for dtype, rows in ((torch.float32, graph.features), (torch.float64, graph.features.double()), (torch.float32, graph.features.half())):
+        kept = list(loader.NodeLoader(graph._replace(features=rows), seeds, [4, 2], batch_size=20, dtype=dtype))
+        assert all(torch.equal(b.x, rows[b.blocks[0].src_nodes.long()].to(dtype)) and b.x.dtype == dtype for b in kept)
+    reused = list(loader.NodeLoader(graph, seeds, [4, 2], batch_size=20, reuse=True))
+    assert len({batch.x.data_ptr() for batch in reused}) == 3
+
+
+def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
+    graph, _ = _for_loading()
+    mask = torch.rand(300) < 0.5
+    batches = loader.NodeLoader(graph, mask, [4, 2], batch_size=64, shuffle=False)
+    once = _loaded(batches)
+    assert sum((b[4] for b in once), []) == mask.nonzero().flatten().tolist() and _same(once, _loaded(batches))
+    for words, options in (("batch_size is 0", {"batch_size": 0}), ("depth is -1", {"depth": -1}), ("threads is 0", {"threads": 0})):
+        with pytest.raises(ValueError, match=words):
+            loader.NodeLoader(graph, mask, [4, 2], **options)
+
+
+def test_loader_reads_a_store(tmp_path):
+    path = build_store(tmp_path / "g", **_graph(), backend="lmdb")
+    graph = GraphStore.open(path)
+    batches = list(loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=32))
+    table = torch.from_numpy(np.asarray(_graph()["features"]))
+    assert all(torch.equal(b.x, table[b.blocks[0].src_nodes.long()]) for b in batches) and len(batches) == 2
+
+
+def test_ring_with_too_few_slots_says_how_many():
+    graph, seeds = _for_loading()
+    sample = NeighborSampler(graph.indptr, graph.indices, [2]).sample
+    for reuse in (True, False):
+        ring = FeatureRing(graph.features, graph.labels, slots=2, reuse=reuse)
+        with pytest.raises(ValueError, match=r"slot 2 of a ring with slots=2: prefetch\(depth=d\) uses d . 1 slots, so give .* slots=3"):
+            list(prefetch(lambda ids, slot: ring.fetch(slot, sample(ids, 0)), seeds.split(20), depth=2))
+
+
+DTYPES_OF_FEATURES = ["float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES_OF_FEATURES)
+def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, tmp_path):
+    """One step through train.py's own functions; what comes out is what float32 features give, and nothing is warned of."""
+    graph = _graph(num_nodes=60, num_edges=400)
+    table = torch.randint(0, 5, (60, 5), generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    paths = {}
+    for name, rows in (("plain", table.float()), ("typed", table)):
+        paths[name] = build_store(tmp_path / name, **{**graph, "features": rows})
+    assert disk.DTYPES == tuple(DTYPES_OF_FEATURES)
+    for conv, precision in itertools.product(model.CONVS, ("fp32", "bf16", "fp64")):
+        words = ["--model", conv, "--precision", precision, "--fanout", "3,3", "--hidden", "8", "--dropout", "0", "--gpus", "0"]
+        outputs = {}
+        for name, path in paths.items():
+            args, ranks = train.parse_args([*words, "--dataset", str(path)]), ddp.Ranks()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                graph_store, sampler_, ring = train.open_data(ranks, args, path)
+                net = train.build_model(ranks, args, graph_store, ring)
+                for batch in train.batches(args, ranks, graph_store, sampler_, ring, graph_store.split["train"]):
+                    outputs[name] = train.predict(ranks, args, ring, net, batch)
+                    torch.nn.functional.cross_entropy(outputs[name], batch.y).backward()
+                assert train.exact_logits(ranks, args, graph_store, net).isfinite().all()
+                if precision != "bf16":  # from Python, rows as they are
+                    rows = graph_store.features.gather(batch.blocks[0].src_nodes)
+                    assert net.eval()(batch.blocks, rows).isfinite().all()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+        assert torch.equal(outputs["plain"], outputs["typed"]) or precision == "bf16"
+        torch.testing.assert_close(outputs["plain"], outputs["typed"], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("conv", model.CONVS)
+def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
+    """What one process computes, two compute: gradients of parts against those of all, to 1e-12 of the largest."""
+    graph, seeds = _for_loading()
+    torch.manual_seed(2)
+    net = GNN(5, 8, 7, conv=conv, num_layers=2, heads=2, norm="layer", dropout=0.0 if conv == "gat" else 0.5).double()
+    net.degrees = model.graph_degrees(graph.indptr, graph.indices).double()
+
+    def gradients(world):
+        net.zero_grad()
+        for rank in range(world):
+            part = loader.NodeLoader(graph, seeds, [4, 3], batch_size=300 // world, rank=rank, world=world, dtype=torch.float64)
+            for batch in part:
+                torch.manual_seed(batch.key)
+                torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y, reduction="sum").backward()
+        return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+    one = gradients(1)
+    assert one.dtype == torch.float64
+    for world in (2, 3):
+        assert (gradients(world) - one).abs().max() < 1e-12 * one.abs().max()
+
+
+def test_model_names_what_it_does_not_know():
+    for words, options in (("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
+                           ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
+                           ("num_layers is 0", {"num_layers": 0})):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            GNN(4, 8, 3, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -5935,6 +6157,159 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path):
     output = _train("--task", "graph", "--dataset", tmp_path / "b.npz", "--root", tmp_path, "--hidden", 16, "--epochs", 2,
                     "--num-layers", 2, "--batch-size", 32, "--log", tmp_path / "log", "--gpus", 0)  # fmt: skip
     assert 0 <= _log(tmp_path / "log")[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in output
+
+
+OWN_LAYERS = '''# mymodel.py
+import torch
+from torch import nn
+
+from model import SAGEConv
+
+
+class Net(nn.Module):
+    """GraphSAGE whose classifier sees the output of every layer (jumping knowledge, arXiv 1806.03536)."""
+
+    def __init__(self, in_dim, num_classes, hidden=64, num_layers=2, dropout=0.3):
+        super().__init__()
+        widths = [in_dim] + [hidden] * num_layers
+        self.convs = nn.ModuleList(SAGEConv(a, b) for a, b in zip(widths, widths[1:]))
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(num_layers))
+        self.dropout = nn.Dropout(dropout)
+        self.classify = nn.Linear(num_layers * hidden, num_classes)
+
+    def forward(self, blocks, x):
+        """x [N, F] are the features of blocks[0].src_nodes -> logits [S, C] of the seeds."""
+        outputs = []
+        for block, conv, norm in zip(blocks, self.convs, self.norms, strict=True):
+            x = self.dropout(norm(conv(block, x)).relu())
+            outputs.append(x)
+        seeds = len(x)  # the seeds are the first rows of every layer's output
+        return self.classify(torch.cat([h[:seeds] for h in outputs], 1))
+'''
+OWN_PYG = '''# mypyg.py
+from torch import nn
+from torch_geometric.nn import SAGEConv
+
+
+class Net(nn.Module):
+    def __init__(self, in_dim, num_classes, hidden=64):
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(in_dim, hidden), SAGEConv(hidden, num_classes)])
+
+    def forward(self, blocks, x):
+        for i, (conv, block) in enumerate(zip(self.convs, blocks, strict=True)):
+            edge_index, _, (_, S) = block.to_pyg()
+            x = conv((x, x[:S]), edge_index)
+            x = x if i else x.relu()
+        return x
+'''
+OWN_DGL = '''# mydgl.py
+from torch import nn
+
+from sampler import import_dgl
+
+dgl = import_dgl()  # also under a torch that DGL was not built for
+
+
+class Net(nn.Module):
+    def __init__(self, in_dim, num_classes, hidden=64):
+        super().__init__()
+        self.convs = nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in ((in_dim, hidden), (hidden, num_classes)))
+
+    def forward(self, blocks, x):
+        for i, (conv, block) in enumerate(zip(self.convs, blocks, strict=True)):
+            x = conv(block.to_dgl(), x)
+            x = x if i else x.relu()
+        return x
+'''
+OWN = ["--fanout", "5,5", "--lr", 0.01, "--batch-size", 100, "--gpus", 0]
+
+
+@pytest.mark.parametrize("library", ["ours", "dgl", "pyg"])
+def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
+    if library == "dgl":
+        _dgl()
+    if library == "pyg":
+        pytest.importorskip("torch_geometric")
+    file = tmp_path / "mynet.py"
+    file.write_text({"ours": OWN_LAYERS, "dgl": OWN_DGL, "pyg": OWN_PYG}[library])
+    own, log = ["--dataset", tiny, "--model", f"{file}:Net", "--model-args", "hidden=32", *OWN], tmp_path / "log"
+    output = _train(*own, "--epochs", 4, "--checkpoint", tmp_path / "full.pt", "--log", log)
+    assert _log(log)[-1]["exact"]["test"] > 0.5 and f"model   {file}:Net, 2 hops" in output
+    _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
+    words = ["--resume", tmp_path / "half.pt", "--model", f"{file}:Net"]  # arguments are the checkpoint's
+    output = _train(*words, "--epochs", 4, "--checkpoint", tmp_path / "half.pt", "--gpus", 0)
+    assert "not the text" not in output
+    full, half = (_parameters(tmp_path / f"{name}.pt") for name in ("full", "half"))
+    assert all(torch.equal(full[name], half[name]) for name in full)
+    predict = ["--resume", tmp_path / "full.pt", "--model", f"{file}:Net", "--gpus", 0]
+    _train(*predict, "--predict", tmp_path / "one.npy")
+    if library == "ours":
+        _train(*own, "--epochs", 4, "--batch-size", 50, "--procs", 2, "--log", tmp_path / "two", "--precision", "bf16")
+        assert _log(tmp_path / "two")[-1]["exact"]["test"] > 0.5
+        _train(*predict, "--procs", 2, "--predict", tmp_path / "two.npy")
+        assert (np.load(tmp_path / "one.npy") == np.load(tmp_path / "two.npy")).mean() > 0.999
+    graph = GraphStore.open(tiny)
+    right = torch.from_numpy(np.load(tmp_path / "one.npy")) == graph.labels
+    assert right[graph.split["test"]].double().mean().item() == pytest.approx(_log(log)[-1]["exact"]["test"])
+
+
+def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
+    """A checkpoint is input: what it says of a file never makes that file run. A changed file is said, one that does not fit refused."""
+    file, ran = tmp_path / "net.py", tmp_path / "ran"
+    file.write_text(OWN_LAYERS + f"\nopen({str(ran)!r}, 'a').write('x')\n")
+    _train("--dataset", tiny, "--model", f"{file}:Net", *OWN, "--epochs", 1, "--checkpoint", tmp_path / "c.pt")
+    assert ran.read_text() == "x"
+    predict = ["--resume", tmp_path / "c.pt", "--gpus", 0, "--predict", tmp_path / "p.npy"]
+    for words, complaint in (([], "holds weights of {}: give --model FILE.py:NAME"), (["--model", "sage"], "was made with --model {}")):
+        assert complaint.format(f"{file}:Net") in _train(*predict, *words, code=2)
+    assert ran.read_text() == "x"
+    moved = tmp_path / "elsewhere.py"
+    moved.write_text(file.read_text().replace("dropout=0.3", "dropout=0.2"))
+    output = _train(*predict, "--model", f"{moved}:Net")
+    assert f"model   {moved}:Net is not the text that the checkpoint was made with" in output and ran.read_text() == "xx"
+    moved.write_text(OWN_LAYERS.replace("self.classify", "self.head"))
+    assert "does not fit the model" in _train(*predict, "--model", f"{moved}:Net", code=2)
+
+
+def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
+    file = tmp_path / "net.py"
+    file.write_text(OWN_LAYERS + "\ndef none(a, b):\n    return 3\ndef wide(a, b):\n    return Wide()\n"
+                    "class Wide(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.p = nn.Linear(1, 1)\n"
+                    "    def forward(self, blocks, x):\n        return x[:, :4] * self.p.weight\n")  # fmt: skip
+    common = ["--dataset", tiny, "--root", tmp_path / "root", "--gpus", 0, "--fanout", "3,3"]
+    for words, complaint in (
+        (["--model", "nosuch.py:Net"], "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
+        (["--model", f"{file}:Nett"], f"{file} defines no Nett; it has Net, none, wide, Wide"),
+        (["--model", f"{file}:none"], "none returned a int, a torch.nn.Module is needed"),
+        (["--model", f"{file}:wide"], r"the model returned \[\d+, 4\] for 600 seeds: a row of logits for each is needed"),
+        (["--model", f"{file}:Net", "--model-args", "hiden=3"], "is called as Net.in_dim, num_classes, hiden=3.: .*unexpected.*'hiden'"),
+        (["--model", f"{file}:Net", "--model-args", "3"], "'3': write NAME=VALUE"),
+        (["--model", f"{file}:Net", "--hidden", "64"], "--hidden is for the built-in models"),
+        (["--model", "GAT"], "'GAT': choose one of sage, sage-pool, gcn, gat, gin, or FILE.py:NAME"),
+        (["--model-args", "hidden=3"], "--model-args hidden=3 is for --model FILE.py:NAME"),
+    ):
+        output = _train(*common, *words, code=2)
+        assert re.search(complaint, output) and "Traceback" not in output, output
+    file.write_text("import nosuchmodule\n")
+    assert "No module named 'nosuchmodule'" in _train(*common, "--model", f"{file}:Net", code=1)
+
+
+def test_own_model_of_our_layers_is_evaluated_layer_by_layer_like_in_batches(tiny, tmp_path, monkeypatch):
+    """A function that returns a GNN gets its degrees; batches with all neighbours give what layer-wise inference gives."""
+    file = tmp_path / "net.py"
+    file.write_text("from model import GNN\ndef Net(in_dim, num_classes, conv='gcn'):\n"
+                    "    return GNN(in_dim, 16, num_classes, conv=conv, num_layers=2, norm='layer')\n")  # fmt: skip
+    for conv in ("gcn", "gat"):
+        words = ["--dataset", tiny, "--model", f"{file}:Net", "--model-args", f"conv={conv}", "--fanout", "4,4", "--gpus", "0"]
+        args, ranks = train.parse_args(words), ddp.Ranks()
+        graph, _, ring = train.open_data(ranks, args, tiny)
+        net = train.build_model(ranks, args, graph, ring)
+        assert model.layerwise(net) and (net.degrees is not None) == (conv == "gcn")
+        expected = train.exact_logits(ranks, args, graph, net)
+        for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
+            monkeypatch.setattr(train, "WHOLE_GRAPH_EDGES", edges)
+            torch.testing.assert_close(train.logits_in_batches(ranks, args, graph, net), expected, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ import statistics
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,44 +39,24 @@ from tqdm import tqdm
 
 import datasets
 import ddp
+import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
 from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
 from disk import StoreError, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from graphs import GraphDataset, GraphReader, Regressor, scores_line
-from model import GNN, gather_rows, graph_degrees, inference, self_and_mean
+from loader import NodeLoader
+from model import GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
+from own_model import is_own
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
 from store import GraphStore
 
-
-def seeds_of_epoch(store, args, epoch):
-    """The training nodes in this epoch's order, int64; a function of --seed and epoch alone, the same on all ranks."""
-    nodes = store.split["train"]
-    generator = torch.Generator().manual_seed(mix(args.seed) ^ epoch)
-    return nodes[torch.randperm(nodes.numel(), generator=generator)]
-
-
-class Piece(NamedTuple):
-    """This rank's share of one pass forward and backward."""
-
-    step: int  # optimizer step within the epoch
-    key: int  # of the sampling and the dropout: the number of the optimizer step in the whole run
-    seeds: torch.Tensor  # this rank's
-    total: int  # seeds of the whole optimizer step: all ranks, all passes
-    last: bool  # the optimizer follows
-
-
-def pieces(ranks, args, nodes, epoch, first=0):
-    """Cut an epoch's nodes into optimizer steps, passes and ranks, from step `first`; no node twice, none left out."""
-    total = args.total_batch
-    for step in range(first, args.steps):
-        everyone = nodes[step * total : (step + 1) * total]
-        for i, part in enumerate(everyone.tensor_split(args.accumulate)):
-            seeds = part[ranks.part(part.numel())]
-            yield Piece(step, epoch * args.steps + step, seeds, everyone.numel(), i == args.accumulate - 1)
+LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
+PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
+WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
 def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
@@ -85,25 +64,21 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
 
-    def load(piece, slot):
-        start = clock.now("sample")
-        with ring.stream(slot):
-            blocks = sampler.sample(piece.seeds, piece.key, relabel_outer=not ring.first_hop)
-            sampled = clock.now("fetch")
-            batch = ring.fetch(slot, blocks)
-        clock.add("sample", start, sampled)
-        clock.add("fetch", sampled, clock.now())
-        return piece, batch
+    @contextmanager
+    def timed(stage):  # on the threads that run ahead
+        start = clock.now(stage)
+        yield
+        clock.add(stage, start, clock.now())
 
-    work = pieces(ranks, args, seeds_of_epoch(store, args, epoch), epoch, first)
-    loader = prefetch(load, work, depth=args.prefetch, threads=args.sample_threads)
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
+    # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
+    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=timed)
+    loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
-    for piece, batch in loader:
+    for batch in loader:
         clock.add("stall", waiting, time.perf_counter())
-        torch.manual_seed(mix(mix(args.seed) ^ piece.key))  # dropout, the same on all ranks: it is drawn by node
-        batch.wait()
+        torch.manual_seed(mix(mix(args.seed) ^ batch.key))  # dropout, the same on all ranks: it is drawn by node
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
         t0 = clock.mark("forward")
@@ -113,26 +88,25 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         else:
             loss = F.cross_entropy(output, batch.y, reduction="sum")
         t1 = clock.mark("backward")
-        with nullcontext() if piece.last or ranks.world == 1 else model.no_sync():
+        with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
             # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
-            (loss * (ranks.world / piece.total)).backward()
-        t2 = clock.mark("optimizer" if piece.last else None)
+            (loss * (ranks.world / batch.total)).backward()
+        t2 = clock.mark("optimizer" if batch.last else None)
         clock.lap("forward", t0, t1)
         clock.lap("backward", t1, t2)
         loss_sum += loss.detach()
         count += batch.y.numel()
-        if piece.last:
+        if batch.last:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             clock.lap("optimizer", t2, clock.mark())
-            done = piece.step + 1
+            done = batch.step + 1
             bar.update()
-            if args.checkpoint_every and (piece.key + 1) % args.checkpoint_every == 0:
+            if args.checkpoint_every and (batch.key + 1) % args.checkpoint_every == 0:
                 save(epoch, done)
             if stop.agreed():
                 break
         waiting = time.perf_counter()
-    loader.close()
     bar.close()
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
@@ -143,14 +117,24 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     return done, stop.answer, figures, clock.laps
 
 
+def batches(args, ranks, graph, sampler, ring, seeds, **options):
+    """The NodeLoader of the flags: this rank's part of every step, sampled and fetched by `sampler` and `ring`."""
+    return NodeLoader(graph, seeds, args.fanout, batch_size=args.batch_size, accumulate=args.accumulate, seed=args.seed,
+                      rank=ranks.rank, world=ranks.world, depth=args.prefetch, threads=args.sample_threads, sampler=sampler,
+                      ring=ring, prefetch=prefetch, **options)  # fmt: skip
+
+
 def predict(ranks, args, ring, model, batch):
     """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64."""
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         if isinstance(ring, GraphReader):
             output = model(batch.blocks[0])
+        elif ring.first_hop:
+            output = model(batch.blocks, batch.x, aggregated=True)
         else:
-            x = batch.x.double() if args.precision == "fp64" else batch.x
-            output = model(batch.blocks, x, aggregated=ring.first_hop)
+            output = model(batch.blocks, batch.x)
+    if output.shape[:1] != batch.y.shape[:1]:
+        raise StoreError(f"the model returned {list(output.shape)} for {len(batch.y)} seeds: a row of logits for each is needed")
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
@@ -160,23 +144,19 @@ def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
     if not nodes.numel():
         return None
     model.eval()
-    mine = nodes[ranks.part(nodes.numel())].split(args.batch_size)
     right = 0
-
-    def load(seeds, slot):
-        with ring.stream(slot):
-            return ring.fetch(slot, sampler.sample(seeds, -1, relabel_outer=not ring.first_hop))
-
-    for batch in prefetch(load, mine, depth=args.prefetch, threads=args.sample_threads):
-        batch.wait()
+    for batch in batches(args, ranks, None, sampler, ring, nodes, shuffle=False):
         right += (predict(ranks, args, ring, model, batch).argmax(1) == batch.y).sum()
     return ranks.sum(int(right))[0] / nodes.numel()
 
 
 def exact_logits(ranks, args, store, model, layers=None):
-    """Logits [V, C] of all nodes from exact layer-wise inference in float32, split over the ranks of each machine; with
-    `layers` what so many of the first layers give, [V, hidden]."""
+    """Logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over the ranks of each machine;
+    for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so many of
+    the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
+    if not layerwise(model):
+        return logits_in_batches(ranks, args, store, model)
     features = getattr(store.features, "tensor", store.features)
     total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
     try:
@@ -185,6 +165,21 @@ def exact_logits(ranks, args, store, model, layers=None):
                              world=ranks.local_world, total=total, layers=layers)  # fmt: skip
     except OSError as error:
         raise StoreError(f"no exact inference: {error}") from error
+
+
+@torch.no_grad()
+def logits_in_batches(ranks, args, store, model):
+    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers:
+    all nodes at once where the graph is small, else --batch-size, each batch computing most of the graph again."""
+    model.eval()
+    small = store.num_edges <= WHOLE_GRAPH_EDGES
+    loader = NodeLoader(store, torch.arange(store.num_nodes), [-1] * len(args.fanout), shuffle=False, device=ranks.device,
+                        batch_size=-(-store.num_nodes // ranks.world) if small else args.batch_size, rank=ranks.rank,
+                        world=ranks.world, depth=0 if small else args.prefetch, reuse=True, prefetch=prefetch)  # fmt: skip
+    logits = torch.zeros(store.num_nodes, store.num_classes)
+    for batch in loader:
+        logits[batch.seeds] = model(batch.blocks, batch.x).float().cpu()
+    return ranks.reduce(logits)
 
 
 def machine_sum(ranks, *values):
@@ -252,20 +247,19 @@ def open_data(ranks, args, path):
         with ranks.patience():
             path = prepare(args) if ranks.local_rank == 0 else None
         path = path or prepare(args)
-    args.total_batch = args.batch_size * args.accumulate * ranks.world
     if args.task == "graph":
         args.mode, graphs = "store", GraphDataset.open(path)
         graphs.check_split()
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
-        args.steps = -(-graphs.split["train"].numel() // args.total_batch)
+        settle(ranks, args, graphs.split["train"].numel())
         reader = GraphReader(graphs, ranks.device, args.sample_threads)
         return graphs, reader, reader
     store = GraphStore.open(path)
     store.check_split()
+    settle(ranks, args, store.split["train"].numel())
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
-    args.steps = -(-store.split["train"].numel() // args.total_batch)
     if args.early_stop and not store.split["valid"].numel():
         raise StoreError(f"--early-stop {args.early_stop} goes by validation accuracy, and {path} has no validation nodes")
     if ranks.leads:
@@ -281,11 +275,22 @@ def open_data(ranks, args, path):
             visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
-    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(args.precision, store.features.dtype)
+    dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
+    in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
-                       aggregate=self_and_mean if args.model == "sage" and not args.input_dropout else None)  # fmt: skip
+                       aggregate=self_and_mean if in_place else None)  # fmt: skip
     return store, sampler, ring
+
+
+def settle(ranks, args, examples):
+    """Fill in what depends on the number of training examples, and on nothing that more processes would change."""
+    args.total_batch = args.batch_size * args.accumulate * ranks.world
+    args.steps = -(-examples // args.total_batch)
+    if args.epochs is None:
+        args.epochs = max(10, -(-LEAST_STEPS // args.steps))
+    if args.weight_decay is None:
+        args.weight_decay = PRIOR / examples if args.task == "node" else 0.0
 
 
 def tune(ranks, args):
@@ -309,13 +314,18 @@ def build_model(ranks, args, store, ring):
         return Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
                          edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean,
                          std=std).to(ranks.device)  # fmt: skip
-    model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
-                dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
-                residual=args.residual, recompute=args.checkpoint_activations)  # fmt: skip
-    model.to(ranks.device, torch.float64 if args.precision == "fp64" else torch.float32)
-    if any(layer.uses_degree for layer in model.layers):
+    if is_own(args.model):
+        sizes = store.feature_dim, store.num_classes
+        model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
+    else:
+        model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
+                    dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
+                    residual=args.residual, recompute=args.checkpoint_activations)  # fmt: skip
+    dtype = torch.float64 if args.precision == "fp64" else torch.float32
+    model.to(ranks.device, dtype)
+    if layerwise(model) and any(layer.uses_degree for layer in model.layers):
         with reading_all_edges():
-            model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device)
+            model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
     return model
 
 
@@ -331,7 +341,7 @@ def run(ranks, args, path):
     model = build_model(ranks, args, store, ring)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
-    start, first = restore(state, file, args, model, optimizer, best) if state else (0, 0)
+    start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state
     parallel = ranks.wrap(model)
     if ranks.leads:

@@ -1,0 +1,194 @@
+"""Mini-batches for a training loop: epochs of shuffled seed nodes, sampled and fetched ahead of the step that uses them.
+
+Twelve lines from tensors to a trained model:
+
+    import torch
+    from loader import Graph, NodeLoader, from_edge_index
+    from model import SAGE, inference
+
+    graph = Graph(*from_edge_index(edge_index, num_nodes=len(x)), x, y)     # or GraphStore.open("my_store")
+    loader = NodeLoader(graph, train_nodes, [10, 10], batch_size=256)       # 10 neighbours of each seed, 10 of each of those
+    net = SAGE(graph.features.shape[1], 64, int(graph.labels.max()) + 1, num_layers=2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for epoch in range(20):
+        for batch in loader:
+            torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    classes = inference(net, graph.indptr, graph.indices, graph.features).argmax(1)     # of all nodes, exact
+
+Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the same
+for any number of threads and batches prepared ahead, and the same in sum for any number of processes. train.py trains and
+evaluates with this loader. To copy this file take sampler.py and features.py along.
+
+Letters: V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width.
+"""
+
+from contextlib import closing, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import features
+from features import FeatureRing
+from sampler import NeighborSampler, mix
+
+
+class Graph(NamedTuple):
+    """A graph in memory, for `NodeLoader`: tensors or numpy arrays."""
+
+    indptr: Any  # int64 [V+1]; the in-neighbours of v are indices[indptr[v]:indptr[v+1]]
+    indices: Any  # int32 or int64 [M]
+    features: Any  # [V, F]
+    labels: Any  # int64 [V]
+
+
+def from_edge_index(edge_index, num_nodes):
+    """Turn an edge list (COO) into the form that is sampled from (CSC): the in-neighbours of each node side by side.
+
+    Args:
+        edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
+        num_nodes: V.
+
+    Returns:
+        (indptr int64 [V+1], indices [M]), each node's neighbours in ascending order; indices are int32 below 2^31 nodes.
+
+    Raises:
+        ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
+    """
+    edges = torch.as_tensor(edge_index).cpu()
+    whole = not (edges.is_floating_point() or edges.dtype == torch.bool) or not edges.numel()
+    if edges.ndim != 2 or edges.shape[0] != 2 or not whole:
+        raise ValueError(f"edge_index is {edges.dtype} {list(edges.shape)}: integers [2, M] are needed, sources over destinations")
+    source, destination = edges.long()
+    for name, ids in (("source", source), ("destination", destination)):
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+            raise ValueError(f"edge_index has {name}s {int(ids.min())} to {int(ids.max())}: node ids lie in [0, {num_nodes})")
+    keys = (destination * num_nodes + source).numpy()
+    keys.sort()  # numpy sorts in vector registers
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
+    indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
+    return torch.from_numpy(indptr), torch.from_numpy(indices)
+
+
+class Batch(NamedTuple):
+    """One pass forward and backward, on the training device: all the seeds of a step, or this process's part of them."""
+
+    blocks: list  # one for each layer, outermost hop first
+    x: Tensor  # [N, F] features of blocks[0].src_nodes
+    y: Tensor  # [S] labels of the seeds
+    seeds: Tensor  # [S] node ids
+    step: int = 0  # of the optimizer, within the epoch
+    key: int = 0  # what was drawn is a function of it: the number of the step, counted over all epochs
+    total: int = 0  # seeds of the whole step: all processes, all passes
+    last: bool = True  # the last pass of its step: the optimizer follows
+    began: Any = None  # CUDA events around the copy of x to the GPU; None where nothing is copied
+    ready: Any = None
+
+
+class NodeLoader:
+    """Iterate over the batches of an epoch; each `for` is another epoch, in another order.
+
+    A loop that was left early goes on with the next batch when it is entered again, and so does a loader that was given
+    the `state_dict` of another one: in the middle of an epoch as well, with another number of processes as well.
+
+    Args:
+        graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
+        seeds: node ids to train on, int [T], or a mask, bool [V].
+        fanouts: neighbours that a node takes, from the seeds outward, -1 for all; a number for each layer.
+        batch_size: seeds of a process in one pass.
+        shuffle: False takes the seeds in the order given and draws the same neighbours in each epoch: for evaluation.
+        seed: any int; decides order and neighbours.
+        rank, world: this process and how many there are. Each gets its part of every step, perhaps an empty one.
+        accumulate: passes of an optimizer step.
+        device: where batches go; where the features are when None.
+        dtype: of x.
+        depth: batches prepared ahead of the one in use, 0 for none. threads: that prepare them.
+        reuse: True lets x lie in one of depth + 1 buffers that are used in turn: faster on CPU, and overwritten when the
+            next batch is asked for. False: every batch may be kept. On a GPU x is a tensor of its own anyway.
+        sampler, ring: take these in the place of those made from graph, fanouts, seed, device, dtype and reuse.
+        prefetch: the function that runs ahead. timed: a function of "sample" or "fetch" that gives a context for it.
+
+    Attributes:
+        epoch, step: where the next batch comes from; both count from 0 and may be set.
+        steps: optimizer steps of an epoch.
+    """
+
+    def __init__(self, graph, seeds, fanouts, *, batch_size=1024, shuffle=True, seed=0, rank=0, world=1, accumulate=1,
+                 device=None, dtype=torch.float32, depth=2, threads=1, reuse=False, sampler=None, ring=None,
+                 prefetch=features.prefetch, timed=nullcontext):  # fmt: skip
+        for name, number, least in (("batch_size", batch_size, 1), ("depth", depth, 0), ("threads", threads, 1)):
+            if number < least:
+                raise ValueError(f"{name} is {number}: at least {least} is needed")
+        seeds = torch.as_tensor(seeds)
+        self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+        self.shuffle, self.seed, self.rank, self.world, self.accumulate = shuffle, seed, rank, world, accumulate
+        self.total_batch = batch_size * accumulate * world
+        self.steps = -(-self.seeds.numel() // self.total_batch)
+        self.sampler = sampler or NeighborSampler(*map(torch.as_tensor, (graph.indptr, graph.indices)), fanouts, seed=seed)
+        self.ring = ring or _ring(graph, device, dtype, depth, threads, reuse)
+        self.prefetch, self.options, self.timed = prefetch, {"depth": depth, "threads": threads}, timed
+        self.epoch = self.step = 0
+
+    def __len__(self):
+        return self.steps * self.accumulate
+
+    def __iter__(self):
+        epoch, first = self.epoch, self.step
+        with closing(self.prefetch(self._load, self._parts(epoch, first), **self.options)) as stream:
+            for batch, fetched in stream:
+                fetched.wait()
+                self.step = batch.step + 1 if batch.last else batch.step
+                yield batch
+        self.epoch, self.step = epoch + 1, 0
+
+    def _parts(self, epoch, first):
+        """Cut an epoch's seeds, from step `first` on, into steps, passes and processes: none twice, none left out -> batches
+        that have their seeds only."""
+        order = self.seeds
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
+            order = order[torch.randperm(order.numel(), generator=generator)]
+        for step in range(first, self.steps):
+            key = epoch * self.steps + step if self.shuffle else -1
+            everyone = order[step * self.total_batch : (step + 1) * self.total_batch]
+            for i, part in enumerate(everyone.tensor_split(self.accumulate)):
+                a, b = (part.numel() * rank // self.world for rank in (self.rank, self.rank + 1))
+                yield Batch([], None, None, part[a:b], step, key, everyone.numel(), i == self.accumulate - 1)
+
+    def _load(self, part, slot):
+        """Sample and fetch a batch, on a thread that runs ahead -> (batch, what the ring made of it)."""
+        with self.ring.stream(slot):
+            with self.timed("sample"):
+                blocks = self.sampler.sample(part.seeds, part.key, relabel_outer=not self.ring.first_hop)
+            with self.timed("fetch"):
+                fetched = self.ring.fetch(slot, blocks)
+        return part._replace(**fetched._asdict()), fetched
+
+    def state_dict(self):
+        """Where the loader stands, as plain numbers: what was handed out, up to the last whole optimizer step, is done."""
+        return {"epoch": self.epoch, "step": self.step, "seed": self.seed, "seeds": self.seeds.numel(), "total_batch": self.total_batch}
+
+    def load_state_dict(self, state):
+        """Go on where another loader stood.
+
+        Raises:
+            ValueError: for one with another seed, number of seeds or seeds of a step.
+        """
+        own = self.state_dict()
+        for name in ("seed", "seeds", "total_batch"):
+            if state[name] != own[name]:
+                raise ValueError(f"the state is that of a loader with {name} {state[name]}, this one has {own[name]}")
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+def _ring(graph, device, dtype, depth, threads, reuse):
+    """The FeatureRing of a graph's features and labels."""
+    rows = getattr(graph.features, "tensor", graph.features)
+    rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)
+    device = getattr(rows, "device", "cpu") if device is None else device
+    return FeatureRing(rows, torch.as_tensor(graph.labels), slots=depth + 1, device=device, streams=threads, dtype=dtype,
+                       reuse=reuse)  # fmt: skip
