@@ -1,7 +1,7 @@
 """The command line of train.py: every flag, what depends on what, and what cannot work.
 
-`parse_args` ends with code 2 and one sentence on bad input, before anything is loaded. This file needs features.py and
-model.py.
+`parse_args` ends with code 2 and one sentence on bad input, before anything is loaded. This file needs features.py,
+model.py and own_model.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from features import MODES
-from model import CONVS, NORMALISED
+from model import CONVS, NORMALISED, NORMS
 from own_model import is_own, name_of, words_of
 
 _NOT_GIVEN = object()
@@ -86,14 +86,14 @@ def make_parser():
     add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=name_of(CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS)} (GATv2), or FILE.py:NAME, a model of "
-        "your own: NAME(features, classes, **--model-args), called with blocks and x (default: %(default)s)")  # fmt: skip
+    add("--model", type=name_of(CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS)}, or FILE.py:NAME, your own: "
+        "NAME(features, classes, **--model-args), called with blocks and x (default: %(default)s)")  # fmt: skip
     add("--model-args", type=words_of, metavar="A=1,B=x", help="arguments of a model of your own (default: none)")
     add("--hidden", type=count, default=128, metavar="N", help="width of the inner layers, all heads together")
     add("--num-layers", type=count, metavar="N", help="layers (default: one for each fanout, else 3)")
     add("--heads", type=count, default=4, metavar="N", help="attention heads of gat")
-    add("--norm", choices=["none", "layer", "batch"], help="after each inner layer, in gin also inside (default: layer for "
-        f"{', '.join(NORMALISED)}; else none)")  # fmt: skip
+    add("--norm", choices=list(NORMS), metavar="KIND", help="after inner layers: none, layer, batch (default: layer for "
+        f"{', '.join(NORMALISED)})")  # fmt: skip
     add("--residual", action="store_true", help="add each layer's input to its output")
     add("--dropout", type=from_zero, default=0.5, metavar="P", help="probability after each inner layer and of gat's attention")
     add("--input-dropout", type=from_zero, default=0.0, metavar="P", help="probability of the features (default: 0)")
@@ -101,8 +101,8 @@ def make_parser():
     add = parser.add_argument_group("optimisation").add_argument
     add("--lr", type=number, default=0.003, metavar="RATE", help="Adam's learning rate")
     add("--lr-schedule", default="constant", choices=["constant", "cosine"], help="cosine: falls to 0 over --epochs")
-    add("--weight-decay", type=from_zero, metavar="X", help="Adam's L2 term (default: 0.07 / training nodes; of graphs: 0)")
-    add("--epochs", type=count, metavar="N", help="passes over the training nodes (default: 10, or enough for 200 optimizer steps)")
+    add("--weight-decay", type=from_zero, metavar="X", help="Adam's L2 term (default: 0.07 / training nodes)")
+    add("--epochs", type=count, metavar="N", help="passes over the training nodes (default: 10, or 200 optimizer steps)")
     add("--early-stop", type=count, metavar="N", help="end after N epochs without a better sampled validation accuracy and take "
         "the best epoch's weights (default: off)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="fixes weights, order, sampling and dropout")

@@ -6159,6 +6159,44 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path):
     assert 0 <= _log(tmp_path / "log")[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in output
 
 
+ENOUGH = {"sage": 10, "gcn": 8, "gin": 12, "sage-pool": 15, "gat": 9}  # epochs; by default there are 25
+
+
+def _learns_by_default(folder, name):
+    return _start_fork(folder / "out", "--model", name, "--root", folder, "--gpus", 0, "--epochs", ENOUGH[name], "--log", folder / "log")
+
+
+@pytest.mark.parametrize("name", ENOUGH)
+@_beside(_learns_by_default)
+def test_every_model_learns_the_built_in_graph_with_its_defaults(name, beside):
+    """In fewer epochs than the default takes, to spare time: the learning rate is constant, so more of them only help."""
+    process, folder = beside
+    _end(process)
+    exact = _log(folder / "log")[-1]["exact"]
+    print(f"{name}: {exact}")
+    assert exact["test"] > 0.85 and set(ENOUGH) == set(model.CONVS)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
+@_beside(lambda folder: _start_fork(folder / "out", "--dataset", DATA / "cora.npz", "--root", folder, "--gpus", 0, "--log", folder / "log"))
+def test_a_small_graph_comes_out_right_with_nothing_but_its_name(beside):
+    """140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers."""
+    process, folder = beside
+    output, log = _end(process), _log(folder / "log")
+    assert "1 steps an epoch, 200 epochs; lr 0.003, weight decay 0.0005" in output
+    assert log[-1]["exact"]["test"] >= 0.78, log[-1]
+
+
+def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
+    for words, world, expected in (([], 1, (200, 1)), (["--batch-size", "100"], 1, (34, 6)), (["--batch-size", "50"], 2, (34, 6)),
+                                   (["--batch-size", "10"], 1, (10, 60)), (["--epochs", "3"], 1, (3, 1))):  # fmt: skip
+        args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words])
+        train.settle(ddp.Ranks(world=world), args, 600)
+        assert (args.epochs, args.steps) == expected and args.weight_decay == pytest.approx(0.07 / 600)
+    norms = {name: train.parse_args(["--dataset", tiny, "--model", name]).norm for name in model.CONVS}
+    assert norms == {"sage": "none", "gcn": "none", "sage-pool": "layer", "gat": "layer", "gin": "layer"}
+
+
 OWN_LAYERS = '''# mymodel.py
 import torch
 from torch import nn
