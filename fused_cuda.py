@@ -493,8 +493,8 @@ class _Sage(torch.autograd.Function):
         h, saved, weights = x, [], tensors[num_tensors:]
         for i in range(len(weights) // 3):
             indptr, indices, nodes = tensors[3 * i : 3 * i + 3]
-            pair = h
-            if i or not aggregated:
+            pair = h.to(dtype) if aggregated and not i else None
+            if pair is None:
                 pair = h.new_empty(indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
                 _self_and_mean(indptr, indices, h, None, pair, kernels)
             weight, bias = torch.cat([weights[3 * i], weights[3 * i + 2]], 1), weights[3 * i + 1]

@@ -2025,6 +2025,23 @@ def test_cuda_graphsage_of_padded_blocks(cuda_layers, monkeypatch):
         torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
 
 
+def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
+    """As torch.autocast has it: rows and pairs in either type; parameters and their gradients are float32."""
+    monkeypatch.setattr(model, "fused", fused_cuda)
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    blocks = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample(torch.randperm(300)[:12].int(), 1)
+    net, x = _net("sage", (20, 8, 5), dropout=0.5), torch.randn(blocks[0].num_src, 20)
+    expected = _trained(net, blocks, x, 7)
+    pair = model.self_and_mean(blocks[0].indptr, blocks[0].indices, x)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    for rows, aggregated in ((x, False), (x.bfloat16(), False), (pair, True), (pair.bfloat16(), True)):
+        logits, *grads = _trained(net, blocks, rows, 7, aggregated=aggregated)
+        assert logits.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
+        for ours, theirs in zip([logits.float(), *grads], expected):
+            assert (ours - theirs).norm() < 0.12 * theirs.norm()
+
+
 def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
     """Where NVRTC or the driver cannot be had: one warning, None."""
     fused_cuda._load.cache_clear()
