@@ -6770,6 +6770,8 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(HERE / "results", tmp_path / "results")
+    own = next(block for block in _readme_blocks("python") if block.startswith("# mymodel.py"))
+    (tmp_path / "mymodel.py").write_text(own)
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
     assert len(commands) > 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -6799,7 +6801,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     names = {
         "edge_index": rng.integers(0, 400, (2, 4000)), "x": rng.normal(size=(400, 8)).astype(np.float32),
-        "y": rng.integers(0, 3, 400), "a": range(200), "b": range(200, 300), "c": range(300, 400),
+        "y": rng.integers(0, 3, 400), "train_nodes": range(200), "a": range(200), "b": range(200, 300), "c": range(300, 400),
     }  # fmt: skip
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)  # the fields of PyG's Data that are read
