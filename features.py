@@ -44,8 +44,8 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time
 
 
 class Batch(NamedTuple):
-    """One batch on the training device. On CPU `x` is overwritten when the next batch is taken from `prefetch`, unless the
-    ring has reuse=False."""
+    """One batch on the training device. On CPU `x` is overwritten when the next batch is taken from `prefetch`, unless
+    the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
     x: torch.Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
 
 
 class CudaCopies:
-    """What the ring needs of a GPU: page-locked buffers, streams to copy on, events. Tests put a simulation in its place."""
+    """What the ring needs of a GPU: page-locked buffers, streams to copy on, events. Tests simulate it."""
 
     def __init__(self, device, streams):
         self.device = torch.device(device)
@@ -92,7 +92,7 @@ class CudaCopies:
         return tensor.to(self.device, non_blocking=True)
 
     def event(self):
-        """A timed event behind all work that the current stream has been given; .synchronize() waits for it on the host."""
+        """A timed event behind all work of the current stream so far; .synchronize() waits for it on the host."""
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 
 
@@ -112,12 +112,12 @@ class FeatureRing:
             that are on that device already (or that it reads in place) are gathered there, without a buffer.
         streams: CUDA streams; slot i uses stream i % streams.
         log: function of one string, called when buffers grow.
-        aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py. With
-            it the outermost hop is aggregated straight from a feature tensor of floats instead of being gathered: x is
+        aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
+            With it the outermost hop is aggregated straight from a feature tensor of floats, not gathered: x is
             what it returns for a blocks[0] with global ids in `indices` and its destinations as `src_nodes`.
         dtype: of x; the features' own when None. Rows travel as they are stored and are converted on the device.
-        gather: function (features, ids, out) -> [n, F] for features that are a tensor, such as `gather_rows` of model.py;
-            torch.index_select when None.
+        gather: function (features, ids, out) -> [n, F] for features that are a tensor, such as `gather_rows` of
+            model.py; torch.index_select when None.
         reuse: False gives every batch on CPU a tensor of its own, for callers who keep batches.
         copies: what stands for the GPU in a test.
 
@@ -162,8 +162,8 @@ class FeatureRing:
             ValueError: for a slot that the ring does not have.
         """
         if slot >= len(self.buffers):
-            raise ValueError(f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots, so give "
-                             f"the ring slots={slot + 1} or more")  # fmt: skip
+            said = f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots"
+            raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
         if not self.copies:
             x = (self._gather(slot, self.features, outer.src_nodes, outer) if self.reuse else
@@ -223,9 +223,9 @@ def prefetch(make, items, *, depth=2, threads=1):
     """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
     The results are the same for every depth and number of threads. At most `depth` results are being made or waiting
-    beside the one the caller holds, and results that exist at the same time have different slots. An exception in `make`
-    reaches the caller, with the worker's traceback, when its turn comes. Closing the generator (or leaving the process)
-    cancels what has not started and waits for what has.
+    beside the one the caller holds, and results that exist at the same time have different slots. An exception in
+    `make` reaches the caller, with the worker's traceback, when its turn comes. Closing the generator (or leaving the
+    process) cancels what has not started and waits for what has.
 
     Args:
         make: callable (item, slot) -> result; slot is an int in 0 .. depth.
@@ -261,7 +261,7 @@ def place(indptr, indices, labels, features, mode, device="cpu"):
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors.
         features: features in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
-            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays where it is; rows go through the ring.
+            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
         device: the GPU of the first two.
 
     Returns:
@@ -387,7 +387,7 @@ def _host_array(host):
     array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
     data = (host.data_ptr(), False)  # False: torch refuses read-only memory
     interface = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
-    return SimpleNamespace(__cuda_array_interface__=interface, host=host)  # the view keeps this object, and so the memory
+    return SimpleNamespace(__cuda_array_interface__=interface, host=host)  # kept by the view, and so the memory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -410,14 +410,14 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
         IndexError: where the graph is damaged: a list or an edge leaves it.
 
     Returns:
-        float32 [V], probabilities. Where there are no training nodes, the degree indptr.diff() orders rows nearly as well.
+        float32 [V], probabilities. Without training nodes the degree indptr.diff() orders rows nearly as well.
     """
     degree, num_edges = indptr.diff(), indices.numel()
     if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
         raise IndexError("the graph is damaged: a list in indptr leaves indices or runs backwards")
     seed = torch.zeros(degree.numel(), device=indptr.device)
     seed[train_nodes.to(indptr.device)] = min(1.0, batch_size / max(1, train_nodes.numel()))
-    held, picked = seed, torch.zeros_like(seed)  # chances: to be in the batch; to have drawn a given one of one's neighbours
+    held, picked = seed, torch.zeros_like(seed)  # chances: to be in the batch; to draw a given neighbour
     for k in fanouts:
         chance = (k / degree).clamp(max=1) if k >= 0 else 1.0
         picked = (picked + chance * (held - picked)).clamp(0, 1)
@@ -438,7 +438,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
 
 
 class CachedFeatures:
-    """Features whose hottest rows are kept on a faster device: on a GPU before host memory, in RAM before a store on disk.
+    """Features whose hottest rows are kept nearer: on a GPU before host memory, in RAM before a store on disk.
 
     Args:
         features: the features behind the cache.
@@ -457,7 +457,7 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.piece = _rows_of_a_chunk(features)  # small pieces: a large temporary costs more in page faults than in work
+        self.piece = _rows_of_a_chunk(features)  # small: a large temporary costs more in page faults than in work
         hot = visits.to(self.device).topk(rows).indices.sort().values  # in order: read from the disk in one direction
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
         self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
@@ -478,7 +478,7 @@ class CachedFeatures:
         Args:
             ids: int32 or int64 [n] node ids, repeats allowed.
             out: [n, F] on the cache's device; a tensor is made when None.
-            missing: function of ids [m] that returns their rows [m, F] on the cache's device; reads the features when None.
+            missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
 
         Returns:
             [n, F] on the cache's device.

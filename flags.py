@@ -86,9 +86,8 @@ def make_parser():
     add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=name_of(CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS)}, or FILE.py:NAME, your own: "
-        "NAME(features, classes, **--model-args), called with blocks and x (default: %(default)s)")  # fmt: skip
-    add("--model-args", type=words_of, metavar="A=1,B=x", help="arguments of a model of your own (default: none)")
+    add("--model", type=name_of(CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS)}, or your own: FILE.py:NAME")
+    add("--model-args", type=words_of, metavar="A=1,B=x", help="your own is NAME(features, classes, A=1, B='x') (default: none)")
     add("--hidden", type=count, default=128, metavar="N", help="width of the inner layers, all heads together")
     add("--num-layers", type=count, metavar="N", help="layers (default: one for each fanout, else 3)")
     add("--heads", type=count, default=4, metavar="N", help="attention heads of gat")

@@ -1,4 +1,4 @@
-"""Mini-batches for a training loop: epochs of shuffled seed nodes, sampled and fetched ahead of the step that uses them.
+"""Mini-batches for a training loop: epochs of shuffled seed nodes, sampled and fetched ahead of the step.
 
 Twelve lines from tensors to a trained model:
 
@@ -7,7 +7,7 @@ Twelve lines from tensors to a trained model:
     from model import SAGE, inference
 
     graph = Graph(*from_edge_index(edge_index, num_nodes=len(x)), x, y)     # or GraphStore.open("my_store")
-    loader = NodeLoader(graph, train_nodes, [10, 10], batch_size=256)       # 10 neighbours of each seed, 10 of each of those
+    loader = NodeLoader(graph, train_nodes, [10, 10], batch_size=256)      # 10 neighbours of each seed, then 10 of each
     net = SAGE(graph.features.shape[1], 64, int(graph.labels.max()) + 1, num_layers=2)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for epoch in range(20):
@@ -17,11 +17,10 @@ Twelve lines from tensors to a trained model:
             optimizer.zero_grad()
     classes = inference(net, graph.indptr, graph.indices, graph.features).argmax(1)     # of all nodes, exact
 
-Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the same
-for any number of threads and batches prepared ahead, and the same in sum for any number of processes. train.py trains and
-evaluates with this loader. To copy this file take sampler.py and features.py along.
-
-Letters: V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width.
+Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the
+same for any number of threads and batches prepared ahead, and the same in sum for any number of processes. train.py
+trains and evaluates with this loader. To copy it take sampler.py (and what that needs) and features.py along. Letters:
+V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width.
 """
 
 from contextlib import closing, nullcontext
@@ -53,21 +52,20 @@ def from_edge_index(edge_index, num_nodes):
         num_nodes: V.
 
     Returns:
-        (indptr int64 [V+1], indices [M]), each node's neighbours in ascending order; indices are int32 below 2^31 nodes.
+        (indptr int64 [V+1], indices [M]), each node's neighbours in ascending order; int32 below 2^31 nodes.
 
     Raises:
         ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
     """
     edges = torch.as_tensor(edge_index).cpu()
-    whole = not (edges.is_floating_point() or edges.dtype == torch.bool) or not edges.numel()
-    if edges.ndim != 2 or edges.shape[0] != 2 or not whole:
-        raise ValueError(f"edge_index is {edges.dtype} {list(edges.shape)}: integers [2, M] are needed, sources over destinations")
+    if edges.shape[:-1] != (2,) or edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool):
+        raise ValueError(f"edge_index is {edges.dtype} {list(edges.shape)}: integers [2, M] are needed, sources first")
     source, destination = edges.long()
     for name, ids in (("source", source), ("destination", destination)):
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
-            raise ValueError(f"edge_index has {name}s {int(ids.min())} to {int(ids.max())}: node ids lie in [0, {num_nodes})")
-    keys = (destination * num_nodes + source).numpy()
-    keys.sort()  # numpy sorts in vector registers
+        low, high = map(int, ids.aminmax()) if ids.numel() else (0, -1)
+        if low < 0 or high >= num_nodes:
+            raise ValueError(f"edge_index has {name}s {low} to {high}: node ids lie in [0, {num_nodes})")
+    keys = np.sort((destination * num_nodes + source).numpy())  # in vector registers
     indptr = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
@@ -75,14 +73,14 @@ def from_edge_index(edge_index, num_nodes):
 
 
 class Batch(NamedTuple):
-    """One pass forward and backward, on the training device: all the seeds of a step, or this process's part of them."""
+    """One pass forward and backward, on the training device: the seeds of a step, or this process's part of them."""
 
     blocks: list  # one for each layer, outermost hop first
     x: Tensor  # [N, F] features of blocks[0].src_nodes
     y: Tensor  # [S] labels of the seeds
     seeds: Tensor  # [S] node ids
     step: int = 0  # of the optimizer, within the epoch
-    key: int = 0  # what was drawn is a function of it: the number of the step, counted over all epochs
+    key: int = 0  # what is drawn is a function of it: the number of the step, counted over all epochs
     total: int = 0  # seeds of the whole step: all processes, all passes
     last: bool = True  # the last pass of its step: the optimizer follows
     began: Any = None  # CUDA events around the copy of x to the GPU; None where nothing is copied
@@ -90,10 +88,9 @@ class Batch(NamedTuple):
 
 
 class NodeLoader:
-    """Iterate over the batches of an epoch; each `for` is another epoch, in another order.
-
-    A loop that was left early goes on with the next batch when it is entered again, and so does a loader that was given
-    the `state_dict` of another one: in the middle of an epoch as well, with another number of processes as well.
+    """Iterate over the batches of an epoch; each `for` is another epoch, in another order. A loop that was left early
+    goes on with the next batch when it is entered again, and so does a loader given another one's `state_dict`:
+    also in the middle of an epoch, and for another number of processes.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
@@ -104,17 +101,15 @@ class NodeLoader:
         seed: any int; decides order and neighbours.
         rank, world: this process and how many there are. Each gets its part of every step, perhaps an empty one.
         accumulate: passes of an optimizer step.
-        device: where batches go; where the features are when None.
-        dtype: of x.
+        device: where batches go; where the features are when None. dtype: of x.
         depth: batches prepared ahead of the one in use, 0 for none. threads: that prepare them.
-        reuse: True lets x lie in one of depth + 1 buffers that are used in turn: faster on CPU, and overwritten when the
+        reuse: True lets x lie in one of depth + 1 buffers used in turn: faster on CPU, and overwritten when the
             next batch is asked for. False: every batch may be kept. On a GPU x is a tensor of its own anyway.
-        sampler, ring: take these in the place of those made from graph, fanouts, seed, device, dtype and reuse.
-        prefetch: the function that runs ahead. timed: a function of "sample" or "fetch" that gives a context for it.
+        sampler, ring: in the place of those made from the arguments. prefetch: the function that runs ahead. timed: a
+            function of "sample" or "fetch" that returns a context for it.
 
     Attributes:
-        epoch, step: where the next batch comes from; both count from 0 and may be set.
-        steps: optimizer steps of an epoch.
+        epoch, step: of the next batch, counted from 0; may be set. steps: optimizer steps of an epoch.
     """
 
     def __init__(self, graph, seeds, fanouts, *, batch_size=1024, shuffle=True, seed=0, rank=0, world=1, accumulate=1,
@@ -124,12 +119,18 @@ class NodeLoader:
             if number < least:
                 raise ValueError(f"{name} is {number}: at least {least} is needed")
         seeds = torch.as_tensor(seeds)
-        self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+        self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds  # a mask
         self.shuffle, self.seed, self.rank, self.world, self.accumulate = shuffle, seed, rank, world, accumulate
         self.total_batch = batch_size * accumulate * world
         self.steps = -(-self.seeds.numel() // self.total_batch)
-        self.sampler = sampler or NeighborSampler(*map(torch.as_tensor, (graph.indptr, graph.indices)), fanouts, seed=seed)
-        self.ring = ring or _ring(graph, device, dtype, depth, threads, reuse)
+        if sampler is None:
+            sampler = NeighborSampler(*map(torch.as_tensor, (graph.indptr, graph.indices)), fanouts, seed=seed)
+        if ring is None:
+            rows = getattr(graph.features, "tensor", graph.features)
+            rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array
+            ring = FeatureRing(rows, torch.as_tensor(graph.labels), slots=depth + 1, streams=threads, dtype=dtype,
+                               device=device or getattr(rows, "device", "cpu"), reuse=reuse)  # fmt: skip
+        self.sampler, self.ring = sampler, ring
         self.prefetch, self.options, self.timed = prefetch, {"depth": depth, "threads": threads}, timed
         self.epoch = self.step = 0
 
@@ -146,8 +147,7 @@ class NodeLoader:
         self.epoch, self.step = epoch + 1, 0
 
     def _parts(self, epoch, first):
-        """Cut an epoch's seeds, from step `first` on, into steps, passes and processes: none twice, none left out -> batches
-        that have their seeds only."""
+        """Cut an epoch's seeds, from step `first` on, into steps, passes and processes -> batches without blocks."""
         order = self.seeds
         if self.shuffle:
             generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
@@ -169,26 +169,13 @@ class NodeLoader:
         return part._replace(**fetched._asdict()), fetched
 
     def state_dict(self):
-        """Where the loader stands, as plain numbers: what was handed out, up to the last whole optimizer step, is done."""
-        return {"epoch": self.epoch, "step": self.step, "seed": self.seed, "seeds": self.seeds.numel(), "total_batch": self.total_batch}
+        """Where the loader stands, as plain numbers: the steps whose batches were all handed out are done."""
+        kept = {"seed": self.seed, "seeds": self.seeds.numel(), "total_batch": self.total_batch}
+        return {"epoch": self.epoch, "step": self.step, **kept}
 
     def load_state_dict(self, state):
-        """Go on where another loader stood.
-
-        Raises:
-            ValueError: for one with another seed, number of seeds or seeds of a step.
-        """
+        """Go on where another loader stood; ValueError where its seed, seed nodes or step size are not the same."""
         own = self.state_dict()
-        for name in ("seed", "seeds", "total_batch"):
-            if state[name] != own[name]:
-                raise ValueError(f"the state is that of a loader with {name} {state[name]}, this one has {own[name]}")
+        for name in filter(lambda name: state[name] != own[name], ("seed", "seeds", "total_batch")):
+            raise ValueError(f"the state is that of a loader with {name} {state[name]}, this one has {own[name]}")
         self.epoch, self.step = state["epoch"], state["step"]
-
-
-def _ring(graph, device, dtype, depth, threads, reuse):
-    """The FeatureRing of a graph's features and labels."""
-    rows = getattr(graph.features, "tensor", graph.features)
-    rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)
-    device = getattr(rows, "device", "cpu") if device is None else device
-    return FeatureRing(rows, torch.as_tensor(graph.labels), slots=depth + 1, device=device, streams=threads, dtype=dtype,
-                       reuse=reuse)  # fmt: skip

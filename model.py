@@ -74,7 +74,7 @@ def max_neighbours(indptr, indices, h):
 
 
 def gather_rows(features, ids, out=None):
-    """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select, with rows prefetched into the cache."""
+    """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select that fetches rows ahead."""
     done = fused and fused.gather_rows(features, ids, out)
     return torch.index_select(features, 0, ids, out=out) if done is None else done
 
@@ -197,8 +197,8 @@ class Conv(nn.Module):
             the destinations' own messages (None: the first S), h_dst [S, F] their rows.
 
     degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with None, those in the
-    block. Layers that take a mean, a maximum or attention ignore it. nodes [S] are ids of the destinations and seed is an
-    int, as `relu_dropout` takes them, for a layer that drops something within.
+    block. Layers that take a mean, a maximum or attention ignore it. nodes [S] are ids of the destinations and seed is
+    an int, as `relu_dropout` takes them, for a layer that drops something within.
     """
 
     message_dim, uses_degree = None, False
@@ -239,7 +239,7 @@ def _check_nodes(ids, V):
 
 
 def block_degrees(block):
-    """Out- and in-degree within a block -> float32 [N, 2]; counted so that GCN has self-loops of the destinations only."""
+    """Out- and in-degree within a block -> float32 [N, 2]; counted so that GCN loops destinations only."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
     ones = torch.ones_like(block.indices, dtype=torch.int64)
     out = ones.new_zeros(N).index_add_(0, block.indices, ones)
@@ -255,7 +255,7 @@ class SAGEConv(Conv):
         self.out_dim = out_dim
         self.self_linear = nn.Linear(in_dim, out_dim)
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
-        self.message_dim = out_dim if in_dim > out_dim else None  # mean and W_neigh commute: send the narrower of the two
+        self.message_dim = out_dim if in_dim > out_dim else None  # mean and W_neigh commute: send the narrower
 
     def forward(self, block, h, degree=None, seed=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
@@ -330,8 +330,8 @@ class GCNConv(Conv):
 class GINConv(Conv):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
-    In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GCNConv`. It grows with
-    the degree, which a norm behind the first product of the MLP (norm "layer" or "batch") makes up for, as in the
+    In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GCNConv`. It grows
+    with the degree, which a norm behind the first product of the MLP (norm "layer" or "batch") makes up for, as in the
     authors' own networks; without one, graphs of large degree may not be learned at all.
     """
 
@@ -351,7 +351,7 @@ class GINConv(Conv):
 
 
 class GATv2Conv(Conv):
-    """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is one of its own neighbours.
+    """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is its own neighbour too.
 
     Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
 
@@ -433,7 +433,7 @@ def _at_least_float32(t):
 
 
 class _EdgeScores(torch.autograd.Function):
-    """attn . leaky_relu(source_u + target_v) of every edge, some edges at a time, in float32 or more: no [E, K, D] is kept."""
+    """attn . leaky_relu(source_u + target_v) of every edge, some at a time, in float32 or more: no [E, K, D] stays."""
 
     @staticmethod
     def pieces(source, target, indices, dst):
@@ -441,7 +441,8 @@ class _EdgeScores(torch.autograd.Function):
         step = max(1, (1 << 22) // max(1, source[:1].numel()))
         for a in range(0, indices.numel(), step):
             u, v = indices[a : a + step], dst[a : a + step]
-            yield slice(a, a + step), u, v, source.index_select(0, u).to(_at_least_float32(source)) + target.index_select(0, v)
+            wide = source.index_select(0, u).to(_at_least_float32(source))
+            yield slice(a, a + step), u, v, wide + target.index_select(0, v)
 
     @staticmethod
     def forward(ctx, source, target, attn, indices, dst):  # [N, K, D], [S, K, D], [K, D], [E], [E] -> [E, K]
@@ -454,7 +455,8 @@ class _EdgeScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         source, target, attn, indices, dst = ctx.saved_tensors
-        to_source, to_target, to_attn = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, target, attn))
+        zeros = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, target, attn))
+        to_source, to_target, to_attn = zeros
         for part, u, v, z in _EdgeScores.pieces(source, target, indices, dst):
             g = grad[part].unsqueeze(2)
             to_attn += (F.leaky_relu(z, 0.2) * g).sum(0)
@@ -476,7 +478,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv, "gat": GATv2Conv, "gin": GINConv}
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
-NORMALISED = ("sage-pool", "gat", "gin")  # train.py gives these layers a norm by default: they learn slowly, or not at all, without
+NORMALISED = ("sage-pool", "gat", "gin")  # by default in train.py: without a norm they learn slowly or not at all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,7 +604,8 @@ class SAGE(GNN):
 def layerwise(model):
     """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each."""
     layers = getattr(model, "layers", None)
-    return hasattr(model, "finish") and isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
+    ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
+    return ours and hasattr(model, "finish")
 
 
 @torch.no_grad()
@@ -700,8 +703,8 @@ def _cut(indptr, first, last, chunk, chunk_edges):
 
 
 def _tables(rows, columns, memory, leads, total):
-    """A function of a width that makes a float32 table [rows, width]; in a temporary file if tables of `columns` columns
-    in all exceed `memory`.
+    """A function of a width that makes a float32 table [rows, width]; in a temporary file if tables of `columns`
+    columns in all exceed `memory`.
 
     With `total` it is one table for all processes that call: they open the leader's memory or file by its number while
     the leader waits. Memory without a name (memfd) and a file without a name are both gone with the last process that
@@ -734,10 +737,11 @@ def _nameless_file(size):
     """A temporary file of `size` bytes that has no name -> its handle, which the caller closes."""
     with tempfile.TemporaryFile(prefix="ringblock-") as file:
         try:
-            if hasattr(os, "posix_fallocate"):  # with its blocks: writing through mmap to a full disk would end the process
+            if hasattr(os, "posix_fallocate"):  # with its blocks: a write through mmap to a full disk ends the process
                 os.posix_fallocate(file.fileno(), 0, size)
             os.ftruncate(file.fileno(), size)
         except OSError as error:
             where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
-            raise OSError(error.errno, f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})") from error
+            said = f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})"
+            raise OSError(error.errno, said) from error
         return os.dup(file.fileno())

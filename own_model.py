@@ -31,7 +31,7 @@ def name_of(built_in):
     def parse(text):
         file, _, name = text.rpartition(":")
         if text not in built_in and not (file.endswith(".py") and name.isidentifier()):
-            raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(built_in)}, or FILE.py:NAME, a model of your own")
+            raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(built_in)}, or FILE.py:NAME")
         return text
 
     return parse
@@ -42,7 +42,7 @@ def words_of(text):
     words = text.split(",")
     for word in words:
         if not word.partition("=")[0].strip().isidentifier() or "=" not in word:
-            raise argparse.ArgumentTypeError(f"{word!r}: write NAME=VALUE, separated by commas, as in hidden=64,num_layers=2")
+            raise argparse.ArgumentTypeError(f"{word!r}: write NAME=VALUE, as in hidden=64,num_layers=2")
     return [word.strip() for word in words]
 
 
@@ -69,7 +69,7 @@ def build(model, words, in_dim, num_classes):
         (nn.Module, SHA-256 of the file's text).
 
     Raises:
-        StoreError: for a file or a name that is not there, arguments that do not fit, or something that is no nn.Module.
+        StoreError: for a file or a name that is not there, arguments that do not fit, or what is no nn.Module.
             What goes wrong inside the file is raised as it is.
     """
     file, _, name = model.rpartition(":")
@@ -84,7 +84,7 @@ def build(model, words, in_dim, num_classes):
     exec(compile(text, file, "exec"), vars(module))
     if not callable(make := getattr(module, name, None)):
         there = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == "own_model_file"]
-        raise StoreError(f"--model {model}: {file} defines no {name}; it has {', '.join(there) or 'no class and no function'}")
+        raise StoreError(f"--model {model}: {file} defines no {name}; it has {', '.join(there) or 'none'}")
     values = arguments(words)
     try:
         inspect.signature(make).bind(in_dim, num_classes, **values)
