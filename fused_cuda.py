@@ -20,7 +20,7 @@ from fused_kernels import IDS, TYPES, WORDS, source
 from native_cuda import DIALECT, load_cuda
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(ids, device):
     return load_cuda("layers", DIALECT + source(ids), device)
 
@@ -329,7 +329,8 @@ def attend(indptr, indices, source, target, attn, self_rows, nodes, seed, drop):
         [S, K D], of source's type.
     """
     kernels = _kernels([indptr, indices, self_rows, nodes], target, source)
-    if kernels is None or source.dtype != target.dtype or attn.dtype != torch.float32:
+    few = (indices.numel() + len(target)) * len(attn) < 1 << 32
+    if kernels is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not few:
         return None
     return _Attend.apply(indptr, indices, source, target, attn, self_rows, nodes, seed, drop, kernels)
 

@@ -150,8 +150,8 @@ KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, i
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
 // Each list in the order of the edges: their destinations, and what a mean over the destination's edges multiplies by.
-KERNEL list_in_order(const ID *indptr, const ID *indices, int S, int E, const int *start, const int *size, const int
-                     *list, int *destination, int *edge, float *share) {
+KERNEL list_in_order(const ID *indptr, const ID *indices, int S, int E, const int *start, const int *size,
+                     const int *list, int *destination, int *edge, float *share) {
   THREAD(E);
   if (indices[i] < 0) return;
   const int first = start[indices[i]], last = first + size[indices[i]];
@@ -199,8 +199,8 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
 
 # Kernels for every type of rows IN (or T) and results OUT.
 _PAIR = r"""
-KERNEL self_and_mean_${IN}_${OUT}(const ID *indptr, const ID *indices, const ${IN} *h, const ID *self_rows, int S, int
-                                  width, int whole, ${OUT} *out) {
+KERNEL self_and_mean_${IN}_${OUT}(const ID *indptr, const ID *indices, const ${IN} *h, const ID *self_rows, int S,
+                                  int width, int whole, ${OUT} *out) {
   ROW_AND_COLUMN(S);
   const i64 self = self_rows ? self_rows[row] : row;
   const ID first = indptr[row], last = indptr[row + 1];
@@ -227,9 +227,9 @@ KERNEL self_and_mean_${IN}_${OUT}(const ID *indptr, const ID *indices, const ${I
 """
 _EACH = r"""
 // kept: what ReLU and dropout left of the layer below, or null; what they did not leave has no gradient.
-KERNEL self_and_mean_grad_${T}(const int *start, const int *size, const int *destination, const float *share, const
-                               ${T} *grad, int S, int N, int width, int whole, const ${T} *kept, float scale, ${T}
-                               *out) {
+KERNEL self_and_mean_grad_${T}(const int *start, const int *size, const int *destination, const float *share,
+                               const ${T} *grad, int S, int N, int width, int whole, const ${T} *kept, float scale,
+                               ${T} *out) {
   ROW_AND_COLUMN(N);
   four_t sum = zeros();
   if (row < S) sum = load_${T}(grad + 2 * row * width + column, whole, left);
@@ -248,8 +248,8 @@ KERNEL self_and_mean_grad_${T}(const int *start, const int *size, const int *des
 }
 
 // ReLU (or not) and dropout (or not); eight columns of a row share a draw of 64 bits, a byte each.
-KERNEL relu_dropout_${T}(const ${T} *h, const ID *nodes, int S, int width, int whole, i64 seed, const i64 *step, i64
-                         layer, int relu, int drop, float scale, ${T} *out) {
+KERNEL relu_dropout_${T}(const ${T} *h, const ID *nodes, int S, int width, int whole, i64 seed, const i64 *step,
+                         i64 layer, int relu, int drop, float scale, ${T} *out) {
   ROW_AND_COLUMN(S);
   const i64 node = nodes ? nodes[row] : row;
   four_t v = zeros();
@@ -281,8 +281,8 @@ KERNEL relu_dropout_grad_${T}(const ${T} *h, const ${T} *grad, int S, int width,
 
 // The largest of the neighbours' rows by column, and which neighbour's it is: of equal ones the first. Without edges
 // zero and -1.
-KERNEL max_${T}(const ID *indptr, const ID *indices, const ${T} *h, int S, int width, int whole, ${T} *out, int
-                *winner) {
+KERNEL max_${T}(const ID *indptr, const ID *indices, const ${T} *h, int S, int width, int whole, ${T} *out,
+                int *winner) {
   ROW_AND_COLUMN(S);
   four_t best = zeros();
   int_four_t from = {-1, -1, -1, -1};
@@ -333,10 +333,10 @@ FN float leaky(float z) { return z > 0 ? z : 0.2f * z; }
 FN float slope(float z) { return z > 0 ? 1.0f : 0.2f; }
 
 // scores [E + S, K], then the softmax over each destination's places; `dropped` is what dropout leaves of it.
-KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K, i64 seed, const i64
-                         *step, i64 layer, int drop, float scale, float *weights, float *dropped) {
+KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K, i64 seed,
+                         const i64 *step, i64 layer, int drop, float scale, float *weights, float *dropped) {
   THREAD((i64)S * K);
-  const i64 row = i / K, head = i % K, first = indptr[row] + row;
+  const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K, first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
   float top = weights[first * K + head], sum = 0;
   for (i64 at = first + 1; at < last; at++) top = fmaxf(top, weights[at * K + head]);
@@ -351,10 +351,10 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
   }
 }
 // In: the gradient of what dropout left; out: of the scores.
-KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K, const float *weights, const float
-                              *dropped, float scale, float *grad) {
+KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K, const float *weights,
+                              const float *dropped, float scale, float *grad) {
   THREAD((i64)S * K);
-  const i64 row = i / K, head = i % K, first = indptr[row] + row;
+  const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K, first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
   float sum = 0;
   for (i64 at = first; at < last; at++) {
@@ -367,12 +367,14 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
 """
 _ATTENTION_EACH = r"""
 // source [N, K, D], target [S, K, D], attn [K, D] -> scores [E + S, K]: attn . leaky_relu(source + target)
-KERNEL attention_scores_${T}(const ID *indptr, const ID *indices, const ID *self_rows, int S, i64 places, int K, int
-                             D, int whole, const ${T} *source, const ${T} *target, const float *attn, float *scores) {
+KERNEL attention_scores_${T}(const ID *indptr, const ID *indices, const ID *self_rows, int S, i64 places, int K,
+                             int D, int whole, const ${T} *source, const ${T} *target, const float *attn,
+                             float *scores) {
   THREAD(places * K);
-  const place_t place = find_place(indptr, indices, self_rows, S, i / K);
+  const place_t place = find_place(indptr, indices, self_rows, S, (unsigned)i / (unsigned)K);
   if (place.source < 0) return;
-  const i64 head = i % K, from = (place.source * (i64)K + head) * D, to = (place.row * (i64)K + head) * D;
+  const i64 head = (unsigned)i % (unsigned)K;
+  const i64 from = (place.source * (i64)K + head) * D, to = (place.row * (i64)K + head) * D;
   float sum = 0;
   for (int c = 0; c < D; c += 4) {
     four_t v = load_${T}(source + from + c, whole, D - c), a = load_float(attn + head * D + c, whole, D - c);
@@ -382,10 +384,10 @@ KERNEL attention_scores_${T}(const ID *indptr, const ID *indices, const ID *self
   scores[i] = sum;
 }
 // weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
-KERNEL attention_sum_${T}(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K, int width, int
-                          whole, const float *weights, const ${T} *source, ${T} *out) {
+KERNEL attention_sum_${T}(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K, int width,
+                          int whole, const float *weights, const ${T} *source, ${T} *out) {
   ROW_AND_COLUMN((i64)S * K);
-  const i64 s = row / K, head = row % K, self = self_rows ? self_rows[s] : s;
+  const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   const float *weight = weights + (first + s) * K + head;
   four_t sum = zeros();
@@ -406,9 +408,10 @@ KERNEL attention_sum_${T}(const ID *indptr, const ID *indices, const ID *self_ro
 KERNEL attention_weight_grad_${T}(const ID *indptr, const ID *indices, int S, i64 places, int K, int D, int whole,
                                   const ${T} *source, const ${T} *grad, float *to_weights) {
   THREAD(places * K);
-  const place_t place = find_place(indptr, indices, 0, S, i / K);
+  const place_t place = find_place(indptr, indices, 0, S, (unsigned)i / (unsigned)K);
   if (place.source < 0) return;
-  const i64 head = i % K, from = (place.source * (i64)K + head) * D, to = (place.row * (i64)K + head) * D;
+  const i64 head = (unsigned)i % (unsigned)K;
+  const i64 from = (place.source * (i64)K + head) * D, to = (place.row * (i64)K + head) * D;
   float sum = 0;
   for (int c = 0; c < D; c += 4) {
     four_t v = load_${T}(source + from + c, whole, D - c), g = load_${T}(grad + to + c, whole, D - c);
@@ -417,13 +420,14 @@ KERNEL attention_weight_grad_${T}(const ID *indptr, const ID *indices, int S, i6
   to_weights[i] = sum;
 }
 // to_scores [E + S, K] -> the gradient of target, and each destination's part [S, K, D] of that of attn.
-KERNEL attention_target_grad_${T}(const ID *indptr, const ID *indices, int S, int K, int width, int whole, const ${T}
-                                  *source, const ${T} *target, const float *attn, const float *to_scores, ${T}
-                                  *to_target, float *to_attn) {
+KERNEL attention_target_grad_${T}(const ID *indptr, const ID *indices, int S, int K, int width, int whole,
+                                  const ${T} *source, const ${T} *target, const float *attn, const float *to_scores,
+                                  ${T} *to_target, float *to_attn) {
   ROW_AND_COLUMN((i64)S * K);
-  const i64 s = row / K, head = row % K, first = indptr[s], count = count_edges_of(indptr, indices, s);
+  const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  const i64 first = indptr[s], count = count_edges_of(indptr, indices, s);
   const four_t t = load_${T}(target + row * width + column, whole, left);
-  four_t a = load_float(attn + head * width + column, whole, left), slopes = zeros(), sums = zeros();
+  four_t slopes = zeros(), sums = zeros();
   for (i64 j = 0; j <= count; j++) {
     i64 u = j ? (i64)indices[first + j - 1] : s;
     float by = to_scores[(first + s + j) * K + head];
@@ -434,20 +438,25 @@ KERNEL attention_target_grad_${T}(const ID *indptr, const ID *indices, int S, in
     add_scaled(&sums, l, by);
   }
   store_float(to_attn + row * width + column, whole, left, sums);
-  a.x *= slopes.x; a.y *= slopes.y; a.z *= slopes.z; a.w *= slopes.w;
+  four_t a = load_float(attn + head * width + column, whole, left);
+  a.x *= slopes.x;
+  a.y *= slopes.y;
+  a.z *= slopes.z;
+  a.w *= slopes.w;
   store_${T}(to_target + row * width + column, whole, left, a);
 }
 // The gradient of source: by way of the scores, and of the weighted sum.
-KERNEL attention_source_grad_${T}(const ID *indptr, const int *start, const int *size, const int *destination, const
-                                  int *edge, int S, int N, int K, int width, int whole, const ${T} *source, const ${T}
-                                  *target, const float *attn, const float *weights, const float *to_scores, const ${T}
-                                  *grad, ${T} *out) {
+KERNEL attention_source_grad_${T}(const ID *indptr, const int *start, const int *size, const int *destination,
+                                  const int *edge, int S, int N, int K, int width, int whole, const ${T} *source,
+                                  const ${T} *target, const float *attn, const float *weights,
+                                  const float *to_scores, const ${T} *grad, ${T} *out) {
   ROW_AND_COLUMN((i64)N * K);
-  const i64 u = row / K, head = row % K;
+  const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const four_t own = load_${T}(source + row * width + column, whole, left);
-  four_t a = load_float(attn + head * width + column, whole, left), slopes = zeros(), sum = zeros();
-  for (int q = u < S ? -1 : 0; q < size[u]; q++) {  // -1: to itself
-    const i64 s = q < 0 ? u : destination[start[u] + q], at = s + (q < 0 ? (i64)indptr[u] : edge[start[u] + q] + 1);
+  const int first = start[u], count = size[u];
+  four_t slopes = zeros(), sum = zeros();
+  for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
+    const i64 s = q < 0 ? u : destination[first + q], at = s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1);
     four_t v = load_${T}(target + (s * K + head) * width + column, whole, left);
     add(&v, own);
     four_t d = {slope(v.x), slope(v.y), slope(v.z), slope(v.w)};
@@ -455,7 +464,11 @@ KERNEL attention_source_grad_${T}(const ID *indptr, const int *start, const int 
     v = load_${T}(grad + (s * K + head) * width + column, whole, left);
     add_scaled(&sum, v, up_${T}(down_${T}(weights[at * K + head])));
   }
-  sum.x += a.x * slopes.x; sum.y += a.y * slopes.y; sum.z += a.z * slopes.z; sum.w += a.w * slopes.w;
+  const four_t a = load_float(attn + head * width + column, whole, left);
+  sum.x += a.x * slopes.x;
+  sum.y += a.y * slopes.y;
+  sum.z += a.z * slopes.z;
+  sum.w += a.w * slopes.w;
   store_${T}(out + row * width + column, whole, left, sum);
 }
 """
@@ -472,9 +485,10 @@ KERNEL gather_rows_${WORD}(const ${WORD} *table, const ID *ids, int n, int words
 """
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source(ids):
     """CUDA source of all kernels for blocks of an integer type; without DIALECT, with which it has to begin."""
+
     def each(text, **words):
         for name, word in words.items():
             text = text.replace("${" + name + "}", word)
