@@ -1,4 +1,5 @@
-"""The steps of a layer that are worth fusing, in C for the CPU: model.py takes them where it finds this file beside it.
+"""The steps of a layer that are worth fusing: model.py takes them where it finds this file beside it. Here they are in C
+for the CPU; tensors on a GPU are handed on to fused_cuda.py.
 
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
@@ -7,8 +8,9 @@ Why: a fresh tensor costs more in page faults than in work, and each torch opera
 places are worth fetching ahead of their turn. `takes` says whether C code serves these tensors; model.py holds the same
 steps as torch operations, which are the reference.
 
-Letters: S destinations, N sources, E edges of a block; F, D feature widths. This file needs native.py, a C compiler and
-torch. The C code runs on torch's own OpenMP threads: threads of another kind would fight with them for cores.
+Letters: S destinations, N sources, E edges of a block; F, D feature widths. This file needs native.py and a C compiler, for GPUs fused_cuda.py,
+fused_kernels.py and native_cuda.py. The C code runs on torch's own OpenMP threads: threads of another kind would fight
+with them for cores.
 """
 
 import ctypes
@@ -26,7 +28,7 @@ _on = True
 
 
 def use_native(on):
-    """Switch the C code on or off for this process, say to measure what it is worth."""
+    """Switch the C code and the kernels on or off for this process, say to measure what they are worth."""
     global _on
     _on = on
 
