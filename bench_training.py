@@ -328,7 +328,7 @@ def dgl_inference(net, indptr, indices, x):
     """
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
     loops = isinstance(net.layers[0], model.GATv2Conv)
-    graph = dgl_graph(*(model.with_self_loops(indptr, indices) if loops else (indptr, indices.long())))
+    graph = dgl_graph(*(model.with_self_loops(indptr, indices)[:2] if loops else (indptr, indices.long())))
 
     @torch.no_grad()
     def infer(batch_size):

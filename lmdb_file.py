@@ -106,8 +106,10 @@ class LmdbFile:
 
     def count(self, txn):
         """How many values there are, as LMDB has counted them and as the last key says."""
-        cursor, entries = txn.cursor(), txn.stat()["entries"]
-        if (bytes(cursor.key()) if cursor.last() else None) != (key(entries - 1) if 0 < entries < 1 << 63 else None):
+        entries = txn.stat()["entries"]
+        with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
+            last = bytes(cursor.key()) if cursor.last() else None
+        if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
             raise StoreError(f"{self.path} counts {entries} values, and the last is not of that number: it is damaged; "
                              "rebuild the store")
         return entries
