@@ -9,7 +9,7 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
 
     --task --fanout --accumulate --model --hidden     the checkpoint's; another value is refused. --model FILE.py:NAME
     --model-args --num-layers --heads --norm          is given again, because code is only run where it is typed; a
-    --residual --dropout --input-dropout --seed       file whose text has changed is said
+    --residual --dropout --input-dropout --seed       changed file is reported in a line
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
     --lr --lr-schedule --weight-decay --precision     the checkpoint's unless given again: then another one from the
@@ -18,8 +18,8 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
                                                       or any graph of the same widths where --predict only predicts
     all others: where it runs, what it writes         this command's own
 
-A graph is recognised by the SHA-256 of its files, as meta.json has them, not by its path. What LMDB holds may change by
-design: it is not compared any more once it did.
+A graph is recognised by the SHA-256 of its files, as meta.json has them, not by its path. An LMDB file may change by design:
+once it has, it is no longer compared.
 
 A checkpoint is input that a stranger may have made. Its pickle may name tensors and dicts alone; its flags pass through
 the parser of the command line, none names code or a file to write; the network that they describe is compared with the
@@ -173,7 +173,7 @@ def check_flags(saved):
     check_network(parser, args)
     for name, value in saved.items():
         if getattr(args, name) != value:
-            refuse(f"{spelled(name)} {text_of(value)} is none that can be typed")
+            refuse(f"{spelled(name)} {text_of(value)} is no value that the command line accepts")
     return True
 
 

@@ -110,7 +110,7 @@ def known_datasets() -> list[str]:
 
 
 def _unknown(name) -> str:
-    """What is wrong with a data set that is none."""
+    """The sentence for a name that is no data set."""
     if os.path.isdir(name):
         return f"{name} is a folder without meta.json, so no store: give a store, or a file to build one of"
     if os.path.isfile(name):

@@ -177,7 +177,7 @@ def check_network(parser, args):
 def check_machine(parser, args):
     """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
     if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--gpu-cache is for --mode cpu-cuda, or an lmdb store on CPU; {args.mode} reads features in place")
+        parser.error(f"--gpu-cache is for --mode cpu-cuda, or on CPU for features on a slow disk or in LMDB; {args.mode} reads features in place")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0

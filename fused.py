@@ -5,12 +5,12 @@ for the CPU; tensors on a GPU are handed on to fused_cuda.py.
     h = relu_dropout(h, nodes, seed, drop)        # in place
 
 Why: a fresh tensor costs more in page faults than in work, and each torch operation makes one; and rows at random
-places are worth fetching ahead of their turn. `takes` says whether C code serves these tensors; model.py holds the same
-steps as torch operations, which are the reference.
+places are worth fetching ahead of their turn. `library` says whether C code serves these tensors; model.py holds the
+same steps as torch operations, which are the reference.
 
-Letters: S destinations, N sources, E edges of a block; F, D feature widths. This file needs native.py and a C compiler, for GPUs fused_cuda.py,
-fused_kernels.py and native_cuda.py. The C code runs on torch's own OpenMP threads: threads of another kind would fight
-with them for cores.
+Letters: S destinations, N sources, E edges of a block; F, D feature widths. This file needs native.py and a C compiler,
+and for GPUs fused_cuda.py, fused_kernels.py and native_cuda.py. The C code runs on torch's own OpenMP threads: threads of
+another kind would fight with them for cores.
 """
 
 import ctypes
@@ -20,8 +20,12 @@ import os
 import torch
 from torch.nn import functional as F
 
-import fused_cuda
 import native
+
+try:
+    import fused_cuda
+except ImportError:  # on a GPU torch operations do
+    fused_cuda = None
 
 _TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.int32: "int32_t", torch.int64: "int64_t"}
 _on = True
@@ -62,7 +66,7 @@ def _load(ids, source, target):
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     """See model.py; None where neither C code nor CUDA can do it."""
     if h.is_cuda:
-        return fused_cuda.self_and_mean(indptr, indices, h, self_rows, out) if _on else None
+        return fused_cuda.self_and_mean(indptr, indices, h, self_rows, out) if _on and fused_cuda else None
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = library([indptr, indices, self_rows], h, target)
     if code is None:
@@ -100,7 +104,7 @@ class _SelfAndMean(torch.autograd.Function):
 def gather_rows(features, ids, out=None):
     """See model.py; None where neither C code nor CUDA can do it."""
     if features.is_cuda and ids.is_cuda:
-        return fused_cuda.gather_rows(features, ids, out) if _on else None
+        return fused_cuda.gather_rows(features, ids, out) if _on and fused_cuda else None
     code = library([ids], features, features)
     if code is None or not (out is None or out.is_contiguous()):
         return None
@@ -114,7 +118,7 @@ def gather_rows(features, ids, out=None):
 def relu_dropout(h, nodes, seed, drop):
     """dropout(relu(h)) in place, as model.py draws it; None where neither C code nor CUDA can do it."""
     if h.is_cuda:
-        return fused_cuda.relu_dropout(h, nodes, seed, drop) if _on else None
+        return fused_cuda.relu_dropout(h, nodes, seed, drop) if _on and fused_cuda else None
     code = library([nodes], h, h)
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
@@ -141,27 +145,27 @@ class _ReluDropout(torch.autograd.Function):
 
 def dropout(x, nodes, seed, drop):
     """Dropout of input features, as model.py draws it; None where CUDA cannot do it."""
-    return fused_cuda.dropout(x, nodes, seed, drop) if _on and x.is_cuda else None
+    return fused_cuda.dropout(x, nodes, seed, drop) if _on and fused_cuda and x.is_cuda else None
 
 
 def max_neighbours(indptr, indices, h):
     """See model.py; None where CUDA cannot do it."""
-    return fused_cuda.max_neighbours(indptr, indices, h) if _on and h.is_cuda else None
+    return fused_cuda.max_neighbours(indptr, indices, h) if _on and fused_cuda and h.is_cuda else None
 
 
 def attend(indptr, indices, source, *arguments):
     """The weighted sum of a GATv2 layer, see fused_cuda.py; None where CUDA cannot do it."""
-    return fused_cuda.attend(indptr, indices, source, *arguments) if _on and source.is_cuda else None
+    return fused_cuda.attend(indptr, indices, source, *arguments) if _on and fused_cuda and source.is_cuda else None
 
 
 def cross_entropy(logits, labels, weight):
     """See model.py; None where CUDA cannot do it."""
-    return fused_cuda.cross_entropy(logits, labels, weight) if _on and logits.is_cuda else None
+    return fused_cuda.cross_entropy(logits, labels, weight) if _on and fused_cuda and logits.is_cuda else None
 
 
 def sage(blocks, x, *arguments):
     """A plain GraphSAGE as one step of autograd, see fused_cuda.py; None where CUDA cannot do it."""
-    return fused_cuda.sage(blocks, x, *arguments) if _on and x.is_cuda else None
+    return fused_cuda.sage(blocks, x, *arguments) if _on and fused_cuda and x.is_cuda else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

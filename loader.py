@@ -76,7 +76,7 @@ class Batch(NamedTuple):
     """One pass forward and backward, on the training device: the seeds of a step, or this process's part of them."""
 
     blocks: list  # one for each layer, outermost hop first
-    x: Tensor  # [N, F] features of blocks[0].src_nodes
+    x: Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
     y: Tensor  # [S] labels of the seeds
     seeds: Tensor  # [S] node ids
     step: int = 0  # of the optimizer, within the epoch

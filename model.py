@@ -189,8 +189,8 @@ def _finalise(z):  # splitmix64 on int64 [...]: products wrap exactly, a logical
 class Conv(nn.Module):
     """What all layers share: every node makes a message of its own row, and destinations combine those of their edges.
 
-    Training computes the messages of a block's sources, inference those of all nodes, once; both combine them by the
-    same code. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
+    Training computes the messages of a block's sources, inference those of all nodes, once; both then call `combine`,
+    except that GraphSAGE has shorter ways in training (`forward`, `GNN._fused`). A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
 
         message(h, degree): [n, F] -> [n, message_dim]
         combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are the positions of
@@ -239,7 +239,7 @@ def _check_nodes(ids, V):
 
 
 def block_degrees(block):
-    """Out- and in-degree within a block -> float32 [N, 2]; counted so that GCN loops destinations only."""
+    """Out- and in-degree within a block -> float32 [N, 2]; GCN adds a self-loop to the destinations alone."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
     ones = torch.ones_like(block.indices, dtype=torch.int64)
     out = ones.new_zeros(N).index_add_(0, block.indices, ones)
@@ -505,7 +505,7 @@ class GNN(nn.Module):
             blocks; with None each block is taken for the whole graph. Not part of the state.
 
     Raises:
-        ValueError: for a conv or norm that there is not, no layers, or heads that do not fit.
+        ValueError: for an unknown conv or norm, no layers, or heads that do not divide the width.
     """
 
     degrees = None
@@ -641,7 +641,7 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
     training, device, V, M = model.training, next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
     model.eval()
     on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
-    degrees = model.degrees
+    degrees = getattr(model, "degrees", None)
     if any(layer.uses_degree for layer in model.layers):
         degrees = (graph_degrees(indptr, indices) if degrees is None else degrees).float()
     ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # ranks get as many edges each

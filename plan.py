@@ -130,7 +130,7 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
         other = f"; mode {found['mode']} can" if found["mode"] else ""
         raise StoreError(f"{line}: this cannot work here{other}")
     if not placement["fits"]:
-        line += f"; a batch may be too large, {placement['largest_batch']:,} seeds surely are not"
+        line += f"; a batch may be too large; {placement['largest_batch']:,} seeds fit for certain"
     return chosen, line
 
 

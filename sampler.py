@@ -110,8 +110,8 @@ class DamagedGraph(IndexError):
 #     sample(seeds, hops) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each of the hops,
 #
 # from the seeds outward; None if a seed comes twice. There are two in this file, _Torch and _DGL, and one each in
-# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them. That on the
-# GPU takes (seeds as they came, step, relabel_outer): it checks ids and computes keys there.
+# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them. The one
+# for GPUs has sample(seeds, step, relabel_outer) instead, because it checks ids and computes keys on the GPU.
 
 
 class _Task(NamedTuple):
@@ -154,7 +154,8 @@ class NeighborSampler:
         edge_ids: also return where each edge stands in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (plain operations, any device), "dgl"
             (DGL's operators and random numbers), or "auto": native where it can be had, else torch.
-        check: validate the graph once, here (one pass over indices); otherwise `sample` meets what is wrong with it.
+        check: validate the graph once, here (one pass over indices); without it, `sample` raises DamagedGraph when it
+            reads something impossible.
         threads: of one `sample` call of the native backend; default torch.get_num_threads().
 
     `sample` may be called from several threads at once.
@@ -423,7 +424,7 @@ FN void pick_row(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64 *out
     for (i64 i = 0; i < n; i++) out[i] = start + below(draw(hop->key, v, i), degree);
   } else if (n == degree) {
     for (i64 i = 0; i < n; i++) out[i] = start + i;
-  } else for (i64 i = 0; i < n; i++) {  // Floyd: instead of a taken place the last of the range, which cannot be
+  } else for (i64 i = 0; i < n; i++) {  // Floyd: a place that is taken is replaced by the last of the range, which is free
     i64 last = start + degree - n + i;
     i64 pick = start + below(draw(hop->key, v, i), degree - n + i + 1);
     for (i64 earlier = 0; earlier < i; earlier++) if (out[earlier] == pick) { pick = last; break; }

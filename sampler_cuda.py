@@ -7,11 +7,11 @@ batch of three hops is eleven launches, nine where the outermost hop keeps globa
     pick     (a thread a row) edges drawn, their nodes read; each edge bids its position for its node, in a table [V]:
              the smallest stays (atomicMin), where the node appears first, whatever the order of threads
     mark     (a thread 32 edges) which edges won
-    number   nodes whose edge won are the next source nodes, in the order of positions: as many as won before are before
+    number   nodes whose edge won are the next source nodes, numbered in the order of positions
     finish   every edge of the batch reads the number of its node
 
-LABOR and weighted draws have one more, `count`, before `pick`. Prefix sums take no pass of their own: whoever writes a
-count adds it to the sums of 64 and of 4,096 counts, and who needs what lies before adds up some 200 numbers. Positions
+LABOR and weighted draws have one more, `count`, before `pick`. Prefix sums take no pass of their own: a
+thread that writes a count also adds it to the sums of 64 and of 4,096 counts, so a prefix is the sum of some 200 numbers. Positions
 are offset downward from batch to batch: what an earlier batch left in the table is larger than any bid of this one, so
 that nothing has to be cleaned.
 

@@ -11,8 +11,8 @@
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
 
-One step is sample -> fetch -> forward -> backward, all on one screen in `train_epoch`; the first two run ahead on
-threads. Every file beside this one does one of these things and can be copied alone.
+One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of it
+on threads. DESIGN.md follows one seed node through the files.
 """
 
 import sys
@@ -214,7 +214,7 @@ def worker(ranks, args, path):
         return run(ranks, args, path)[0] if args.runs == 1 else run_many(ranks, args, path)
     except (StoreError, DamagedGraph) as error:
         if not ranks.leads:
-            time.sleep(1)  # what all ranks meet rank 0 says, which ends them; what one meets alone it says itself
+            time.sleep(1)  # rank 0 speaks for all and ends them; a rank that fails alone is still here and speaks
         hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
         print(f"train.py: {error}{hint}", file=sys.stderr)
         return 2
