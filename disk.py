@@ -46,7 +46,13 @@ FORMATS = {
 
 
 class StoreError(ValueError):
-    """What is wrong with a graph, a store or a data set, in one sentence for its user."""
+    """What is wrong with a graph, a store or a data set, in one sentence for its user.
+
+    It may quote a file that a stranger made: what cannot be printed is escaped.
+    """
+
+    def __str__(self):
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in super().__str__())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -447,6 +447,5 @@ def plural(number, what) -> str:
 
 
 def short(text, quote="'") -> str:
-    """The beginning of a text, in quotes; what cannot be printed is escaped."""
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:61])
+    """The beginning of a text, in quotes."""
     return f"{quote}{text if len(text) <= 60 else text[:57] + '...'}{quote}"

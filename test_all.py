@@ -4710,6 +4710,11 @@ def test_store_what_training_starts_from_is_checked_once(tmp_path):
         many.check_split()
 
 
+def test_store_errors_are_one_line_whatever_they_quote():
+    said = "é.csv holds '1\x1b[2J\n\x0b\udcff' \u2028"
+    assert str(StoreError(said)) == "é.csv holds '1\\x1b[2J\\n\\x0b\\udcff' \\u2028"
+
+
 def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
     path = build_graphs(tmp_path / "many", [_graphs(10)])
     many = GraphDataset.open(path)
