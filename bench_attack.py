@@ -40,7 +40,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import arrays
 import graphs
+import plan
 import store
 import train
 from bench_harm import (NODES, TABLES, WIDTH, arguments, forge_checkpoint, harm_checkpoint, harm_csv, harm_npz,
@@ -59,7 +61,7 @@ GROUPS = {  # cases of each kind in a round; of the kills one kind a round
 KINDS = [kind for kinds in GROUPS.values() for kind in kinds]
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
 SECONDS = 60  # of a case
-MEMORY = 1 << 29  # bytes that a case may take beyond what it takes without damage
+MEMORY = 3 << 28  # bytes that are free, as a case is told: what it may take beyond what it takes without damage
 ADDRESSES = 6 << 30  # bytes of address space: LMDB and every thread reserve some that they never take
 MODELS = [  # by turns: they differ in what they read before, while and after they are trained
     ["--model", "sage"], ["--model", "gcn"], ["--model", "gat", "--heads", "2"],
@@ -75,6 +77,11 @@ class Case(NamedTuple):
     seed: int
     base: Path  # folder of what is good
     folder: Path  # its own, in which it runs
+
+    @property
+    def group(self):
+        """The one of GROUPS that its kind is in."""
+        return next((group for group, kinds in GROUPS.items() if self.kind in kinds), None)
 
     @property
     def random(self):
@@ -125,24 +132,24 @@ def attack_input(case):
     """Build a store from files, verify it and train on it."""
     many, source = case.kind in ("molecules", "crystals"), Path("csv" if case.kind == "csv" else f"{case.kind}.npz")
     (shutil.copytree if case.kind == "csv" else shutil.copyfile)(case.base / source, source)
-    arrays = None
+    written = None
     if case.kind == "csv":
         if case.random:
             case.note(what=harm_csv(source, case.random))
-        arrays = read_slowly(source)
+        written = read_slowly(source)
         files = {name: next(source.glob(f"{name}.csv*")) for name in TABLES}
         words = [files.pop("edges"), "built", *(word for name in files for word in (f"--{name}", files[name]))]
     else:
         if case.random:
-            what, arrays = harm_npz(source, case.random)
+            what, written = harm_npz(source, case.random)
             case.note(what=what)
         words = [source, "built"]
-    case.note(forged=arrays is not None or case.kind == "csv")
+    case.note(forged=written is not None or case.kind == "csv")
     code = exit_code(store.main, ["build", *map(str, words)])
     case.note(code=code)
     if code == 0:
         wrong = (graphs if many else store).verify("built")
-        case.note(wrong=wrong or (arrays and not many and differs("built", arrays)))
+        case.note(wrong=wrong or (written and not many and differs("built", written)))
         train_on(case, "built", task="graph" if many else "node")
     elif Path("built").exists():
         case.note(strewn=["built"])
@@ -374,6 +381,8 @@ def start(case, work):
         sys.stdout = sys.stderr = printed
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         torch.set_num_threads(1)
+        for module in (arrays, plan, store):
+            module.free_host_bytes = lambda: MEMORY
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESSES,) * 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30,) * 2)
@@ -408,7 +417,7 @@ def judge(case, ended, good, usual):
     last = printed.rstrip("\n").split("\n")[-1]
     if ended.status is None:
         return "hang", f"more than {SECONDS} s"
-    if NO_MEMORY.search(printed) or ended.peak > usual + MEMORY:
+    if NO_MEMORY.search(printed) or ended.peak > usual + 1.1 * MEMORY:
         return "memory", f"{max(0, ended.peak - usual) >> 20} MiB more than usual; {last}"
     if os.WIFSIGNALED(ended.status):
         number, named = os.WTERMSIG(ended.status), notes.get("verified", 0) != 0
@@ -444,57 +453,59 @@ def attack(minutes=10, seed=0, rounds=None, only=None, number=None):
     """
     import torch._dynamo  # noqa: F401  Adam does it: once here instead of in every case
 
-    began, workers, usual = time.monotonic(), len(os.sched_getaffinity(0)), 0
-    table, failed, good = {kind: collections.Counter() for kind in KINDS}, [], {}
+    began, workers = time.monotonic(), len(os.sched_getaffinity(0))
+    table, failed, good, peaks = {kind: collections.Counter() for kind in KINDS}, [], {}, []
+
+    def undamaged(case, ended):
+        good[case.kind, case.number] = notes = case.notes()
+        peaks.append(ended.peak)
+        if ended.status != 0 or notes.get("code") or notes.get("verified") or notes.get("wrong"):
+            raise RuntimeError(f"{case.kind} fails without damage: {notes} {case.printed()}")
+
+    def done(case, ended):
+        like = good.get((case.kind, -1 - case.model)) or good[case.kind, -1]
+        outcome, line = judge(case, ended, like, max(peaks))
+        table[case.kind][outcome] += 1
+        found = dict(kind=case.kind, case=case.number, outcome=outcome, what=case.notes().get("what"), line=line[:300])
+        if number is not None:
+            print(case.printed(), *case.notes().items(), sep="\n")
+        if outcome in FAILURES or number is not None:
+            print(f"{case.kind} {case.number}: {outcome}: {found['what']}: {found['line']}", flush=True)
+        failed.extend([found] if outcome in FAILURES else [])
+        shutil.rmtree(case.folder, ignore_errors=True)
+
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         base = Path(place, "base")
         base.mkdir()
 
-        def make(kind, number, work):
-            return Case(kind, number, seed, base, Path(place, f"{kind}{number}")), work
+        def make(kind, number):
+            return Case(kind, number, seed, base, Path(place, f"{kind}{number}"))
 
-        def take(case, ended):
-            nonlocal usual
-            notes = good[case.kind, case.number] = case.notes()
-            usual = max(usual, ended.peak)
-            if ended.status != 0 or notes.get("code", 0) or notes.get("verified") or notes.get("wrong"):
-                raise RuntimeError(f"{case.kind} fails without damage: {notes} {case.printed()}")
-
-        def done(case, ended):
-            outcome, line = judge(case, ended, good.get((case.kind, -1 - case.model)) or good[case.kind, -1], usual)
-            table[case.kind][outcome] += 1
-            found = {"kind": case.kind, "case": case.number, "outcome": outcome, "what": case.notes().get("what"),
-                     "line": line[:300]}  # fmt: skip
-            if number is not None:
-                print(case.printed(), *case.notes().items(), sep="\n")
-            if outcome in FAILURES or number is not None:
-                print(f"{case.kind} {case.number}: {outcome}: {found['what']}: {found['line']}", flush=True)
-            failed.extend([found] if outcome in FAILURES else [])
-            shutil.rmtree(case.folder, ignore_errors=True)
-
-        def cases():
-            turn = 0
-            while turn != rounds and time.monotonic() - began < 60 * minutes:
-                for group, kinds in GROUPS.items():
-                    for kind, count in kinds.items():
-                        in_turn = group == "kills" and not only
-                        if only not in (None, kind) or in_turn and list(kinds)[turn % len(kinds)] != kind:
-                            continue
-                        first = turn // len(kinds) if in_turn else turn * count
-                        yield from (make(kind, n, ATTACKS[group]) for n in range(first, first + count))
-                turn += 1
-
-        group_of = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
-        run_all([make("good", -1, prepare)], 1, take)  # in a process of its own: this one stays without threads
-        run_all([make(kind, -1 - i, ATTACKS[group_of[kind]]) for kind in KINDS if only in (None, kind)
-                 for i in range(len(MODELS) if kind in ("mmap", "lmdb", "changed") else 1)], workers, take)  # fmt: skip
+        run_all([(make("good", -1), prepare)], 1, undamaged)  # in a process of its own: this one stays without threads
+        kinds, trained = [only] if only else KINDS, ("mmap", "lmdb", "changed")
+        first = [make(kind, -1 - i) for kind in kinds for i in range(len(MODELS) if kind in trained else 1)]
+        run_all([(case, ATTACKS[case.group]) for case in first], workers, undamaged)
         seconds = {kind: notes["seconds"] for (kind, _), notes in good.items() if "seconds" in notes}
         (base / "seconds").write_text(json.dumps(seconds))
-        one = None if number is None else [make(only, number, ATTACKS[group_of[only]])]
-        run_all(one or cases(), workers, done)
+        one = [(only, number)] if number is not None else in_rounds(rounds, began + 60 * minutes, kinds)
+        cases = (make(*numbered) for numbered in one)
+        run_all(((case, ATTACKS[case.group]) for case in cases), workers, done)
     print_outcomes(table)
     outcomes = {group: {kind: dict(table[kind]) for kind in kinds} for group, kinds in GROUPS.items()}
     return {"attack_seconds": round(time.monotonic() - began, 1), "outcomes": outcomes, "failed": failed}
+
+
+def in_rounds(rounds, until, chosen):
+    """(kind, number) of the cases of the chosen kinds, round after round until a moment."""
+    turn = 0
+    while turn != rounds and time.monotonic() < until:
+        for group, kinds in GROUPS.items():
+            for i, (kind, count) in enumerate(kinds.items()):
+                numbers = range(turn * count, (turn + 1) * count)
+                if group == "kills":
+                    numbers = [turn // len(kinds)] if turn % len(kinds) == i else []
+                yield from ((kind, number) for number in numbers if kind in chosen)
+        turn += 1
 
 
 def prepare(case):

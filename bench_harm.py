@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from disk import dump_meta
+from disk import DTYPES, dump_meta
 from graphs import GraphDataset
 from store import GraphStore, build_store, main
 
-NODES, WIDTH = 160, 5  # of the graph that is attacked
+NODES, WIDTH = 160, 40  # of the graph that is attacked
 TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", "train": "train_idx", "valid": "val_idx"}
 ODD = (0, 1, -1, 2, NODES - 1, NODES, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, -(2**63))
 WORDS = ("", "x", "../victim", "/dev/null", "victim", "-1", "float64", "int32", "bfloat16", "inf", "a\nb", "x" * 5000)
@@ -84,8 +84,8 @@ def make_good(base):
         raise RuntimeError("the molecules cannot be built")
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
-    for kind, backend in (("mmap", "mmap"), ("lmdb", "lmdb"), ("changed", "lmdb")):
-        build_store(base / kind, backend=backend, block_rows=9, **arguments(arrays))
+    for kind, backend, rows in (("mmap", "mmap", None), ("lmdb", "lmdb", 2), ("changed", "lmdb", 30)):
+        build_store(base / kind, backend=backend, block_rows=rows, **arguments(arrays))  # many values, or large ones
     features = GraphStore.open(base / "changed").features
     for number in range(3):
         features.put_rows(torch.arange(0, NODES, 7), torch.full((23, WIDTH), float(number)))
@@ -173,6 +173,8 @@ def other_value(tree, random):
         return f"{where} has a strange neighbour"
     if type(container[key]) is int and random.random() < 0.5:
         value = container[key] + pick((-1, 1, 100), random)
+    elif container[key] in DTYPES and random.random() < 0.5:
+        value = pick(DTYPES, random)
     container[key] = value
     return f"{where} is {value!r:.60}"
 
@@ -320,7 +322,8 @@ def harm_csv(folder, random):
     file = folder / f"{pick(sorted(TABLES), random)}.csv"
     data, how = file.read_bytes(), random.random()
     if how < 0.1:
-        line, size = pick((b"1,", b"1\n", b"1", b"\n", b"#", b'"', b" "), random), 640 << 20
+        line = pick((b"1,", b"1\n", b"1", b"\n", b"#", b'"', b" "), random)
+        size = 1 << (26 if b"\n" in line else 30)
         file.unlink()
         packed = deflated(line * 65536, size // 65536 // len(line))
         file.with_suffix(".csv.gz").write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\3" + packed + bytes(8))
@@ -407,7 +410,7 @@ def _forged(state, random):
     good = container[key]
     name, change = pick([
         ("one number longer", lambda: torch.cat([good.reshape(-1), good.reshape(-1)[:1]])), ("flat", good.flatten),
-        ("empty", lambda: good[..., :0]), ("int64", good.long), ("complex", lambda: good.to(torch.complex64)),
+        ("empty", lambda: good.reshape(-1)[:0]), ("int64", good.long), ("complex", lambda: good.to(torch.complex64)),
         ("bool", good.bool), ("float64", good.double), ("sparse", lambda: good.reshape(-1).to_sparse()),
         ("2^40 numbers on one", lambda: torch.zeros(1).expand(1 << 40)), ("a scalar", lambda: torch.tensor(1.0)),
         ("on the meta device", lambda: good.to("meta")), ("a list", good.tolist), ("a string", lambda: "victim"),

@@ -57,6 +57,7 @@ from tqdm import tqdm
 import allocator
 import bench
 import bench_accuracy
+import bench_attack
 import bench_gpu
 import bench_training
 import checkpoint
@@ -6617,6 +6618,16 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer_like_in_batches(tin
         for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
             monkeypatch.setattr(train, "WHOLE_GRAPH_EDGES", edges)
             torch.testing.assert_close(train.logits_in_batches(ranks, args, graph, net), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; bench.py attack does more
+
+
+@_beside(lambda folder: _fork(folder / "out", bench_attack.main, ["--rounds", "6", "--minutes", "30"]))
+def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(beside):
+    table = dict(re.findall(r"^\| (?:all )?(\w+) +\| (\d+) ", _end(beside[0]), re.MULTILINE))
+    assert [int(table[group]) for group in ("stores", "inputs", "checkpoints", "kills")] == [120, 60, 60, 6]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
