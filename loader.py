@@ -80,7 +80,7 @@ class Batch(NamedTuple):
     y: Tensor  # [S] labels of the seeds
     seeds: Tensor  # [S] node ids
     step: int = 0  # of the optimizer, within the epoch
-    key: int = 0  # what is drawn is a function of it: the number of the step, counted over all epochs
+    key: int = 0  # what is drawn is a function of it: the number of the step over all epochs; -1 without shuffling
     total: int = 0  # seeds of the whole step: all processes, all passes
     last: bool = True  # the last pass of its step: the optimizer follows
     began: Any = None  # CUDA events around the copy of x to the GPU; None where nothing is copied
