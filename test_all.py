@@ -1599,7 +1599,7 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
         assert chosen == mode and line.startswith(f"mode {mode}: each GPU 1.07 GB + ") and "\n" not in line
         assert f"{disk.readable_size(free_gpu)} free" in line and "may be too large" not in line
     chosen, line = choose_mode(path, 2, free_gpu=GIB, free_host=8 * GIB, **options)
-    assert chosen == "cpu-cuda" and "a batch may be too large, 0 seeds surely are not" in line
+    assert chosen == "cpu-cuda" and "a batch may be too large; 0 seeds fit for certain" in line
     large = {**options, "batch_size": 100, "free_gpu": GIB + ARRAYS + 4000, "free_host": 8 * GIB, "fanout": [40, 10]}
     assert estimate(path, 2, **large)["modes"]["cuda-cuda"]["possible"]  # but no mode has room for such a batch
     assert choose_mode(path, 2, **large)[0] == "cpu-cuda"
