@@ -34,7 +34,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
 import datasets
@@ -42,12 +41,13 @@ import ddp
 import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
+import step_graph
 from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
 from disk import StoreError, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from graphs import GraphDataset, GraphReader, Regressor, scores_line
 from loader import NodeLoader
-from model import GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
+from model import GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
@@ -59,10 +59,15 @@ PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside
 WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
-def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
-    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
+def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, graphs, epoch, first):
+    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps).
+
+    graphs: the step as CUDA graphs, see step_graph.py; None without.
+    """
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
+    if graphs:
+        sampler, ring, loss_sum = graphs, graphs, graphs.begin()
 
     @contextmanager
     def timed(stage):  # on the threads that run ahead
@@ -80,25 +85,27 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         clock.add("stall", waiting, time.perf_counter())
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
-        t0 = clock.mark("forward")
-        output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
-        if args.task == "graph":
-            loss = ring.loss(output, batch.y)
+        t0 = clock.mark("step" if graphs else "forward")
+        if graphs:  # all that follows, up to the optimizer's step
+            graphs.step(batch)
+            clock.lap("step", t0, clock.mark())
         else:
-            loss = F.cross_entropy(output, batch.y, reduction="sum")
-        t1 = clock.mark("backward")
-        with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
-            # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
-            (loss * (ranks.world / batch.total)).backward()
-        t2 = clock.mark("optimizer" if batch.last else None)
-        clock.lap("forward", t0, t1)
-        clock.lap("backward", t1, t2)
-        loss_sum += loss.detach()
+            output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
+            loss = ring.loss(output, batch.y) if args.task == "graph" else cross_entropy(output, batch.y)
+            t1 = clock.mark("backward")
+            with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
+                # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
+                (loss * (ranks.world / batch.total)).backward()
+            t2 = clock.mark("optimizer" if batch.last else None)
+            clock.lap("forward", t0, t1)
+            clock.lap("backward", t1, t2)
+            loss_sum += loss.detach()
         count += batch.y.numel()
         if batch.last:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            clock.lap("optimizer", t2, clock.mark())
+            if not graphs:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                clock.lap("optimizer", t2, clock.mark())
             done = batch.step + 1
             bar.update()
             if args.checkpoint_every and (batch.key + 1) % args.checkpoint_every == 0:
@@ -110,7 +117,7 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
-    if ranks.world > 1:
+    if ranks.world > 1 and not graphs:
         stages["exchange"] = ranks.exchange(model) * (done - first)
     figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
@@ -358,6 +365,14 @@ def run(ranks, args, path):
             print(f"resume  after epoch {start}: nothing is trained")
     if ranks.world > 1 and args.task == "node" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
+    graphs, said = None, ""
+    if args.trains and args.task == "node" and start < args.epochs:
+        forward = functools.partial(predict, ranks, args, ring, model)
+        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
+    if graphs:
+        parallel = model  # the graphs average the gradients
+    if ranks.leads and said and (graphs or args.cuda_graph == "on"):
+        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
 
     def save(epoch, step):
@@ -373,7 +388,7 @@ def run(ranks, args, path):
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
             with profile(report, ranks.rank) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
-                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, epoch, first
+                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, graphs, epoch, first
                 )
             if args.timeline and second and ranks.leads:
                 with report.attempt("timeline"):
