@@ -41,7 +41,7 @@ def obstacle(ranks, args, sampler, ring, model):
     if not ranks.gpus:
         return "there is no GPU"
     if not isinstance(model, GNN) or not all(isinstance(layer, SAGEConv) for layer in model.layers):
-        return f"--model {args.model} has data-dependent shapes; only sage has kernels for padded ones"
+        return f"they are for --model sage, this is {args.model}"
     k = args.fanout[-1]
     for hinders, why in (
         (any(isinstance(norm, BatchNorm) for norm in model.norms), "--norm batch would count the padding"),
@@ -67,7 +67,7 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
 
     Args:
         ranks, args, store, sampler, ring, optimizer: those of train.py.
-        model: the GNN itself, not wrapped for several ranks.
+        model: the GNN itself, and no DistributedDataParallel around it, whose hooks would be captured.
         predict: function (batch, key) -> logits float32 [S, C].
 
     Returns:
@@ -78,6 +78,8 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
     why = obstacle(ranks, args, sampler, ring, model)
     if ranks.sum(bool(why))[0]:
         return None, why or ELSEWHERE
+    if ranks.world > 1:
+        ranks.check_equal(model)
     stream = torch.cuda.current_stream()
     try:
         graphs = StepGraphs(ranks, args, store, sampler, ring, model, optimizer, predict)
@@ -204,7 +206,8 @@ class StepGraphs:
         self._restore(kept)
         found = []
         for slot in self.slots:
-            self._sample(slot, seeds, 0)
+            if trouble := self._sample(slot, seeds, 0):
+                raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
             found.append(self._loss(self._replay, slot))
         wrong = any(not abs(a - b) <= APART * abs(a) for a, b in zip(expected, found))
         if self.ranks.sum(wrong)[0]:

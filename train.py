@@ -356,7 +356,11 @@ def run(ranks, args, path):
     best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state
-    parallel = ranks.wrap(model)
+    graphs, said = None, ""
+    if args.trains and args.task == "node" and start < args.epochs:
+        forward = functools.partial(predict, ranks, args, ring, model)
+        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
+    parallel = model if graphs else ranks.wrap(model)  # the graphs average the gradients themselves
     if ranks.leads:
         describe(ranks, args, store, model)
         if file and args.trains and start < args.epochs:
@@ -365,12 +369,6 @@ def run(ranks, args, path):
             print(f"resume  after epoch {start}: nothing is trained")
     if ranks.world > 1 and args.task == "node" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
-    graphs, said = None, ""
-    if args.trains and args.task == "node" and start < args.epochs:
-        forward = functools.partial(predict, ranks, args, ring, model)
-        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
-    if graphs:
-        parallel = model  # the graphs average the gradients
     if ranks.leads and said and (graphs or args.cuda_graph == "on"):
         print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
