@@ -6501,7 +6501,9 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     own, log = ["--dataset", tiny, "--model", f"{file}:Net", "--model-args", "hidden=32", *OWN], tmp_path / "log"
     output = _train(*own, "--epochs", 4, "--checkpoint", tmp_path / "full.pt", "--log", log)
     assert _log(log)[-1]["exact"]["test"] > 0.5 and f"model   {file}:Net, 2 hops" in output
-    _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
+    output = _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
+    assert "half.pt holds an earlier run" not in output
+    assert "half.pt holds an earlier run and will be replaced" in _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
     words = ["--resume", tmp_path / "half.pt", "--model", f"{file}:Net"]  # arguments are the checkpoint's
     output = _train(*words, "--epochs", 4, "--checkpoint", tmp_path / "half.pt", "--gpus", 0)
     assert "not the text" not in output
@@ -6556,6 +6558,8 @@ def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
     ):
         output = _train(*common, *words, code=2)
         assert re.search(complaint, output) and "Traceback" not in output, output
+    layers = _train(*common, "--model", f"{file}:Net", "--fanout", "3,3,3", "--gpus", 0, code=1)
+    assert "when it was called with 3 blocks, one for each number of --fanout, and x [" in layers
     file.write_text("import nosuchmodule\n")
     assert "No module named 'nosuchmodule'" in _train(*common, "--model", f"{file}:Net", code=1)
 
