@@ -6827,6 +6827,20 @@ def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
         assert figure["test"] > 76 and "--lr 0.02" in figure["flags"] and len(figure["trials"]) == 2
 
 
+def test_bench_overlap_draws_both_median_epochs_on_one_axis(tmp_path, monkeypatch):
+    """The median of --rounds, without the one that warms up; stages that overlap only where batches are prepared ahead."""
+    drawn = {}
+    monkeypatch.setattr(bench_training, "draw_timeline", lambda runs, path, steps: drawn.update(runs))
+    words = ["overlap", "--dataset", TINY, "--root", str(tmp_path), "--hidden", "8", "--fanout", "3,3", "--batch-size", "20"]
+    assert bench.main([*words, "--rounds", "3", "--json", str(tmp_path / "o.json")]) == 0
+    torch.set_num_threads(2)
+    alone, ahead = drawn["one after the other"], drawn["2 batches prepared ahead"]
+    for laps, threads in ((alone, {"MainThread"}), (ahead, {"MainThread", "prefetch_0"})):
+        assert {thread for *_, thread in laps} == threads
+        assert [stage for stage, *_ in laps].count("optimizer") == [stage for stage, *_ in laps].count("fetch") == 12
+    assert json.loads((tmp_path / "o.json").read_text())["ratio"] > 0
+
+
 def test_bench_picture_draws_what_is_committed(tmp_path):
     pytest.importorskip("matplotlib")
     files = [str(path) for path in (HERE / "results").glob("*.json")]

@@ -63,17 +63,10 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
-
-    @contextmanager
-    def timed(stage):  # on the threads that run ahead
-        start = clock.now(stage)
-        yield
-        clock.add(stage, start, clock.now())
-
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
-    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=timed)
+    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=clock.timed)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
     for batch in loader:
