@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from columns import COLUMNS, check_columns, column_files, column_problems, described, out_of_order, write_columns
-from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources
+from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
 from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
                   check_split, complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
                   readable_size, row_dtype, split_files, storage_dtype, within, write_npy)
@@ -121,7 +121,10 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
     arrays = dict(indptr=indptr, labels=labels, **split)
     edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
-    with complete_or_not_there(path, num_nodes * (row_bytes + 16) + least) as building:
+    need = num_nodes * (row_bytes + 16) + least
+    if edge_index is not None or any(options.values()):  # the edges are sorted before the features are written
+        need = max(need, least + spooled_bytes(num_edges << symmetrize, edge_bytes > 4))
+    with complete_or_not_there(path, need) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
     return path
@@ -143,9 +146,9 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
         drop_duplicates = options["drop_duplicates"]
         if numbered:
-            chunks = _spooled(sorted_edges(edges, indptr, meta["num_edges"], times, drop_duplicates, progress), order)
+            chunks = _spooled(sorted_edges(edges, indptr, path, meta["num_edges"], times, drop_duplicates, progress), order)
         else:
-            chunks = sorted_sources(edges, indptr, drop_duplicates, progress)
+            chunks = sorted_sources(edges, indptr, path, drop_duplicates, progress)
     most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
     files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
     meta["num_edges"] = files["indices.npy"]["shape"][0]
