@@ -85,6 +85,7 @@ class Batch(NamedTuple):
     last: bool = True  # the last pass of its step: the optimizer follows
     began: Any = None  # CUDA events around the copy of x to the GPU; None where nothing is copied
     ready: Any = None
+    everyone: Any = None  # [T] the seeds of the whole step, for a sampler that asks for them
 
 
 class NodeLoader:
@@ -157,13 +158,15 @@ class NodeLoader:
             everyone = order[step * self.total_batch : (step + 1) * self.total_batch]
             for i, part in enumerate(everyone.tensor_split(self.accumulate)):
                 a, b = (part.numel() * rank // self.world for rank in (self.rank, self.rank + 1))
-                yield Batch([], None, None, part[a:b], step, key, everyone.numel(), i == self.accumulate - 1)
+                last = i == self.accumulate - 1
+                yield Batch([], None, None, part[a:b], step, key, everyone.numel(), last, everyone=everyone)
 
     def _load(self, part, slot):
         """Sample and fetch a batch, on a thread that runs ahead -> (batch, what the ring made of it)."""
+        more = {"everyone": part.everyone} if getattr(self.sampler, "whole_step", False) else {}
         with self.ring.stream(slot):
             with self.timed("sample"):
-                blocks = self.sampler.sample(part.seeds, part.key, relabel_outer=not self.ring.first_hop)
+                blocks = self.sampler.sample(part.seeds, part.key, relabel_outer=not self.ring.first_hop, **more)
             with self.timed("fetch"):
                 fetched = self.ring.fetch(slot, blocks)
         return part._replace(**fetched._asdict()), fetched

@@ -74,8 +74,10 @@ import fused_cuda
 import fused_kernels
 import graph_tables
 import graphs
+import link
 import lmdb_file
 import loader
+import metrics
 import model
 import molecules
 import native_cuda
@@ -3366,7 +3368,12 @@ def test_datasets_npz(tmp_path):
     assert prepare(file, tmp_path, progress=False) != path  # other contents, another store
     drawn = tmp_path / "drawn.npz"
     _save_npz(drawn, y=np.arange(200) % 3)
-    first, second = (GraphStore.open(prepare(drawn, tmp_path, seed=s, progress=False)) for s in (0, 1))
+    path = prepare(drawn, tmp_path, seed=0, progress=False)
+    assert prepare(drawn, tmp_path, seed=1, progress=False) == path  # one graph, whatever split it is taken with
+    first, second, again = (GraphStore.open(path) for _ in range(3))
+    for graph, seed in ((first, 0), (second, 1), (again, 1)):
+        datasets.choose_split(graph, seed=seed)
+    assert all(torch.equal(second.split[name], again.split[name]) for name in disk.SPLITS)
     assert [len(ids) for ids in first.split.values()] == [60, 90, 50]
     assert first.labels[first.split["train"].long()].bincount().tolist() == [20] * 3
     assert not torch.equal(first.split["train"], second.split["train"])
@@ -3451,7 +3458,8 @@ def _refused_npz():
         ("'train' has dtype float64", "", {"train_idx": [0.5, 5]}),
         ("node 3 more than once", "", {"train_idx": [3, 3]}),
         ("'train' is empty", "", {"train_mask": mask & ~mask}),
-        (r"train_idx is \[2, 10\]: ids have one dimension", "", {"train_idx": np.arange(20).reshape(2, 10)}),
+        (r"train_idx is \[2, 5, 2\]: ids are \[n\], of K splits \[K, n\]", "", {"train_idx": np.arange(20).reshape(2, 5, 2)}),
+        ("of 2 splits, number 1: split 'train' holds node 11 more than once", "", {"train_idx": [[0, 1], [11, 11]]}),
         ("2 and 3 splits in train_masks, val_masks", "", {"train_masks": splits, "val_masks": ~splits[:2]}),
         ("split=3 is out of range: its 3 splits", ":split=3", {"train_masks": splits}),
         ("split=0 has no effect: it has one split", ":split=0", {"train_mask": mask}),
@@ -3509,7 +3517,7 @@ def test_datasets_npz_splits(tmp_path, capsys):
         ({name: mask.astype(np.uint8) for name, mask in masks.items()}, "", (train, valid, test), ""),
         ({name: mask.astype(float)[:, None] for name, mask in masks.items()}, "", (train, valid, test), ""),
         (dict(train_idx=_mask(train), test_idx=test), "", (train, [], test), ""),
-        (dict(train_masks=several["train"], val_masks=several["val"]), "", (train, valid, []), "2 splits, and the first is taken"),
+        (dict(train_masks=several["train"], val_masks=several["val"]), "", (train, valid, []), ""),
         (dict(train_masks=several["train"], val_masks=several["val"]), ":split=1", (second, valid, []), ""),
         (dict(train_mask=several["train"].T, val_mask=several["val"].T, test_mask=_mask(second - 20)), ":split=1",
          (second, valid, second - 20), "refused"),
@@ -3526,8 +3534,41 @@ def test_datasets_npz_splits(tmp_path, capsys):
         split = GraphStore.open(path).split
         assert [ids.tolist() for ids in split.values()] == [list(ids) for ids in expected], number
         assert path == other, "a seed decides on nothing here"
-        said = capsys.readouterr().out
-        assert says in said and ("first is taken" in said) == bool(says)
+
+
+def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
+    """Ids of K splits come as [K, n] or [n, K], short rows filled up with -1; masks as [K, V]; --runs takes one after the other."""
+    first = np.stack([np.arange(40), np.arange(100, 140), np.r_[np.arange(50, 80), np.full(10, -1)]])
+    valid, test = np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)]), np.arange(190, 200)
+    masks = np.stack([_mask(ids[ids >= 0]) for ids in first])
+    for number, given in enumerate((dict(train_idx=first, val_idx=valid), dict(train_idx=first.T, val_idx=valid.T), dict(train_masks=masks, val_idx=valid))):
+        _save_npz(tmp_path / f"{number}.npz", test_idx=test, **given)
+        path = prepare(tmp_path / f"{number}.npz", tmp_path, progress=False)
+        graph = GraphStore.open(path)
+        assert graph.num_splits == 3 and not verify(path) and "the first of 3" in store.info(path)
+        for k in range(3):
+            datasets.choose_split(graph, k)
+            assert graph.split["train"].tolist() == first[k][first[k] >= 0].tolist()
+            assert graph.split["valid"].tolist() == valid[k].tolist() and graph.split["test"].tolist() == test.tolist()
+        datasets.choose_split(graph, turn=4)
+        assert graph.split["valid"].tolist() == valid[1].tolist()
+        with pytest.raises(StoreError, match="split 3 is out of range: .* has 3, counted from 0"):
+            datasets.choose_split(graph, 3)
+    capsys.readouterr()
+    common = ["--dataset", str(path), "--fanout", "2", "--epochs", "1", "--gpus", "0"]
+    assert train_main_says(["--runs", "4", *common], capsys, r"split   number (\d) of 3") == ["0", "1", "2", "0"]
+    assert train_main_says(["--split", "2", *common], capsys, r"split   number (\d) of 3|train (\d+) /") == ["2", "30"]
+    one = build_store(tmp_path / "one", **_graph())
+    for words, message in ((["--split", "3"], "split 3 is out of range"), (["--dataset", str(one), "--split", "0"], "--split 0 has no effect")):
+        with pytest.raises(SystemExit):
+            train.main([*common, *words])
+        assert message in capsys.readouterr().err
+
+
+def train_main_says(words, capsys, pattern):
+    """What train.py prints that a pattern finds."""
+    assert train.main(words) == 0
+    return ["".join(found) if isinstance(found, tuple) else found for found in re.findall(pattern, capsys.readouterr().out)]
 
 
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
@@ -3583,7 +3624,7 @@ def test_train_symmetrize_and_runs_build_as_many_stores_as_there_are_graphs(tmp_
     _save_npz(tmp_path / "own.npz", train_idx=np.arange(50), test_idx=np.arange(50, 90))
     _save_npz(tmp_path / "drawn.npz")
     common = ["--root", str(tmp_path / "data"), "--fanout", "2", "--epochs", "1", "--runs", "3", "--gpus", "0"]
-    for name, words, stores in (("own", [], 1), ("own", ["--symmetrize"], 2), ("drawn", [], 5)):
+    for name, words, stores in (("own", [], 1), ("own", ["--symmetrize"], 2), ("drawn", [], 3)):
         assert train.main(["--dataset", str(tmp_path / f"{name}.npz"), *common, *words]) == 0
         assert len(list((tmp_path / "data").iterdir())) == stores
         assert ("one way" in capsys.readouterr().out) == (not words)
@@ -5077,7 +5118,121 @@ def test_roc_auc_is_the_share_of_pairs_in_order():
     for _ in range(20):
         score, y = torch.from_numpy(random.integers(0, 6, 30)).float(), torch.from_numpy(random.integers(0, 2, 30)).float()
         pairs = [(a > b) + (a == b) / 2 for a in score[y == 1] for b in score[y == 0]]
-        assert graphs.roc_auc(score, y) == pytest.approx(float(sum(pairs)) / len(pairs))
+        assert metrics.roc_auc(score, y) == pytest.approx(float(sum(pairs)) / len(pairs))
+
+
+def test_metrics_are_what_their_definitions_say():
+    """Plain Python, ties and classes that do not occur included; macro F1, micro F1, mean ROC-AUC, precision at each recall."""
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        n, C = int(random.integers(5, 30)), int(random.integers(3, 6))
+        logits = torch.from_numpy(random.integers(-3, 4, (n, C))).double()
+        y, several = torch.from_numpy(random.integers(0, C - 1, n)), torch.from_numpy(random.integers(0, 2, (n, C)))
+        several[0, :2], several[1, :2] = 1, 0
+        found, on = [max(range(C), key=lambda c: row[c]) for row in logits.tolist()], (logits > 0).long()
+        plain = []
+        for c in set(found) | set(y.tolist()):
+            hit = sum(a == b == c for a, b in zip(found, y.tolist()))
+            plain.append(2 * hit / (found.count(c) + y.tolist().count(c)))
+        assert metrics.score("f1", logits, y) == pytest.approx(sum(plain) / len(plain))
+        assert metrics.score("accuracy", logits, y) == pytest.approx(sum(a == b for a, b in zip(found, y.tolist())) / n)
+        hit = int((on * several).sum())
+        assert metrics.score("f1", logits, several) == pytest.approx(2 * hit / int(on.sum() + several.sum()))
+        assert metrics.score("accuracy", logits, several) == pytest.approx((on == several).double().mean().item())
+        columns = [(logits[:, c], several[:, c]) for c in range(C) if 0 < several[:, c].sum() < n]
+        pairs = [[(a > b) + (a == b) / 2 for a in s[t == 1].tolist() for b in s[t == 0].tolist()] for s, t in columns]
+        assert metrics.score("roc_auc", logits, several) == pytest.approx(np.mean([np.mean(p) for p in pairs]))
+        score, target = logits[:, 0], several[:, 0]
+        precision = recall = total = 0
+        for threshold in sorted(set(score.tolist()), reverse=True):
+            taken = score >= threshold
+            precision, before, recall = target[taken].double().mean().item(), recall, target[taken].sum().item() / target.sum().item()
+            total += precision * (recall - before)
+        assert metrics.average_precision(score, target) == pytest.approx(total)
+    assert metrics.ranking(torch.tensor([1.0, 2, 10, 20])) == pytest.approx({"mrr": 1.65 / 4, "hits@1": 0.25, "hits@10": 0.75})
+    assert metrics.score("f1", logits[:0], y[:0]) is None and math.isnan(metrics.roc_auc(logits[:, 0], torch.ones(n)))
+
+
+def test_metrics_are_those_of_scikit_learn():
+    theirs = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not there")
+    random = np.random.default_rng(1)
+    for n, C in ((200, 4), (50, 2), (1000, 7)):
+        logits = torch.from_numpy(random.normal(size=(n, C)).round(1))
+        y, several = random.integers(0, C, n), random.integers(0, 2, (n, C))
+        p, ours = logits.softmax(1).numpy(), metrics.score
+        assert ours("accuracy", logits, torch.from_numpy(y)) == pytest.approx(theirs.accuracy_score(y, logits.argmax(1)))
+        assert ours("f1", logits, torch.from_numpy(y)) == pytest.approx(theirs.f1_score(y, logits.argmax(1), average="macro"))
+        expected = theirs.roc_auc_score(y, p[:, 1]) if C == 2 else theirs.roc_auc_score(y, p, multi_class="ovr")
+        assert ours("roc_auc", logits, torch.from_numpy(y)) == pytest.approx(expected)
+        assert ours("f1", logits, torch.from_numpy(several)) == pytest.approx(theirs.f1_score(several, logits > 0, average="micro"))
+        assert ours("roc_auc", logits, torch.from_numpy(several)) == pytest.approx(theirs.roc_auc_score(several, logits))
+        pair = several[:, 0], logits[:, 0].numpy()
+        assert metrics.average_precision(logits[:, 0], torch.from_numpy(pair[0])) == pytest.approx(theirs.average_precision_score(*pair))
+
+
+def _several_labels(folder, nodes=600, labels=5):
+    """A store whose nodes have several labels each, which their features show with noise, as do those of their neighbours."""
+    rng = np.random.default_rng(0)
+    y = (rng.random((nodes, labels)) < 0.3).astype(np.int64)
+    x = (y + rng.normal(size=y.shape)).astype(np.float32)
+    alike = [rng.choice(np.flatnonzero((y == row).all(1)), 4) for row in y]
+    edges = np.stack([np.concatenate(alike), np.repeat(np.arange(nodes), 4)])
+    y[-7:] = -1  # nodes without labels
+    split = {"train": range(300), "valid": range(300, 400), "test": range(400, nodes - 7)}
+    return build_store(folder / "several", edge_index=edges, features=x, labels=y, split=split, symmetrize=True), y
+
+
+def test_train_several_labels_a_node(tmp_path):
+    """BCE, micro-F1 by default, mean ROC-AUC on demand; predictions are 0 and 1, or their probabilities; 1 and 2 processes agree."""
+    path, y = _several_labels(tmp_path)
+    graph = GraphStore.open(path)
+    assert graph.labels.dtype == torch.int8 and graph.labels.tolist() == y.tolist() and graph.num_classes == 5 and not verify(path)
+    common = ["--dataset", path, "--fanout", "5,5", "--hidden", 16, "--lr", 0.01, "--gpus", 0, "--precision", "fp64"]
+    words = [*common, "--epochs", 8, "--early-stop", 8]
+    _train(*words, "--batch-size", 60, "--log", tmp_path / "one", "--checkpoint", tmp_path / "one.pt", "--predict", tmp_path / "p.npy")
+    _train(*words, "--batch-size", 30, "--procs", 2, "--log", tmp_path / "two")
+    one, two = _log(tmp_path / "one"), _log(tmp_path / "two")
+    for a, b in zip(one[:-1], two[:-1], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-9) and a["valid_sampled"] == pytest.approx(b["valid_sampled"], rel=1e-9)
+    assert one[-2]["loss"] < one[0]["loss"] < 0.8 and one[-1]["exact"]["test"] > 0.7
+    found, test = torch.from_numpy(np.load(tmp_path / "p.npy")), slice(400, 593)
+    assert found.dtype == torch.int8 and metrics.f1(found[test], torch.from_numpy(y[test])) == pytest.approx(one[-1]["exact"]["test"])
+    _train("--resume", tmp_path / "one.pt", "--predict", tmp_path / "s.npy", "--predict-what", "scores", "--gpus", 0)
+    scores = np.load(tmp_path / "s.npy")
+    assert scores.dtype == np.float32 and ((scores > 0.5) == found.numpy()).all() and 0 < scores.min() < scores.max() < 1
+    _train(*common, "--epochs", 2, "--batch-size", 60, "--metric", "roc_auc", "--log", tmp_path / "auc", "--predict", tmp_path / "l.npy",
+           "--predict-what", "logits")  # fmt: skip
+    logits = torch.from_numpy(np.load(tmp_path / "l.npy"))
+    assert _log(tmp_path / "auc")[-1]["exact"]["test"] == pytest.approx(metrics.score("roc_auc", logits[test], torch.from_numpy(y[test])))
+
+
+@pytest.mark.parametrize("metric", ["roc_auc", "f1"])
+def test_train_by_another_metric(metric, tiny, tmp_path):
+    """Validation, early stop and the end go by it; scores are the softmax of logits."""
+    log, _ = _run_here(tmp_path, "--dataset", tiny, "--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--lr", 0.02, "--metric", metric,
+                       "--epochs", 40, "--early-stop", 2, "--predict", tmp_path / "s.npy", "--predict-what", "scores")  # fmt: skip
+    valid = [entry["valid_sampled"] for entry in log[:-1]]
+    assert np.argmax(valid) == len(valid) - 3 < 37
+    graph, scores = GraphStore.open(tiny), torch.from_numpy(np.load(tmp_path / "s.npy"))
+    assert torch.allclose(scores.sum(1), torch.ones(3000), atol=1e-5)
+    for part, nodes in graph.split.items():
+        assert log[-1]["exact"][part] == pytest.approx(metrics.score(metric, scores[nodes].log(), graph.labels[nodes]), abs=1e-5)
+
+
+def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):
+    y = np.random.default_rng(0).integers(0, 2, (200, 3))
+    for message, labels in (
+        (r"labels\[5, 1\] is 2: of several labels a node each is 0 or 1", np.where(np.arange(600).reshape(200, 3) == 16, 2, y)),
+        (r"labels\[0, 2\] is -1: of several", np.where(np.arange(600).reshape(200, 3) == 2, -1, y)),
+        ("labels: none of the 200 nodes has labels", y * 0 - 1),
+        (r"labels has shape \[200, 3, 1\]", y[:, :, None]),
+        (r"split 'train' holds node 0, which has no label", np.where(np.arange(200)[:, None], y, -1)),
+    ):
+        with pytest.raises(StoreError, match=message):
+            build_store(tmp_path / "s", **dict(_graph(), labels=labels, num_classes=None))
+    _save_npz(tmp_path / "d.npz", y=y)
+    with pytest.raises(StoreError, match="several labels each need a split of their own"):
+        prepare(tmp_path / "d.npz", tmp_path, progress=False)
 
 
 def test_periodic_neighbours_are_those_of_a_supercell():
@@ -5343,7 +5498,7 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
         (dgls(), {}), (dgls(["csc"]), {}), (dgls(["coo"]), {}), (dgls(["csr"]), {}), (dgls(rank=ones), {"ignore": ["edata.rank"]}),
         (pygs(), {}), (pygs(edge_index=..., adj_t=plain), {}), (pygs(edge_index=None, adj_t=csr), {}),
         (pygs(y=y.double()[:, None], train_mask=mask.to(torch.uint8)), {}), (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
-        (pygs(train_mask=splits, test_mask=splits.flip(1)), {}), (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
+        (pygs(train_mask=splits, test_mask=splits.flip(1)), {"split": 0}), (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
         (pygs(x=None, y=None), {"features": args["features"], "labels": args["labels"]}),
         (pygs(train_mask=splits), {"split": {"train": mask, "test": ~mask}}), (pygs(name="a graph", num_nodes=200, pos=x), {}),
     )):  # fmt: skip
@@ -5969,7 +6124,7 @@ def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):
     valid = [entry["valid_sampled"] for entry in log[:-1]]
     assert 4 <= len(valid) < 60 and np.argmax(valid) == len(valid) - 4
     best = torch.load(tmp_path / "here.pt", weights_only=True)["best"]
-    assert best["epoch"] == len(valid) - 3 and best["accuracy"] == max(valid)
+    assert best["epoch"] == len(valid) - 3 and best["score"] == max(valid)
     graph = GraphStore.open(tiny)
     net = SAGE(16, 16, 4, num_layers=2)
     net.load_state_dict(best["model"])
@@ -6023,9 +6178,9 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults():
     environment = {**os.environ, "COLUMNS": "110"}
     done = subprocess.run([sys.executable, HERE / "train.py", "--help"], capture_output=True, text=True, env=environment)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) <= 80 and max(map(len, lines)) <= 110
+    assert done.returncode == 0 and len(lines) <= 100 and max(map(len, lines)) <= 110
     groups = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
-    assert groups == ["options:", "data:", "sampling:", "model:", "optimisation:", "processes and placement:", "files:"]
+    assert groups == ["options:", "data:", "sampling:", "model:", "links:", "optimisation:", "processes and placement:", "files:"]
     for action in flags.make_parser()._actions:
         assert action.help and (action.default in (None, False) or action.default == argparse.SUPPRESS
                                 or "default" in flags._Defaults("")._get_help_string(action)), action.dest  # fmt: skip
@@ -6070,6 +6225,329 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, numb
     _train(*common, "--epochs", total, "--checkpoint", tmp_path / "straight.pt")
     a, b = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"] for name in ("resumed", "straight"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# link.py
+
+
+def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
+    """A store of random edges, several of them there twice, self-loops among them."""
+    rng = np.random.default_rng(seed)
+    edge_index = rng.integers(0, nodes, (2, edges))
+    edge_index = np.concatenate([edge_index, edge_index[:, :20]], 1)
+    x, y = rng.normal(size=(nodes, 8)).astype(np.float32), rng.integers(0, 3, nodes)
+    return GraphStore.open(build_store(folder / f"links{seed}", edge_index=edge_index, features=x, labels=y, symmetrize=symmetrize,
+                                       split={"train": [0]}, **changes))  # fmt: skip
+
+
+def _pairs_of(graph):
+    """All edges of a graph -> list of (source, destination)."""
+    return list(zip(graph.indices.tolist(), torch.repeat_interleave(graph.indptr.diff()).tolist()))
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_edges_are_found_wherever_they_stand(ascending):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        indptr, indices = _random_graph(rng, 40, 6)
+        lists = [sorted(part.tolist(), reverse=not ascending) for part in indices.tensor_split(indptr[1:-1])]
+        indices = torch.tensor([u for part in lists for u in part], dtype=indices.dtype)
+        edges, all_edges = link.Edges(indptr, indices), [(u, v) for v, part in enumerate(lists) for u in part]
+        source, target = torch.arange(40).repeat_interleave(40), torch.arange(40).repeat(40)
+        there = [(u, v) in set(all_edges) for u, v in zip(source.tolist(), target.tolist())]
+        assert edges.has(source, target).tolist() == there
+        some = torch.from_numpy(rng.integers(0, 40, (2, 30)))
+        wanted = collections.Counter(zip(*some.tolist()))
+        expected = sorted(place for place, edge in enumerate(all_edges) for _ in range(wanted[edge]))
+        assert sorted(edges.ids(*some).tolist()) == expected
+    empty = link.Edges(torch.zeros(4, dtype=torch.int64), indices[:0])
+    assert not empty.has(torch.arange(3), torch.arange(3)).any() and not empty.ids(torch.arange(3), torch.arange(3)).numel()
+
+
+@pytest.mark.parametrize("symmetrize", [True, False])
+def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
+    graph = _link_graph(tmp_path, symmetrize=symmetrize)
+    view, whole = link.split_edges(graph, "80/10/10", 3), _pairs_of(graph)
+    proper = {frozenset(edge) for edge in whole if edge[0] != edge[1]}
+    found = {name: [tuple(pair) for pair in pairs.tolist()] for name, pairs in view.pairs.items()}
+    assert set().union(*found.values()) <= set(whole)
+    everything = [frozenset(pair) for pairs in found.values() for pair in pairs]
+    both = sum((v, u) in set(whole) for u, v in sum(found.values(), []))
+    assert set(everything) == proper and len(everything) == len(proper)
+    assert [len(found[name]) for name in ("valid", "test")] == [len(proper) // 10] * 2
+    held = {frozenset(pair) for name in ("valid", "test") for pair in found[name]}
+    assert _pairs_of(view) == [edge for edge in whole if frozenset(edge) not in held]
+    upwards = sum(u < v for u, v in sum(found.values(), [])) / len(everything)
+    assert 0.4 < upwards < 0.6 and (both == len(everything)) == symmetrize
+    again, other = link.split_edges(graph, "80/10/10", 3), link.split_edges(graph, "80/10/10", 4)
+    assert torch.equal(again.pairs["test"], view.pairs["test"]) and not torch.equal(other.pairs["test"], view.pairs["test"])
+    everywhere = link.split_edges(graph, "none", 3)
+    assert len(everywhere.pairs["train"]) == len(proper) and everywhere.num_edges == graph.num_edges
+
+
+def test_link_split_by_time_and_from_a_file(tmp_path):
+    graph = _link_graph(tmp_path, symmetrize=False)
+    with pytest.raises(StoreError, match="time:80/10/10 goes by the time of edges, and .* has none"):
+        link.split_edges(graph, "time:80/10/10")
+    graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
+    view = link.split_edges(graph, "time:80/10/10")
+    at = {}
+    for edge, when in zip(_pairs_of(graph), graph.edge_time.tolist()):
+        at.setdefault(frozenset(edge), []).append(when)
+    when = {name: [at[frozenset(pair)] for pair in pairs.tolist()] for name, pairs in view.pairs.items()}
+    once = {name: [times[0] for times in some if len(times) == 1] for name, some in when.items()}  # of several edges one counts
+    assert max(once["train"]) < min(once["valid"]) and max(once["valid"]) < min(once["test"])
+    assert len(view.edge_time) == view.num_edges == len(view.indices)
+    whole, file = _pairs_of(graph), tmp_path / "split.npz"
+    given = {"valid": [whole[5], whole[9]], "test": [whole[200], (0, 0)]}
+    np.savez(file, **given)
+    view = link.split_edges(graph, str(file))
+    assert {name: [tuple(pair) for pair in view.pairs[name].tolist()] for name in given} == given
+    held = {frozenset(pair) for pairs in given.values() for pair in pairs}
+    assert _pairs_of(view) == [edge for edge in whole if frozenset(edge) not in held]
+    assert view.known.has(torch.tensor([0]), torch.tensor([0])).all(), "no negative is to be a pair of the file"
+    for message, arrays in (
+        (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
+        (r"test\[1\] is \[0, 300\]: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
+        ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
+        ("`train` has pairs that are no edges", {"train": [whole[5]], "test": [whole[5]]}),
+    ):
+        np.savez(file, **arrays)
+        with pytest.raises(StoreError, match=message):
+            link.split_edges(graph, str(file))
+
+
+def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
+    """Plain Python: draw again, `count` draws further on, for as long as there is an edge or it is the node itself."""
+    edges, found = set(_pairs_of(graph)), []
+    for number, source in zip(numbers, sources):
+        for which in range(count):
+            while True:
+                bits = _mix(_mix(key ^ number) ^ which) >> 11
+                node = (bits >> 21) * graph.num_nodes >> 32
+                if upto:
+                    node = next(v for v, end in enumerate(upto) if end > int(bits * (upto[-1] / 2**53)))
+                if node != source and (source, node) not in edges:
+                    break
+                which += count
+            found.append(node)
+    return torch.tensor(found).view(-1, count)
+
+
+@pytest.mark.parametrize("by_degree", [False, True])
+def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
+    graph = _link_graph(tmp_path, nodes=60, edges=600)
+    edges, degrees = link.Edges(graph.indptr, graph.indices), graph.indptr.diff() if by_degree else None
+    numbers, sources = torch.randint(0, 1 << 40, (200,)), torch.randint(0, 60, (200,))
+    drawn = link.Negatives(edges, 60, degrees).draw(12345, numbers, sources, 7)
+    upto = list(itertools.accumulate(int(d**0.75 * 1024) for d in degrees.tolist())) if by_degree else None
+    assert torch.equal(drawn, _negatives_by_the_law(graph, 12345, numbers.tolist(), sources.tolist(), 7, upto))
+    assert not edges.has(sources.unsqueeze(1).expand_as(drawn), drawn).any() and not (drawn == sources.unsqueeze(1)).any()
+    part = link.Negatives(edges, 60, degrees).draw(12345, numbers[50:70], sources[50:70], 7)
+    assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
+    unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, sources, 7)
+    assert edges.has(sources.unsqueeze(1).expand_as(drawn), unchecked).any() and not (unchecked == sources.unsqueeze(1)).any()
+
+
+def test_negatives_are_spread_as_they_should_be():
+    """Chi-square over 50 nodes: uniform, and by degree^0.75."""
+    degrees = torch.arange(1, 51)
+    for given, share in ((None, torch.ones(50)), (degrees, degrees.double().pow(0.75))):
+        negatives = link.Negatives(None, 51, None if given is None else torch.cat([given, torch.zeros(1, dtype=torch.int64)]))
+        drawn = negatives.draw(1, torch.arange(100_000), torch.full((100_000,), 50), 1).flatten().bincount(minlength=50).double()
+        expected = 100_000 * share / share.sum()
+        assert float(((drawn - expected) ** 2 / expected).sum()) < _chi_square_limit(49)
+
+
+def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
+    nodes = 500  # node 0 has an edge to all but the last
+    indptr = torch.cat([torch.tensor([0]), torch.arange(nodes - 1) + 1, torch.tensor([nodes - 1])])
+    edges, zeros = link.Edges(indptr, torch.zeros(nodes - 1, dtype=torch.int32)), torch.zeros(20, dtype=torch.int64)
+    assert (link.Negatives(edges, nodes).draw(7, torch.arange(20), zeros, 3) == nodes - 1).all()
+    full = link.Edges(torch.arange(nodes + 1), torch.zeros(nodes, dtype=torch.int32))
+    with pytest.raises(StoreError, match="node 0 has an edge to every node.*--unchecked-negatives"):
+        link.Negatives(full, nodes).draw(7, torch.arange(20), zeros, 3)
+
+
+def _links(graph, hops=2, fanout=-1, **options):
+    draw = NeighborSampler(graph.indptr, graph.indices, [fanout] * hops, edge_ids=True)
+    return link.Links(graph, draw, FeatureRing(graph.features.tensor, graph.labels, slots=1, log=lambda line: None), **options)
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
+    """Those of other processes neither: a step takes its pairs from all of them. Without exclusion nearly all do."""
+    graph = link.split_edges(_link_graph(tmp_path), "80/10/10")
+    links = _links(graph, negatives=2, exclude=exclude)
+    for step in range(20):
+        everyone = torch.randperm(len(graph.pairs["train"]), generator=torch.Generator().manual_seed(step))[:60]
+        *blocks, y = links.sample(everyone[20:40], step, everyone=everyone)
+        nodes = blocks[-1].src_nodes[: blocks[-1].num_dst]
+        assert nodes.numel() == nodes.unique().numel() and y.shape == (20, 4)
+        assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][everyone[20:40]])
+        held = {frozenset(pair) for pair in graph.pairs["train"][everyone].tolist()}
+        taken = set()
+        for block in blocks:
+            targets = block.src_nodes[torch.repeat_interleave(block.indptr.diff().long())]
+            taken |= {frozenset(edge) for edge in zip(block.src_nodes[block.indices.long()].tolist(), targets.tolist())}
+        assert bool(held & taken) != exclude
+    assert torch.equal(links.sample(everyone, 3)[-1], links.sample(everyone, 3)[-1])
+
+
+def _scores_while_training(graph, exclude, steps=150):
+    """Train GraphSAGE to predict the edges of a graph -> ROC-AUC of the last steps' own pairs and negatives."""
+    torch.manual_seed(0)
+    links, net = _links(graph, hops=1, exclude=exclude), SAGE(graph.features.shape[1], 16, 16, num_layers=1, dropout=0.0)
+    scorer, found = link.Scorer("dot", 16), []
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for step in range(steps):
+        seeds = torch.randperm(len(graph.pairs["train"]))[:512]
+        batch = links.fetch(0, links.sample(seeds, step))
+        h = net(batch.blocks, batch.x)
+        (links.loss(scorer, h, batch.y) / len(seeds)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [scorer(h[batch.y[:, :1]], h[batch.y[:, 1:]]).detach()] if step >= steps - 20 else []
+    scores = torch.cat(found)
+    y = torch.zeros_like(scores)
+    y[:, 0] = 1
+    valid = link.Evaluation(graph)(scorer, inference(net, graph.indptr, graph.indices, graph.features), "valid")
+    return metrics.roc_auc(scores.flatten(), y.flatten()), valid["roc_auc"]
+
+
+def test_a_random_graph_cannot_be_predicted_unless_positives_leak(tmp_path):
+    """Edges at random between nodes of random features: nothing but an edge itself tells that it is there."""
+    graph = link.split_edges(_link_graph(tmp_path, nodes=3000, edges=9000), "80/20/0")
+    error = 1 / math.sqrt(6 * len(graph.pairs["valid"]))  # of a ROC-AUC that is 0.5: sqrt((2n + 1) / 12 n^2)
+    trained, valid = _scores_while_training(graph, exclude=True)
+    leaky, _ = _scores_while_training(graph, exclude=False)
+    print(f"ROC-AUC while training {trained:.3f}, with the leak {leaky:.3f}; valid {valid:.3f}, error {error:.3f}")
+    assert abs(trained - 0.5) < 0.03 and abs(valid - 0.5) < 4 * error and leaky > 0.7
+
+
+@pytest.mark.parametrize("kind", ["dot", "distmult", "mlp"])
+@pytest.mark.parametrize("small", [True, False])
+def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(link, "SMALL", 1 << 14 if small else 0)
+    monkeypatch.setattr(link, "CHUNK", 4000)
+    whole = _link_graph(tmp_path, nodes=80, edges=300, symmetrize=False)
+    graph = link.split_edges(whole, "70/10/20")
+    torch.manual_seed(0)
+    scorer, h, known = link.Scorer(kind, 6).double(), torch.randint(-3, 4, (80, 6)).double(), set(_pairs_of(whole))  # with ties
+    if kind == "distmult":
+        torch.nn.init.normal_(scorer.relation)
+    evaluation = link.Evaluation(graph)
+    found = evaluation(scorer, h, "test")
+
+    def logit(u, v):
+        product = h[u] * h[v]
+        return (scorer.mlp(product) if kind == "mlp" else (product * scorer.relation if kind == "distmult" else product).sum()).item()
+
+    pairs, places = [tuple(pair) for pair in graph.pairs["test"].tolist()], []
+    random, others = evaluation.fixed["test"]
+    for number, (u, v) in enumerate(pairs):
+        against = others[number].tolist() if not small else [w for w in range(80) if w not in (u, v) and (u, w) not in known]
+        scores, own = [logit(u, w) for w in against], logit(u, v)
+        near = [abs(s - own) < 1e-12 for s in scores]
+        places.append(1 + sum(s > own and not same for s, same in zip(scores, near)) + sum(near) / 2)
+    assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
+    assert found["hits@1"] == pytest.approx(np.mean([place <= 1 for place in places]))
+    assert found["hits@10"] == pytest.approx(np.mean([place <= 10 for place in places]))
+    assert len(random) == len(pairs) and not known & {tuple(pair) for pair in random.tolist()}
+    if not small:
+        assert not known & {(u, w) for (u, _), row in zip(pairs, others.tolist()) for w in row}
+    positive, negative = ([logit(u, v) for u, v in some] for some in (pairs, random.tolist()))
+    assert found["roc_auc"] == pytest.approx(np.mean([(a > b) + (a == b) / 2 for a in positive for b in negative]))
+    again = link.Evaluation(link.split_edges(whole, "70/10/20"))
+    again(scorer, h, "test")
+    assert torch.equal(again.fixed["test"][0], random)
+    parts = [ddp.Ranks(rank, 3).part(len(pairs)) for rank in range(3)]
+    rows = []
+    for part in parts:
+        ranks = types.SimpleNamespace(part=lambda n, part=part: part, rows=lambda t: rows.append(t) or t)
+        evaluation(scorer, h, "test", ranks)
+    assert len(torch.cat(rows)) == len(pairs) and link.ranking(torch.cat(rows)[:, 2])["mrr"] == pytest.approx(found["mrr"])
+    assert evaluation(scorer, h, "valid") and link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
+
+
+LINK = ["--task", "link", "--gpus", 0, "--fanout", "4,4", "--hidden", 16, "--lr", 0.01, "--edge-split", "80/10/10"]
+
+
+def test_link_task_is_the_same_for_any_number_of_processes(tmp_path):
+    """In fp64 to 1e-9, dropout and the last, smaller step included: exclusion goes by the pairs of all processes."""
+    path = _link_graph(tmp_path, nodes=500, edges=1000).path
+    common = [*LINK, "--dataset", path, "--epochs", 3, "--precision", "fp64", "--dropout", 0.5, "--negatives", 2, "--scorer", "mlp"]
+    for name, (procs, batch, accumulate) in {"one": [1, 300, 1], "two": [2, 150, 1], "three": [3, 100, 1], "accumulated": [1, 100, 3]}.items():
+        _train(*common, "--procs", procs, "--batch-size", batch, "--accumulate", accumulate, "--log", tmp_path / name,
+               "--checkpoint", tmp_path / f"{name}.pt")  # fmt: skip
+    expected, parameters = _log(tmp_path / "one"), _parameters(tmp_path / "one.pt")
+    for name in ("two", "three", "accumulated"):
+        log = _log(tmp_path / name)
+        assert [entry["loss"] for entry in log[:3]] == pytest.approx([entry["loss"] for entry in expected[:3]], rel=1e-9)
+        for a, b in zip(expected[:3], log):
+            assert a["valid"] == pytest.approx(b["valid"], abs=1e-3)
+        for key, value in _parameters(tmp_path / f"{name}.pt").items():
+            torch.testing.assert_close(value, parameters[key], rtol=1e-9, atol=1e-9)
+
+
+def test_link_task_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path):
+    path = _link_graph(tmp_path, nodes=500, edges=1000).path
+    common = [*LINK, "--dataset", path, "--epochs", 40, "--batch-size", 100, "--scorer", "distmult", "--early-stop", 40]
+    _train(*common, "--checkpoint", tmp_path / "straight.pt", "--log", tmp_path / "straight")
+    words = [*common, "--checkpoint", tmp_path / "killed.pt", "--checkpoint-every", 3, "--resume", "auto"]
+    for kills in range(3):
+        process = _start_fork(tmp_path / f"out{kills}", *words, "--prefetch", kills)
+        _wait_for(lambda: f"epoch  {8 * (kills + 1):>2}/40" in process.output.read_text(), process)  # noqa: B023
+        process.kill()
+        _end(process, -signal.SIGKILL)
+    _train(*words, "--log", tmp_path / "killed")
+    straight, killed = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("straight", "killed"))
+    assert all(torch.equal(straight["model"][name], value) for name, value in killed["model"].items())
+    assert straight["best"]["score"] == killed["best"]["score"] and straight["best"]["epoch"] == killed["best"]["epoch"]
+    assert _log(tmp_path / "straight")[-1]["scores"] == _log(tmp_path / "killed")[-1]["scores"]
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat", "mymodel.py:Net"])
+def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
+    """On a graph of communities, whose edges can be told from their ends."""
+    own = next(block for block in _readme_blocks("python") if block.startswith("# mymodel.py"))
+    (tmp_path / "mymodel.py").write_text(own)
+    model_of = tmp_path / name if ":" in name else name
+    path = datasets.prepare("synthetic:nodes=1000,degree=10,features=16,classes=4,train=100", tmp_path, progress=False)
+    common = ["--task", "link", "--gpus", 0, "--dataset", path, "--model", model_of, "--fanout", "10,10", "--hidden", 16]
+    _train(*common, "--lr", 0.01, "--epochs", 6, "--batch-size", 300, *([] if ":" in name else ["--dropout", 0]), "--metric", "roc_auc",
+           "--early-stop", 6, "--scorer", "mlp", "--checkpoint", tmp_path / "l.pt", "--log", tmp_path / "log", "--predict", tmp_path / "h.npy")  # fmt: skip
+    log = _log(tmp_path / "log")
+    assert log[-2]["loss"] < log[0]["loss"] and log[-1]["scores"]["test"]["roc_auc"] > 0.6, log[-1]
+    h, graph = np.load(tmp_path / "h.npy"), GraphStore.open(path)
+    assert h.shape == (1000, 16) and h.dtype == np.float32
+    again = ["--resume", tmp_path / "l.pt", "--gpus", 0, *(["--model", model_of] if ":" in name else [])]
+    pairs = np.random.default_rng(0).integers(0, 1000, (50, 2))
+    np.save(tmp_path / "pairs.npy", pairs)
+    _train(*again, "--pairs", tmp_path / "pairs.npy", "--predict", tmp_path / "s.npy", "--log", tmp_path / "again")
+    assert _log(tmp_path / "again")[-1]["scores"] == log[-1]["scores"]
+    state = torch.load(tmp_path / "l.pt", weights_only=True)["best"]["model"]
+    scorer = link.Scorer("mlp", 16)
+    scorer.load_state_dict({key.removeprefix("scorer."): value for key, value in state.items() if key.startswith("scorer.")})
+    expected = link.score_pairs(scorer, torch.from_numpy(h), torch.from_numpy(pairs))
+    assert torch.allclose(torch.from_numpy(np.load(tmp_path / "s.npy")), expected, atol=1e-5)
+    _train(*again, "--edge-split", "none", "--predict", tmp_path / "all.npy")  # all edges carry messages
+    assert not np.allclose(np.load(tmp_path / "all.npy"), h)
+    if ":" not in name:
+        net = checkpoint.load_model(tmp_path / "l.pt")
+        assert np.allclose(inference(net, graph.indptr, graph.indices, graph.features), np.load(tmp_path / "all.npy"), atol=1e-4)
+    np.save(tmp_path / "pairs.npy", pairs + 990)
+    assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", _train(*again, "--pairs", tmp_path / "pairs.npy", "--predict", tmp_path / "s.npy", code=2))
+
+
+def test_link_runs_give_mean_and_standard_deviation(tmp_path, capsys):
+    path = _link_graph(tmp_path, nodes=200, edges=600).path
+    common = ["--dataset", str(path), "--task", "link", "--fanout", "3", "--epochs", "1", "--gpus", "0", "--hidden", "8"]
+    assert train.main([*common, "--runs", "3", "--log", str(tmp_path / "log")]) == 0
+    figures = [entry["scores"]["test"]["roc_auc"] for entry in _log(tmp_path / "log") if "scores" in entry]
+    assert len(set(figures)) == 3 and _log(tmp_path / "log")[-1]["mean"]["test roc_auc"] == pytest.approx(np.mean(figures))
+    assert f"test roc_auc {100 * np.mean(figures):.2f} +- {100 * np.std(figures, ddof=1):.2f}%" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -6658,6 +7136,14 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--checkpoint", "."], "--checkpoint .: a file cannot be written there"),
         (["--seed", "9223372036854775808"], "--seed 9223372036854775808: .* 2.63 - 1"),
         (["--seed", "-1"], "--seed -1: give a whole number from 0"),
+        (["--scorer", "mlp"], "--scorer mlp is for --task link, --task is node"),
+        (["--task", "link", "--edge-split", "80/10/5"], "'80/10/5': write the percent of train/valid/test, as in 85/5/10"),
+        (["--task", "link", "--edge-split", "90/0/10", "--early-stop", "3"], "goes by validation edges: --edge-split 90/0/10 has none"),
+        (["--task", "link", "--metric", "f1"], "--metric f1: --task link has mrr, hits@1"),
+        (["--task", "link", "--split", "1"], "--split 1 is for --task node"),
+        (["--task", "link", "--pairs", "p.npy"], "--pairs p.npy needs --predict"),
+        (["--task", "link", "--predict", "p.npy", "--predict-what", "logits"], "--task link writes embeddings"),
+        (["--task", "graph", "--metric", "roc_auc"], "--metric roc_auc: --task graph has none"),
         (["--gpu", "x"], "--gpu"),
         (["--bogus"], "--bogus"),
     ],
@@ -7120,6 +7606,11 @@ split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
 """,
+    "metrics": """
+import torch
+from metrics import ranking, score
+assert score("accuracy", torch.eye(3), torch.arange(3)) == 1 and ranking(torch.tensor([1, 2]))["mrr"] == 0.75
+""",
     "graphs": """
 import torch
 from graphs import GraphDataset, block_diagonal, build_graphs, verify
@@ -7138,7 +7629,7 @@ if __name__ == "__main__":
 
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file"),
-    "graphs": ("disk", "lmdb_file", "features"),
+    "graphs": ("disk", "lmdb_file", "features", "metrics"),
 }
 
 
