@@ -67,6 +67,7 @@ import datasets
 import ddp
 import disk
 import downloads
+import exact
 import features
 import flags
 import fused
@@ -2152,6 +2153,126 @@ def test_model_blocks_run_dgls_and_pygs_layers():
         torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
 
 
+def _layer_with_edges(name, width, out_dim, edge_dim=3):
+    layer = model.GINEConv(width, out_dim, edge_dim=edge_dim) if name == "gine" else \
+        model.GATv2Conv(width, out_dim, 2, mean=name == "gat-mean", edge_dim=edge_dim)
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return layer
+
+
+def _edge_by_edge(layer, block, h, e):
+    """GATv2 and GINE with features of edges as their papers write them, one destination after the other."""
+    rows = []
+    for v in range(block.num_dst):
+        edges = range(int(block.indptr[v]), int(block.indptr[v + 1]))
+        if isinstance(layer, model.GINEConv):
+            total = sum((h[block.indices[i]] + layer.edge_linear(e[i])).relu() for i in edges) if edges else 0 * h[v]
+            rows.append(layer.mlp((1 + layer.eps) * h[v] + total))
+            continue
+        of_loop = e[edges.start : edges.stop].mean(0) if edges else torch.zeros_like(e[0])
+        sources = torch.stack([h[v], *(h[block.indices[i]] for i in edges)])
+        given = torch.stack([of_loop, *(e[i] for i in edges)])
+        K, D = layer.attn.shape
+        message = layer.src_linear(sources).view(-1, K, D)
+        z = message + layer.dst_linear(h[v]).view(K, D) + layer.edge_linear(given).view(-1, K, D)
+        attention = (torch.nn.functional.leaky_relu(z, 0.2) * layer.attn).sum(2).softmax(0)
+        heads = (attention.unsqueeze(2) * message).sum(0)
+        rows.append(heads.mean(0) if layer.mean else heads.flatten())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ["gat", "gat-mean", "gine"])
+def test_model_layers_with_edges_equal_the_papers_and_pygs(name, ids, monkeypatch):
+    """Forward and all gradients on a sampled block with destinations without edges, edges handled a few at a time."""
+    torch.manual_seed(3)
+    indptr, indices = _random_graph(np.random.default_rng(8), 60, 4, ids)
+    own = indices == torch.repeat_interleave(indptr.diff())  # PyG takes such edges out
+    indptr = torch.nn.functional.pad((~own).cumsum(0), (1, 0))[indptr]
+    block = NeighborSampler(indptr, indices[~own], [5]).sample(torch.arange(40).to(ids), 0)[0]
+    assert (block.indptr.diff() == 0).any()
+    e = torch.randn(block.num_edges, 3)
+    try:
+        pyg = importlib.import_module("torch_geometric.nn")
+    except ImportError:
+        pyg = None
+    for width, out_dim in ((24, 6), (6, 24)):
+        layer, h = _layer_with_edges(name, width, out_dim), torch.randn(block.num_src, width, requires_grad=True)
+        weight = torch.randn(40, out_dim)
+        ours = layer(block, h, edges=e)
+        (to_h,), sizes = _gradients(layer, ours, weight, h)
+        expected = _edge_by_edge(layer, block, h, e)
+        (to_h_slow,), sizes_slow = _gradients(layer, expected, weight, h)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(to_h, to_h_slow, rtol=1e-4, atol=1e-5)
+        assert sizes == pytest.approx(sizes_slow, rel=1e-4, abs=1e-4)
+        with monkeypatch.context() as few:
+            few.setattr(model, "PIECE", 7 * width)
+            torch.testing.assert_close(layer(block, h, edges=e), ours, rtol=1e-5, atol=1e-6)
+            (to_h_few,), sizes_few = _gradients(layer, layer(block, h, edges=e), weight, h)
+        torch.testing.assert_close(to_h_few, to_h, rtol=1e-4, atol=1e-5)
+        assert sizes_few == pytest.approx(sizes, rel=1e-4, abs=1e-4)
+        if pyg is None:
+            continue
+        edge_index, _, (_, S) = block.to_pyg()
+        if name == "gine":
+            twin = pyg.GINEConv(copy.deepcopy(layer.mlp), train_eps=True, edge_dim=3)  # which draws its weights anew
+            twin.nn.load_state_dict(layer.mlp.state_dict())
+            twin.eps.data = layer.eps.data
+            twin.lin.weight.data, twin.lin.bias.data = layer.edge_linear.weight.data, layer.edge_linear.bias.data
+        else:
+            K, D = layer.attn.shape
+            twin = pyg.GATv2Conv((width, width), D, K, concat=not layer.mean, edge_dim=3)
+            twin.bias = None  # of the output, which ours leaves to the norm or the next layer
+            twin.lin_l.weight.data, twin.lin_l.bias.data = layer.src_linear.weight.data, layer.src_linear.bias.data
+            twin.lin_r.weight.data, twin.lin_r.bias.data = layer.dst_linear.weight.data, layer.dst_linear.bias.data
+            twin.lin_edge.weight.data, twin.att.data = layer.edge_linear.weight.data, layer.attn.data.unsqueeze(0)
+        theirs = twin((h, h[:S]), edge_index, e)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        (to_h_theirs,), sizes_theirs = _gradients(twin, theirs, weight, h)
+        torch.testing.assert_close(to_h, to_h_theirs, rtol=1e-4, atol=1e-5)
+        assert sorted(sizes) == pytest.approx(sorted(sizes_theirs), rel=1e-4, abs=1e-4)
+
+
+def test_model_gine_equals_dgls():
+    """DGL's layer adds edges as wide as nodes: it is given what ours projects."""
+    dgl = _dgl()
+    torch.manual_seed(4)
+    indptr, indices = _random_graph(np.random.default_rng(8), 120, 7)
+    block = NeighborSampler(indptr, indices, [5]).sample(torch.arange(40), 0)[0]
+    layer, h, e = _layer_with_edges("gine", 12, 6), torch.randn(block.num_src, 12), torch.randn(block.num_edges, 3)
+    theirs = dgl.nn.GINEConv(layer.mlp, learn_eps=True)
+    theirs.eps.data = layer.eps.data
+    expected = theirs(block.to_dgl(), (h, h[:40]), layer.edge_linear(e))
+    torch.testing.assert_close(layer(block, h, edges=e), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("conv", model.EDGE_CONVS)
+def test_model_with_edges_is_exact_over_all_nodes_and_needs_their_features(conv):
+    """Inference in chunks is one forward pass over the whole graph, and parts of a batch add up to the whole."""
+    torch.manual_seed(5)
+    indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
+    x, e = torch.randn(90, 12), torch.randn(indices.numel(), 4)
+    net = GNN(12, 8, 5, conv=conv, num_layers=3, heads=2, norm="layer", residual=True, edge_dim=4).eval()
+    block = Block(indptr.to(indices.dtype), indices, torch.arange(90))
+    expected = net([block] * 3, x, edges=[e] * 3)
+    for options in ({}, {"chunk": 7}, {"chunk_edges": 20}, {"chunk": 13, "chunk_edges": 64, "memory": 0}):
+        torch.testing.assert_close(inference(net, indptr, indices, x, edges=e, **options), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inference(net, indptr, indices, x, edges=e.double().numpy()), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(inference(net, indptr, indices, x, edges=e.flip(0)), expected, atol=0.01)
+    with pytest.raises(ValueError, match="edges is None: with edge_dim 4"):
+        net([block] * 3, x)
+    net.train().recompute = True
+    both = []
+    for kept in (True, False):
+        net.recompute = not kept
+        net.zero_grad()
+        net([block] * 3, x, edges=[e] * 3, key=7).square().sum().backward()
+        both.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    torch.testing.assert_close(*both)
+
+
 MODELS = {
     "sage": {},
     "sage-pool": {"norm": "layer"},
@@ -2186,7 +2307,7 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(conv, tmp_path
     """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or an object."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files = []
-    monkeypatch.setattr(model, "_nameless_file", lambda size, make=model._nameless_file: files.append(make(size)) or files[-1])
+    monkeypatch.setattr(exact, "_nameless_file", lambda size, make=exact._nameless_file: files.append(make(size)) or files[-1])
     indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
     hub = torch.randint(0, 90, (200,), dtype=indices.dtype)
     indices = torch.cat([indices[: indptr[50]], hub, indices[indptr[50] :]])
@@ -2293,20 +2414,21 @@ def test_model_sampled_gcn_and_gin_are_right_on_average():
     """One layer over many sampled blocks: its mean is the layer over all neighbours."""
     indptr, indices = _random_graph(np.random.default_rng(13), 60, 12)
     x, ids = torch.randn(60, 6), torch.arange(60)
-    for conv in ("gcn", "gin"):
+    e = torch.randn(indices.numel(), 2)
+    for conv in ("gcn", "gin", "gine"):
         torch.manual_seed(5)
-        net = GNN(6, 8, 4, conv=conv, num_layers=1)
+        net = GNN(6, 8, 4, conv=conv, num_layers=1, edge_dim=2 * (conv == "gine"))
         layer = net.layers[0]
-        if conv == "gin":
+        if conv != "gcn":
             layer.mlp = torch.nn.Linear(6, 4)  # an average passes through what is linear
         net.degrees = model.graph_degrees(indptr, indices)
-        sample = NeighborSampler(indptr, indices, [3]).sample
+        sample = NeighborSampler(indptr, indices, [3], edge_ids=True).sample
         mean = torch.zeros(60, 4, dtype=torch.float64)
         with torch.no_grad():
             for step in range(3000):
                 blocks = sample(ids, step)
-                mean += net(blocks, x[blocks[0].src_nodes]) / 3000
-        exact = inference(net, indptr, indices, x).double()
+                mean += net(blocks, x[blocks[0].src_nodes], edges=[e[block.edge_ids] for block in blocks]) / 3000
+        exact = inference(net, indptr, indices, x, edges=e).double()
         assert (mean - exact).abs().mean() < 0.06 * exact.abs().mean()  # without the degrees: 0.5
 
 
@@ -2552,8 +2674,10 @@ def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
 
 
 def test_model_names_what_it_does_not_know():
-    for words, options in (("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
+    for words, options in (("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin, gine", {"conv": "GAT"}),
                            ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
+                           ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
+                           ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
                            ("num_layers is 0", {"num_layers": 0})):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             GNN(4, 8, 3, **options)
@@ -7070,6 +7194,7 @@ if __name__ == "__main__":
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file"),
     "graphs": ("disk", "lmdb_file", "features"),
+    "model": ("exact",),
 }
 
 
