@@ -133,7 +133,7 @@ def predict(ranks, args, ring, model, batch, key=None):
         torch.manual_seed(key)
     with torch.autocast(ranks.device.type, torch.bfloat16) if args.precision == "bf16" else nullcontext():
         if isinstance(network, GNN):
-            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)
+            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key, edges=batch.edges or None)
         else:
             output = model(batch.blocks[0]) if isinstance(ring, GraphReader) else model(batch.blocks, batch.x)
     if output.shape[:1] != batch.y.shape[:1]:
@@ -164,7 +164,7 @@ def exact_logits(ranks, args, store, model, layers=None):
     total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
     try:
         with reading_all_edges():
-            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank,
+            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, edges=store.edge_features,
                              world=ranks.local_world, total=total, layers=layers)  # fmt: skip
     except OSError as error:
         raise StoreError(f"no exact inference: {error}") from error
