@@ -122,7 +122,7 @@ class Npz(Mapping):
         except StoreError:
             raise
         except Exception as error:  # zipfile, zlib and numpy raise a dozen types on damaged bytes
-            reason = (str(error) or repr(error)).splitlines()[0]
+            reason = (str(error) or repr(error)).splitlines()[0][:300]
             raise StoreError(f"{self.file} cannot be read as .npz: {name}: {reason}") from error
 
 

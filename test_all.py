@@ -244,8 +244,9 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
     return picks
 
 
-def _law(indptr, indices, fanouts, seeds, step, *, seed=0, replace=False, method="uniform", weights=None):
+def _law(indptr, indices, fanouts, seeds, step, *, seed=0, replace=False, method="uniform", weights=None, exclude=()):
     """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids)] as lists, outermost hop first."""
+    excluded = set(exclude.nonzero().squeeze(1).tolist() if getattr(exclude, "dtype", 0) == torch.bool else list(map(int, exclude)))
     indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
     src, blocks = seeds.tolist(), []
     weights = None if weights is None else weights.double().tolist()
@@ -253,9 +254,9 @@ def _law(indptr, indices, fanouts, seeds, step, *, seed=0, replace=False, method
         key = _mix(_mix(_mix(seed % 2**64) ^ (step % 2**64)) ^ hop)
         offsets, edge_ids = [0], []
         for v in src:
-            a, b = int(indptr[v]), int(indptr[v + 1])
-            w = None if weights is None else weights[a:b]
-            edge_ids += [a + p for p in _law_picks(indices[a:b], v, k, key, replace, method, w)]
+            row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
+            w = None if weights is None else [weights[e] for e in row]
+            edge_ids += [row[p] for p in _law_picks([indices[e] for e in row], v, k, key, replace, method, w)]
             offsets.append(len(edge_ids))
         number = {v: i for i, v in enumerate(src)}
         local = [number.setdefault(indices[e], len(number)) for e in edge_ids]
@@ -306,6 +307,81 @@ def test_sampler_follows_the_law(method, backend):
             assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
         again = s.sample(seeds.to(torch.int32), step)  # scratch memory is back at rest; int32 seeds are the same seeds
         assert _as_lists(again) == _as_lists(blocks)
+
+
+def _excluded(i, indptr, indices):
+    """Edges to exclude in the i-th case: none, one, some, whole lists, all but a few; ids in any order, twice, or a mask."""
+    rng, M = np.random.default_rng([i, 7]), indices.numel()
+    share = [0, 1 / max(M, 1), 0.1, 0.5, 0.97][i % 5]
+    edges = np.flatnonzero(rng.random(M) < share)
+    if M and i % 3 == 0:
+        v = int(rng.integers(len(indptr) - 1))
+        edges = np.union1d(edges, np.arange(int(indptr[v]), int(indptr[v + 1])))
+    if i % 2:
+        return torch.from_numpy(rng.permutation(np.concatenate([edges, edges[:3]]))).to([torch.int32, torch.int64][i // 2 % 2])
+    mask = torch.zeros(M, dtype=torch.bool)
+    mask[edges] = True
+    return mask
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_excluded_edges_are_as_if_the_graph_did_not_have_them(method, backend):
+    for i in range(100):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        exclude = _excluded(i, indptr, indices)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, threads=1 + i % 8, **options)
+        blocks = s.sample(seeds, step, exclude=exclude)
+        assert _as_lists(blocks) == _law(indptr, indices, fanouts, seeds, step, exclude=exclude, **options), (i, fanouts)
+        gone = exclude if exclude.dtype == torch.bool else torch.zeros(indices.numel(), dtype=torch.bool).index_fill(0, exclude.long(), True)
+        assert not any(gone[block.edge_ids].any() for block in blocks)
+        without = _as_lists(s.sample(seeds, step))  # the next batch has them
+        assert without == _law(indptr, indices, fanouts, seeds, step, **options)
+        assert without == _as_lists(s.sample(seeds, step, exclude=exclude[:0] if i % 2 else torch.zeros_like(exclude)))
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hub_that_loses_many_edges(method, backend):
+    """The blocks are those of the graph that was built without the edges; edge ids apart, which count the others."""
+    rng = np.random.default_rng(9)
+    degree = rng.poisson(5, 2000)
+    degree[77] = 10**5
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degree)]))
+    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
+    gone = torch.from_numpy(rng.random(indices.numel()) < 0.3)
+    row = torch.arange(2000).repeat_interleave(indptr.diff())
+    options = dict(METHODS[method])
+    kept = dict(options)
+    if method == "weighted":
+        options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+        kept["weights"] = options["weights"][~gone]
+    fewer = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(row[~gone], minlength=2000).cumsum(0)])
+    seeds = torch.tensor([5, 77, 1500])
+    for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, **options)
+        blocks = s.sample(seeds, 2, exclude=gone)
+        theirs = NeighborSampler(fewer, indices[~gone], fanouts, edge_ids=True, backend=backend, **kept).sample(seeds, 2)
+        for block, same in zip(blocks, theirs):
+            assert all(torch.equal(a, b) for a, b in zip(block[:3], same[:3]))
+            assert torch.equal(block.edge_ids, (~gone).nonzero().squeeze(1)[same.edge_ids])
+
+
+@pytest.mark.parametrize(
+    "error, words, exclude",
+    [
+        (IndexError, "exclude contains 3; edge ids of this graph are 0 to 2", torch.tensor([0, 3])),
+        (IndexError, "exclude contains -1", torch.tensor([0, -1])),
+        (TypeError, r"exclude must be .* edge ids, or a bool mask \[M=3\], not torch.bool \[2\]", torch.ones(2).bool()),
+        (TypeError, "exclude must be.*float", torch.ones(3)),
+        (TypeError, "exclude must be.*list", [0, 1]),
+    ],
+)
+def test_sampler_names_bad_edges_to_exclude(error, words, exclude):
+    s = NeighborSampler(**_small())
+    with pytest.raises(error, match=words):
+        s.sample(torch.tensor([0]), 0, exclude=exclude)
+    assert s.sample(torch.tensor([0]), 0, exclude=torch.tensor([0]))[0].src_nodes.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
@@ -399,7 +475,12 @@ def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_p
         assert outer[2].tolist() == expected[0][2][: len(outer[0]) - 1]
         for wrong in [-1, len(indptr) - 1, *seeds[:1].tolist()]:  # not a node, not a node, there already
             assert backend.sample(torch.cat([seeds, torch.tensor([wrong])]), step) is None
-        assert _as_lists(backend.sample(seeds, step)[::-1]) == expected
+        exclude = s._edge_set(_excluded(i, indptr, indices))
+        for _ in range(2):  # in turn with batches that exclude nothing
+            blocks = backend.sample(seeds, step, exclude=exclude)[::-1]
+            law = _law(indptr, indices, fanouts, seeds, step, exclude=() if exclude is None else exclude, **options)
+            assert _as_lists(blocks) == law, (i, fanouts)
+            assert _as_lists(backend.sample(seeds, step)[::-1]) == expected
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -591,6 +672,9 @@ def test_cuda_kernels_on_a_gpu_follow_the_law(method):
         assert s.backend == "native"
         options = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         assert _as_lists(s.sample(seeds, step)) == _law(indptr, indices, fanouts, seeds, step, **options), (i, fanouts)
+        exclude = _excluded(i, indptr, indices)
+        law = _law(indptr, indices, fanouts, seeds, step, exclude=exclude, **options)
+        assert _as_lists(s.sample(seeds, step, exclude=exclude.cuda() if i % 3 else exclude)) == law, (i, fanouts)
 
 
 def test_ids_above_two_to_the_31(tmp_path):
@@ -893,6 +977,7 @@ import test_all
 for method in test_all.METHODS:
     test_all.test_sampler_follows_the_law(method, "native")
     test_all.test_a_hub_of_degree_a_million(method)
+    test_all.test_excluded_edges_are_as_if_the_graph_did_not_have_them(method, "native")
 test_all.test_the_outermost_hop_can_keep_global_ids()
 print("clean")
 """
@@ -1031,6 +1116,8 @@ def test_dgl_backend_and_block_conversions():
                 if method == "weighted":
                     assert (options["weights"][block.edge_ids] > 0).all()
             assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
+            with pytest.raises(ValueError, match="'dgl' cannot exclude edges.*'native'"):
+                s.sample(seeds, 0, exclude=torch.tensor([1]))
             bare = s.sample(seeds, 0, relabel_outer=False)[0]
             assert torch.equal(bare.indices, indices[outer.edge_ids]) and torch.equal(bare.src_nodes, inner.src_nodes)
     block = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(seeds, 0)[0]
