@@ -88,6 +88,21 @@ class Batch(NamedTuple):
     edges: tuple = ()  # for each block the features [E, D] of its edges, where they were asked for
 
 
+class AtSeedTimes:
+    """A sampler that gives each seed its own time; as a sampler for `NodeLoader`.
+
+    Args:
+        sampler: a `NeighborSampler` with edge_times. times: int64 [V], of the nodes.
+    """
+
+    def __init__(self, sampler, times):
+        self.sampler, self.times = sampler, times
+
+    def sample(self, seeds, step, **options):
+        """The sampler's blocks, in which no seed sees an edge later than its own time."""
+        return self.sampler.sample(seeds, step, times=self.times[seeds.to(self.times.device)], **options)
+
+
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. A loop that was left early
     goes on with the next batch when it is entered again, and so does a loader given another one's `state_dict`:

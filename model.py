@@ -565,7 +565,8 @@ class GNN(nn.Module):
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need for training on
-            sampled blocks; with None each block is taken for the whole graph. Not part of the state.
+            sampled blocks; or a function of a block, which gives those of its sources. With None each block is taken for
+            the whole graph. Not part of the state.
 
     Raises:
         ValueError: for an unknown conv or norm, no layers, heads that do not divide the width, or an edge_dim that the
@@ -636,7 +637,10 @@ class GNN(nn.Module):
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
         known = layer.uses_degree and self.degrees is not None
-        degree = self.degrees.index_select(0, nodes) if known else None
+        degree = None
+        if known:
+            degree = self.degrees(block).to(x.device) if callable(self.degrees) else self.degrees.index_select(0, nodes)
+            degree = degree.to(next(self.parameters()).dtype)
         return self.finish(i, layer(block, x, degree, seed, edges), x[: block.indptr.numel() - 1], nodes, seed)
 
     def _fused(self, blocks, x, aggregated, key):

@@ -6147,7 +6147,7 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults():
     environment = {**os.environ, "COLUMNS": "110"}
     done = subprocess.run([sys.executable, HERE / "train.py", "--help"], capture_output=True, text=True, env=environment)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) <= 80 and max(map(len, lines)) <= 110
+    assert done.returncode == 0 and len(lines) <= 84 and max(map(len, lines)) <= 110
     groups = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
     assert groups == ["options:", "data:", "sampling:", "model:", "optimisation:", "processes and placement:", "files:"]
     for action in flags.make_parser()._actions:
@@ -6957,7 +6957,7 @@ def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
         (["--model", f"{file}:Net", "--model-args", "hiden=3"], "is called as Net.in_dim, num_classes, hiden=3.: .*unexpected.*'hiden'"),
         (["--model", f"{file}:Net", "--model-args", "3"], "'3': write NAME=VALUE"),
         (["--model", f"{file}:Net", "--hidden", "64"], "--hidden is for the built-in models"),
-        (["--model", "GAT"], "'GAT': choose one of sage, sage-pool, gcn, gat, gin, or FILE.py:NAME"),
+        (["--model", "GAT"], "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, or FILE.py:NAME"),
         (["--model-args", "hidden=3"], "--model-args hidden=3 is for --model FILE.py:NAME"),
     ):
         output = _train(*common, *words, code=2)
@@ -6983,6 +6983,86 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer_like_in_batches(tin
         for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
             monkeypatch.setattr(train, "WHOLE_GRAPH_EDGES", edges)
             torch.testing.assert_close(train.logits_in_batches(ranks, args, graph, net), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what edges carry: features in the layers, weights and times in what is drawn
+
+
+def _pointed_store(path):
+    """Every node has six in-neighbours with a sign each, and its class is the sign of the one whose edge is marked."""
+    rng = np.random.default_rng(0)
+    sign = rng.integers(0, 2, 600)
+    src = np.stack([rng.permutation(599)[:6] for _ in range(600)])
+    src += src >= np.arange(600)[:, None]
+    marked = rng.integers(0, 6, 600)
+    return build_store(
+        path, edge_index=np.stack([src.ravel(), np.repeat(np.arange(600), 6)]), labels=sign[src[np.arange(600), marked]],
+        features=np.stack([2 * sign - 1, rng.standard_normal(600)], 1).astype(np.float32),
+        edge_features=np.eye(6, dtype=np.float32)[:, :1][(np.arange(6) - marked[:, None]).ravel() % 6] * [1, 0.5],
+        split={"train": np.arange(300), "valid": np.arange(300, 400), "test": np.arange(400, 600)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, least, most", [("gat", 0.95, 1), ("gine", 0.95, 1), ("gin", 0, 0.75)])
+def test_train_learns_from_the_features_of_edges(name, least, most, tmp_path):
+    """And resumes, predicts, and says what it does with them."""
+    path = _pointed_store(tmp_path / "g")
+    words = ["--dataset", path, "--gpus", 0, "--model", name, "--fanout", "6", "--hidden", 16, "--dropout", 0, "--lr", 0.02]
+    words += ["--norm", "none", "--batch-size", 100, "--log", tmp_path / "log"]
+    first = _train(*words, "--epochs", 60, "--checkpoint", tmp_path / "c.pt")
+    said = "the model sees the features of edges, 2 x float64" if most == 1 else "not used by --model gin: gat and gine take them"
+    assert first.count("edges   ") == 1 and said in first
+    assert least <= _log(tmp_path / "log")[-1]["exact"]["test"] <= most
+    _train("--resume", tmp_path / "c.pt", "--predict", tmp_path / "p.npy", "--gpus", 0)
+    graph = GraphStore.open(path)
+    wide = build_store(tmp_path / "wide", indptr=graph.indptr, indices=graph.indices, features=graph.features.tensor, labels=graph.labels,
+                       split=graph.split, edge_features=np.ones((3600, 3)))  # fmt: skip
+    other = _train("--resume", tmp_path / "c.pt", "--predict", tmp_path / "q.npy", "--gpus", 0, "--dataset", wide, code=2 * (most == 1))
+    assert "trained on a graph with edge_dim 2, " in other or most < 1
+    right = np.load(tmp_path / "p.npy") == graph.labels.numpy()
+    assert right[400:].mean() == pytest.approx(_log(tmp_path / "log")[-1]["exact"]["test"])
+    if name == "gine":
+        plain = prepare(TINY, tmp_path, progress=False)
+        assert "--model gine takes features of edges, and" in _train("--dataset", plain, "--gpus", 0, "--model", "gine", code=2)
+
+
+@pytest.mark.parametrize("name", ["gat", "gine"])
+def test_train_with_edge_features_is_the_same_for_any_number_of_processes_and_after_a_stop(name, tmp_path):
+    path = _pointed_store(tmp_path / "g")
+    common = ["--dataset", path, "--gpus", 0, "--model", name, "--fanout", "4,3", "--hidden", 16, "--norm", "layer"]
+    common += ["--lr", 0.01, "--precision", "fp64"]
+    for procs in (1, 2, 3):
+        _train(*common, "--epochs", 3, "--procs", procs, "--batch-size", 72 // procs, "--log", tmp_path / f"{procs}",
+               "--checkpoint", tmp_path / f"{procs}.pt")  # fmt: skip
+    expected = [entry["loss"] for entry in _log(tmp_path / "1")[:3]]
+    for procs in (2, 3):
+        assert [entry["loss"] for entry in _log(tmp_path / f"{procs}")[:3]] == pytest.approx(expected, rel=1e-9)
+    parts = ["--batch-size", 72, "--checkpoint", tmp_path / "part.pt", "--prefetch", 0]
+    _train(*common, "--epochs", 1, *parts)
+    _train(*common, "--epochs", 3, *parts, "--resume", "auto")
+    whole, part = _parameters(tmp_path / "1.pt"), _parameters(tmp_path / "part.pt")
+    assert all(torch.equal(whole[key], part[key]) for key in whole)
+
+
+def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
+    """Each node has one neighbour that gives its class away, of weight 1, and nine of weight 0, or of the same weight."""
+    rng = np.random.default_rng(0)
+    labels, others = rng.integers(0, 2, 500), rng.integers(0, 500, (9, 500))
+    edges = np.stack([np.concatenate([np.arange(500, 1000), others.ravel()]), np.tile(np.arange(500), 10)])
+    x = np.zeros((1000, 2), np.float32)
+    x[np.arange(500, 1000), labels] = 1
+    x[:500] = rng.standard_normal((500, 2))
+    y = np.append(labels, np.full(500, -1))
+    split = {"train": np.arange(300), "valid": np.arange(300, 500)}
+    path = build_store(tmp_path / "g", edge_index=edges, features=x, labels=y, split=split, edge_weight=np.repeat([1, 0], [500, 4500]))
+    words = ["--dataset", path, "--gpus", 0, "--fanout", "1", "--dropout", 0, "--lr", 0.05, "--epochs", 30, "--log", tmp_path / "log"]
+    assert "neighbours are drawn by the weights of their edges; exact inference counts" in _train(*words, "--sampler", "weighted")
+    assert "weights of edges are not used: --sampler weighted draws" in _train(*words)
+    weighted, uniform = (entry["valid_sampled"] for entry in _log(tmp_path / "log") if entry.get("epoch") == 30)
+    assert weighted > 0.97 and uniform < 0.8
+    plain = prepare(TINY, tmp_path, progress=False)
+    assert "--sampler weighted draws neighbours by the weights" in _train("--dataset", plain, "--gpus", 0, "--sampler", "weighted", code=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
