@@ -1333,6 +1333,33 @@ def _ring_faults(seed, broken=False):
     return device.faults + [f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong]
 
 
+def _edge_faults(seed, slow, broken=False):
+    """Push blocks of random edges through a ring that has features of edges -> whether a batch came out wrong."""
+    rng = np.random.default_rng(seed)
+    depth, threads = int(rng.integers(0, 4)), int(rng.integers(1, 4))
+    table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
+    ring = FeatureRing(torch.zeros(50, 2), torch.arange(50), slots=depth + 1, copies=device, edge_features=table, reuse=bool(slow))
+    if broken:
+        ring.edge_ring.copied = _Forgets(ring.edge_ring.copied)
+    items = [[torch.from_numpy(rng.integers(0, 300, n * rng.choice([1, 8]))) for n in rng.integers(0, 30, 2)] for _ in range(14)]
+
+    def load(item, slot):
+        blocks = [Block(torch.tensor([0, len(ids)]), torch.zeros_like(ids), torch.arange(1), ids) for ids in item]
+        return ring.fetch(slot, blocks)
+
+    batches = list(prefetch(load, items, depth=depth, threads=threads))
+    if slow:
+        batches[-1].ready.wait()
+        device.close()
+    return any(not torch.equal(rows, table[ids]) for batch, item in zip(batches, items) for rows, ids in zip(batch.edges, item, strict=True))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_features_ring_brings_the_rows_of_each_blocks_edges(slow):
+    assert not any(_edge_faults(seed, slow) for seed in range(12))
+    assert not slow or any(_edge_faults(seed, slow, broken=True) for seed in range(40))
+
+
 def test_features_no_slot_is_refilled_before_its_copy_is_done():
     assert [fault for seed in range(300) for fault in _ring_faults(seed)] == []
 
@@ -2707,6 +2734,17 @@ def test_loader_reads_a_store(tmp_path):
     batches = list(loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=32))
     table = torch.from_numpy(np.asarray(_graph()["features"]))
     assert all(torch.equal(b.x, table[b.blocks[0].src_nodes.long()]) for b in batches) and len(batches) == 2
+
+
+def test_loader_brings_the_features_of_edges():
+    graph, seeds = _for_loading()
+    e = np.random.default_rng(0).random((len(graph.indices), 3))
+    graph = types.SimpleNamespace(**graph._asdict(), edge_features=e)
+    for options in ({}, {"reuse": True}, {"depth": 0, "dtype": torch.float64}, {"threads": 3, "depth": 4}):
+        for batch in loader.NodeLoader(graph, seeds, [4, 2], batch_size=50, edges=True, **options):
+            assert [len(rows) for rows in batch.edges] == [block.num_edges for block in batch.blocks]
+            for rows, block in zip(batch.edges, batch.blocks):
+                assert torch.equal(rows, torch.from_numpy(e)[block.edge_ids].to(options.get("dtype", torch.float32)))
 
 
 def test_ring_with_too_few_slots_says_how_many():
