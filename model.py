@@ -1,7 +1,7 @@
 """GraphSAGE, GCN, GATv2 and GIN over sampled blocks, and GATv2 and GINE with features of edges.
 
-Copy this file into your own code with exact.py, which has the exact inference layer by layer; they need nothing but
-torch. A block is anything with the fields of `sampler.Block`.
+Copy this file into your own code: it needs nothing but torch, and `inference`, layer by layer, exact.py beside it. A block
+is anything with the fields of `sampler.Block`.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
