@@ -1613,8 +1613,8 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
     ):
         with pytest.raises(StoreError, match=words):
             choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
-    lmdb = estimate(path, fanout=[2], free_host=ARRAYS - 1)
-    assert lmdb["backend"] == "lmdb" and lmdb["mode"] is None and "LMDB reads" in lmdb["backend_why"]
+    large = estimate(path, fanout=[2], free_host=ARRAYS - 1)
+    assert large["backend"] == "mmap" and large["mode"] is None and "behind --cache" in large["backend_why"]
 
 
 def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
@@ -1650,7 +1650,7 @@ def test_store_estimate_command_line(tmp_path, capsys):
     words = ["estimate", str(path), "--fanout", "3,2", "--hidden", "8", "--batch-size", "10"]
     assert store.main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{mode} " in text for mode in MODES) and "features 64.1 KB" in text
+    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
     if not torch.cuda.is_available():
         assert text.count("no GPU here") == 3
     assert "\nmode           cpu-cpu\n" in text and "\nfeatures       mmap: graph and features take 100 KB" in text
@@ -6877,7 +6877,7 @@ if __name__ == "__main__":
 }
 
 TAKEN_ALONG = {  # what the first lines of a file say it needs
-    "store": ("disk", "csc", "lmdb_file"),
+    "store": ("disk", "csc", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features"),
 }
 

@@ -42,17 +42,19 @@ import ddp
 import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
+import lookahead
 from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
-from disk import StoreError, write_whole
+from disk import StoreError, readable_size, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from graphs import GraphDataset, GraphReader, Regressor, scores_line
 from loader import NodeLoader
+from lookahead import LookaheadCache
 from model import GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
-from store import GraphStore
+from store import GraphStore, MmapFeatures, free_host_bytes
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
@@ -273,10 +275,7 @@ def open_data(ranks, args, path):
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
     indptr, indices, labels, features = place(*arrays, args.mode, ranks.device)
-    if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
-        with reading_all_edges():
-            visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
-        features = CachedFeatures(features, visits, args.cache, ranks.device)
+    features = cached(ranks, args, store, features)
     sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
     dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
     in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
@@ -284,6 +283,30 @@ def open_data(ranks, args, path):
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
                        aggregate=self_and_mean if in_place else None)  # fmt: skip
     return store, sampler, ring
+
+
+def cached(ranks, args, store, features):
+    """The features behind the cache of --cache, which every process has; without one, as they are.
+
+    On CPU, before a memory-mapped table, it holds the rows that the next batches use soonest; on a GPU and before LMDB,
+    whose rows may change, the rows that are used most often, chosen once.
+    """
+    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    looks_ahead = mapped and lookahead.library() is not None
+    if looks_ahead and store.features.large and not args.cache:
+        args.cache = free_host_bytes() // (4 * ranks.local_world)
+        if ranks.leads:
+            print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
+    if not args.cache or not args.mode.startswith("cpu"):  # the other modes read features in place
+        return features
+    if args.lookahead is not None and not looks_ahead:
+        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
+                         f"are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
+    with reading_all_edges():
+        visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
+    if looks_ahead:
+        return LookaheadCache(store.features, args.cache, args.lookahead, visits)
+    return CachedFeatures(features, visits, args.cache, ranks.device)
 
 
 def settle(ranks, args, examples):
@@ -406,8 +429,10 @@ def validate(ranks, args, store, sampler, ring, model):
     if args.task == "graph":
         return {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
     figures = {"valid_sampled": sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])}
-    if isinstance(ring.features, CachedFeatures):
+    if isinstance(ring.features, (CachedFeatures, LookaheadCache)):
         figures["cache_hit_rate"] = ring.features.hit_rate
+    if isinstance(ring.features, LookaheadCache):
+        figures.update(ring.features.counts())
     return figures
 
 
