@@ -1,9 +1,11 @@
-"""Edges in any order -> CSC, sorted by destination, then source, in bounded memory.
+"""Edges in any order -> CSC, sorted by destination, then source or time, in bounded memory.
 
     edges = functools.partial(edge_chunks, edge_index, None, None, num_nodes, options)
     indptr = np.zeros(num_nodes + 1, np.int64)
     for sources in sorted_sources(edges, indptr, drop_duplicates=False, progress=False):
         ...                                   # the next part of `indices`; indptr is complete after the last one
+    for sources, rows in sorted_edges(numbered, indptr, M, times, drop_duplicates=False, progress=False):
+        ...                                   # the same, and beside it which edges of the input they are
 
 Letters: V nodes, M edges. This file needs disk.py, numpy and tqdm.
 """
@@ -52,8 +54,9 @@ def ahead(function, stop, step) -> Iterator:
             yield pending.popleft().result()
 
 
-def edge_chunks(edge_index, indptr, indices, num_nodes, options) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(sources, destinations), EDGE_CHUNK edges at a time, checked, with self-loops and reverses as asked for."""
+def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False) -> Iterator[tuple[np.ndarray, ...]]:
+    """(sources, destinations), EDGE_CHUNK edges at a time, checked, with self-loops and reverses as asked for; with
+    `numbered` the number of each edge in the input as well, and of a reverse that number plus M."""
     num_edges = edge_index.shape[1] if indptr is None else indices.shape[0]
     for a in range(0, num_edges, EDGE_CHUNK):
         b = min(a + EDGE_CHUNK, num_edges)
@@ -68,20 +71,20 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options) -> Iterator[tup
             bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
             raise StoreError(f"edge {a + bad} goes from node {src[bad]} to node {dst[bad]}: node ids lie in "
                              f"[0, {num_nodes})")
+        numbers = [np.arange(a, b)] if numbered else []
         if options["drop_self_loops"]:
             keep = np.flatnonzero(src != dst)
-            src, dst = src[keep], dst[keep]
-        yield src, dst
+            src, dst, *numbers = (array[keep] for array in (src, dst, *numbers))
+        yield src, dst, *numbers
         if options["symmetrize"]:
-            yield dst, src
+            yield dst, src, *(array + num_edges for array in numbers)
 
 
 def sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndarray]:
     """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
 
-    The first pass counts edges per bucket of destinations. Neighbouring buckets then form ranges of up to SORT_EDGES
-    edges; each range is one more pass over the edges, which packs (destination, source) into one 64-bit key: numpy
-    sorts those in vector registers.
+    Each range is one more pass over the edges, which packs (destination, source) into one 64-bit key: numpy sorts those
+    in vector registers.
 
     Args:
         edges: function that starts another pass: an iterator over (sources, destinations).
@@ -90,55 +93,129 @@ def sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndar
     Returns:
         Iterator over chunks of the sorted sources.
     """
-    num_nodes = len(indptr) - 1
-    bits = max(num_nodes - 1, 1).bit_length()
-    shift = max(0, bits - 16)
+    num_nodes, bits = len(indptr) - 1, _bits(indptr)
+    ranges = _ranges(edges, num_nodes, SORT_EDGES)
+    with _bar(ranges, progress) as bar:
+        for low, high, count in ranges:
+            keys, filled = np.empty(count, np.uint64), 0
+            for src, dst in _between(edges, low, high, num_nodes):
+                _pack(keys[filled:filled + len(src)], src, dst, low, bits)
+                filled += len(src)
+            keys.sort()
+            for a in range(0, len(keys), EDGE_CHUNK):
+                chunk = keys[a:a + EDGE_CHUNK]
+                bar.update(len(chunk))
+                if drop_duplicates:
+                    chunk = chunk[np.concatenate([keys[a - 1:a] != chunk[:1] if a else [True], chunk[1:] != chunk[:-1]])]
+                dst = (chunk >> np.uint64(bits)).view(np.int64) + low
+                if len(dst):
+                    indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
+                yield chunk & np.uint64((1 << bits) - 1)
+            keys = chunk = None  # a view would keep this range beside the next one
+    np.cumsum(indptr, out=indptr)
+
+
+def sorted_edges(edges, indptr, num_edges, times, drop_duplicates, progress) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Sort edges whose rows of other arrays have to follow them: as `sorted_sources`, in ranges of an eighth.
+
+    Equal edges stay in the order of the input, reverses behind the edges that were given. With times, each list is
+    sorted by time, edges of one time by source. Of equal edges `drop_duplicates` keeps the earliest, else the first.
+
+    Args:
+        edges: function that starts another pass: an iterator over (sources, destinations, numbers), as `edge_chunks`
+            has them with `numbered`.
+        indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+        num_edges: M of the input. times: int64 [M] of these edges, or None.
+
+    Returns:
+        Iterator over chunks of (sorted sources, numbers of these edges in the input).
+    """
+    num_nodes, bits = len(indptr) - 1, _bits(indptr)
+    ranges = _ranges(edges, num_nodes, max(1, SORT_EDGES >> 3))
+    with _bar(ranges, progress) as bar:
+        for low, high, count in ranges:
+            keys, numbers, filled = np.empty(count, np.uint64), np.empty(count, np.int64), 0
+            for src, dst, number in _between(edges, low, high, num_nodes):
+                _pack(keys[filled:filled + len(src)], src, dst, low, bits)
+                numbers[filled:filled + len(src)] = number
+                filled += len(src)
+            time = [] if times is None else [np.asarray(times[numbers % num_edges])]
+            order = np.lexsort((numbers, *time, keys))
+            if drop_duplicates:
+                ordered = keys[order]
+                order = order[np.concatenate([ordered[:1] == ordered[:1], ordered[1:] != ordered[:-1]])]
+            if time:
+                order = order[np.lexsort((time[0][order], keys[order] >> np.uint64(bits)))]
+            indptr[low + 1:high + 1] = np.bincount((keys[order] >> np.uint64(bits)).view(np.int64), minlength=high - low)
+            for a in range(0, len(order), EDGE_CHUNK):
+                some = order[a:a + EDGE_CHUNK]
+                yield keys[some] & np.uint64((1 << bits) - 1), numbers[some] % num_edges
+            bar.update(count)
+            keys = numbers = time = order = some = None
+    np.cumsum(indptr, out=indptr)
+
+
+def _bits(indptr) -> int:
+    """Bits that hold a node."""
+    return max(len(indptr) - 2, 1).bit_length()
+
+
+def _ranges(edges, num_nodes, most) -> list[tuple[int, int, int]]:
+    """Cut the nodes into ranges of destinations, each with up to `most` edges or a single bucket -> [(low, high, edges)].
+
+    A pass over the edges counts them per bucket of destinations, and neighbouring buckets form a range.
+    """
+    shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
     ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
-    for _, dst in edges():
+    for _, dst, *_ in edges():
         ends[1:] += np.bincount(dst >> shift, minlength=len(ends) - 1)
     np.cumsum(ends, out=ends)
-    off = None if progress else True  # None: off where stderr is not a terminal
-    first, bar = 0, tqdm(total=int(ends[-1]), desc="edges", unit="edge", unit_scale=True, disable=off)
+    ranges, first = [], 0
     while first < len(ends) - 1:
-        last = max(first + 1, int(np.searchsorted(ends, ends[first] + SORT_EDGES, "right")) - 1)
-        low, high = first << shift, min(last << shift, num_nodes)
-        keys, filled = np.empty(ends[last] - ends[first], np.uint64), 0
-        for src, dst in edges():
-            if high - low < num_nodes:
-                inside = np.flatnonzero((dst >= low) & (dst < high))  # positions: faster to pick by than a mask
-                src, dst = src[inside], dst[inside]
-            part = keys[filled:filled + len(src)].view(np.int64)
-            np.subtract(dst, low, out=part, dtype=np.int64)
-            part <<= bits
-            part |= src
-            filled += len(src)
-        keys.sort()
-        for a in range(0, len(keys), EDGE_CHUNK):
-            chunk = keys[a:a + EDGE_CHUNK]
-            bar.update(len(chunk))
-            if drop_duplicates:
-                chunk = chunk[np.concatenate([keys[a - 1:a] != chunk[:1] if a else [True], chunk[1:] != chunk[:-1]])]
-            dst = (chunk >> np.uint64(bits)).view(np.int64) + low
-            if len(dst):
-                indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
-            yield chunk & np.uint64((1 << bits) - 1)
-        first, keys, part, chunk = last, None, None, None  # a view would keep this range beside the next one
-    np.cumsum(indptr, out=indptr)
-    bar.close()
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + most, "right")) - 1)
+        ranges.append((first << shift, min(last << shift, num_nodes), int(ends[last] - ends[first])))
+        first = last
+    return ranges
 
 
-def without_reverse(indptr, indices, exact=1 << 20, sample=1 << 16) -> tuple[int, int]:
+def _between(edges, low, high, num_nodes) -> Iterator[list[np.ndarray]]:
+    """The chunks of a pass over the edges, without those whose destinations lie outside of [low, high)."""
+    for arrays in edges():
+        if high - low < num_nodes:
+            inside = np.flatnonzero((arrays[1] >= low) & (arrays[1] < high))  # positions: faster to pick by than a mask
+            arrays = [array[inside] for array in arrays]
+        yield arrays
+
+
+def _pack(keys, src, dst, low, bits):
+    """Write destination - low and source of each edge into one number each."""
+    keys = keys.view(np.int64)
+    np.subtract(dst, low, out=keys, dtype=np.int64)
+    keys <<= bits
+    keys |= src
+
+
+def _bar(ranges, progress):
+    total = sum(count for _, _, count in ranges)
+    off = None if progress else True  # None: off where stderr is not a terminal
+    return tqdm(total=total, desc="edges", unit="edge", unit_scale=True, disable=off)
+
+
+def without_reverse(indptr, indices, exact=1 << 20, sample=1 << 16, ascending=True) -> tuple[int, int]:
     """Count edges (u -> v) without an edge (v -> u) -> (how many, of how many edges that were looked at).
 
     Args:
-        indptr: int64 [V + 1]. indices: integers [M], the sources of each destination in ascending order.
+        indptr: int64 [V + 1]. indices: integers [M], the sources of each destination.
         exact: graphs of at most so many edges are looked at as a whole, of others `sample` random edges.
+        ascending: whether these sources are in ascending order; if not, all edges are read.
     """
     num_edges = len(indices)
     edges = np.arange(num_edges)
     if num_edges > exact:
         edges = np.sort(np.random.default_rng(0).integers(0, num_edges, sample))
     dst, src = np.searchsorted(indptr, edges, "right") - 1, indices[edges]
+    if not ascending:
+        return _without_reverse_among_all(indptr, indices, src.astype(np.uint64), dst.astype(np.uint64)), len(edges)
     low, high = indptr[src], indptr[src + 1]  # dst is looked for among the sources of src, by halves
     while (left := low < high).any():
         middle = (low + high) // 2
@@ -146,6 +223,20 @@ def without_reverse(indptr, indices, exact=1 << 20, sample=1 << 16) -> tuple[int
         low, high = np.where(left & below, middle + 1, low), np.where(left & ~below, middle, high)
     found = (low < indptr[src + 1]) & (indices[np.minimum(low, num_edges - 1)] == dst)
     return int((~found).sum()), len(edges)
+
+
+def _without_reverse_among_all(indptr, indices, src, dst) -> int:
+    """How many of the edges src -> dst [n] have no reverse, in one pass over all edges."""
+    nodes = np.uint64(len(indptr) - 1)
+    wanted, times = np.unique(src * nodes + dst, return_counts=True)  # keys of reverses: destination, then source
+    found = np.zeros(len(wanted), bool)
+    for a in range(0, len(indices), EDGE_CHUNK):
+        chunk = indices[a:a + EDGE_CHUNK].astype(np.uint64)
+        ends = np.searchsorted(indptr, np.arange(a, a + len(chunk)), "right") - 1
+        keys = ends.astype(np.uint64) * nodes + chunk
+        place = np.searchsorted(wanted, keys).clip(max=len(wanted) - 1)
+        found[place[wanted[place] == keys]] = True
+    return int(times[~found].sum())
 
 
 def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
