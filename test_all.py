@@ -5926,6 +5926,108 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
         time.sleep(pause)
 
 
+def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
+    common = ["--dataset", tiny, "--model", "gcn", "--fanout", "5,5", "--hidden", 16, "--epochs", 2, "--batch-size", 50]
+    log, expected = _run_here(tmp_path, *common)
+    for words in (["--cache", "20KiB"], ["--cache", "100KiB", "--lookahead", 3, "--sample-threads", 3],
+                  ["--cache", "1MiB", "--lookahead", 0, "--prefetch", 0]):  # fmt: skip
+        cached, model = _run_here(tmp_path, *common, *words)
+        assert [a["loss"] for a in log[:2]] == [b["loss"] for b in cached[:2]] and log[-1]["exact"] == cached[-1]["exact"]
+        assert all(torch.equal(expected[name], model[name]) for name in expected), words
+        last = cached[1]
+        assert 0 < last["cache_hit_rate"] < 1 and 0 < last["bytes_min"] <= 64 * (last["rows"] - last["hits"]) <= last["bytes_read"]
+    _train(*common, "--procs", 2, "--cache", "30KiB", "--checkpoint", tmp_path / "two.pt")
+    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "plain.pt")
+    two, plain = _parameters(tmp_path / "two.pt"), _parameters(tmp_path / "plain.pt")
+    assert all(torch.equal(two[name], plain[name]) for name in two)
+
+
+def test_runs_on_disk_that_are_killed_go_on_to_the_same_bits(tiny, tmp_path):
+    """SIGKILL at random moments, resumed with another cache, window and number of threads each time."""
+    rng, moments = np.random.default_rng(int.from_bytes(os.urandom(4), "little")), []
+    common = ["--dataset", tiny, "--model", "gcn", "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--epochs", 12]
+
+    def start(*words):
+        return _start_fork(tmp_path / "out", *common, *words, cwd=tmp_path)
+
+    _end(start("--checkpoint", "straight.pt"))  # features in memory
+    resumed = ["--checkpoint", "resumed.pt", "--checkpoint-every", 5, "--resume", "auto"]
+    while len(moments) < 5:
+        process = start(*resumed, "--cache", 1000 * int(rng.integers(1, 150)), "--lookahead", rng.integers(40),
+                        "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))  # fmt: skip
+        _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2, process, pause=0.005)
+        moments.append(round(rng.uniform(0.05, 0.4), 3))
+        time.sleep(moments[-1])
+        os.kill(process.pid, signal.SIGKILL)
+        _end(process, 0, -signal.SIGKILL)
+    output = _end(start(*resumed, "--cache", "50KiB"))
+    assert len(set(re.findall(r"resume  from (epoch \d+, step \d+)", output))) > 1, moments
+    straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight), moments
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int turn;
+
+ssize_t pread(int file, void *to, size_t count, off_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off_t);
+  if (!real) real = dlsym(RTLD_NEXT, "pread");
+  if (!(fcntl(file, F_GETFL) & O_DIRECT) || offset == 0) return real(file, to, count, offset);
+  int now = __sync_fetch_and_add(&turn, 1), fails_at = atoi(getenv("FAILS_AT"));
+  if (now % 7 == 3) usleep(20000);  // slow
+  if (now % 7 == 5) { errno = EINTR; return -1; }
+  if (fails_at && now >= fails_at) { errno = EIO; return -1; }
+  return real(file, to, now % 3 ? count : (count + 1023) / 1024 * 512, offset);  // short
+}
+
+long syscall(long number, ...) {
+  static long (*real)(long, ...);
+  if (!real) real = dlsym(RTLD_NEXT, "syscall");
+  if (number == SYS_io_uring_setup) { errno = EPERM; return -1; }
+  va_list more;
+  va_start(more, number);
+  long a[6];
+  for (int i = 0; i < 6; i++) a[i] = va_arg(more, long);
+  va_end(more);
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
+    """A shim between the reader's threads and the kernel: slow, short and interrupted reads, then EIO."""
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim, straight = tmp_path / "shim.so", tmp_path / "straight.pt"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", tmp_path / "shim.c", "-o", shim, "-ldl"], check=True)
+    with open(GraphStore.open(tiny).path / "features.npy", "rb") as file:
+        try:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            pytest.skip("this file system has no direct reads, by which the shim knows the reader's")
+    words = ["--dataset", tiny, "--model", "gcn", "--fanout", "3,3", "--epochs", 1, "--batch-size", 200, "--cache", "20KiB"]
+    _train(*words[:-2], "--checkpoint", straight)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(shim)}
+    for fails_at, code in ((0, 0), (10, 2)):
+        command = [sys.executable, HERE / "train.py", *map(str, words), "--checkpoint", tmp_path / f"{code}.pt"]
+        done = subprocess.run(command, env={**environment, "FAILS_AT": str(fails_at)}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        if code:
+            assert re.fullmatch(r"train.py: .*features.npy cannot be read at byte [0-9,]+: Input/output error\n", done.stderr)
+        else:
+            ours, plain = _parameters(tmp_path / "0.pt"), _parameters(straight)
+            assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
 def _epochs(path):
     return len(_log(path)) if Path(path).is_file() else 0
 
