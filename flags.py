@@ -138,8 +138,11 @@ def make_parser():
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--gpu-cache", "--cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for the hottest feature rows: "
-        "of each GPU in mode cpu-cuda, of the host before an lmdb store in mode cpu-cpu (default: none)")  # fmt: skip
+    add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for feature rows, the others "
+        "stay behind: of each GPU in mode cpu-cuda, of each process in mode cpu-cpu (default: none; for features that "
+        "exceed memory, a quarter of what is free)")  # fmt: skip
+    add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU the cache keeps the rows that the next N "
+        "batches use soonest (default: as many as use 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
     add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
@@ -191,6 +194,8 @@ def check_network(parser, args):
     for flag, off in (("sampler", "uniform"), ("temporal", "auto")):
         if args.task == "graph" and getattr(args, flag) != off:
             parser.error(f"--{flag} {getattr(args, flag)} is for --task node")
+    if args.task == "link" and args.temporal in ("at", "before"):
+        parser.error(f"--temporal {args.temporal} is for --task node; --edge-split time:85/5/10 splits links by their time")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
     for flag in LINK_FLAGS:
@@ -213,7 +218,7 @@ def check_network(parser, args):
 def check_machine(parser, args):
     """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
     if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--gpu-cache is for --mode cpu-cuda, or on CPU for features on a slow disk or in LMDB; {args.mode} reads features in place")
+        parser.error(f"--cache is for --mode cpu-cuda and cpu-cpu; {args.mode} reads features in place")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0

@@ -108,9 +108,10 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     arrays = modes["pinned-cuda"]["shared"]
     in_memory = arrays <= free_host
     why = (f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
-           + ("the mapped file stays in it" if in_memory else "LMDB reads the blocks asked for and nothing ahead"))
+           + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
+           + "; lmdb is for rows that change while others read them")
     sums = {m: _sum_line(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
-    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap" if in_memory else "lmdb", "backend_why": why}
+    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap", "backend_why": why}
 
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:

@@ -16,8 +16,8 @@ are shared by all of them.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
 the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times: see
-columns.py. To copy this file take disk.py, csc.py, columns.py and lmdb_file.py along; they need torch, numpy and tqdm
-(lmdb for backend "lmdb").
+columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they need
+torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -46,10 +46,11 @@ from torch import Tensor
 
 from columns import COLUMNS, check_columns, column_files, column_problems, described, out_of_order, write_columns
 from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
-from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
-                  check_splits, complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
-                  readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
+from disk import (DTYPES, HEADS, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
+                  check_splits, complete_or_not_there, dump_meta, gather_target, head_of, info_lines, integers, map_npy,
+                  read_meta, readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from row_reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -164,7 +165,7 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
     shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
     rows = _feature_rows(features, meta["feature_dtype"], progress)
     if meta["backend"] == "mmap":
-        files[file.name] = write_npy(file, dtype, shape, rows)
+        files[file.name] = write_npy(file, dtype, shape, rows, head=HEADS[-1])  # rows begin on a block of the disk
     else:
         files[file.name] = write_blocks(file, dtype, shape, rows, meta["block_rows"])
     (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
@@ -332,8 +333,9 @@ class GraphStore:
         shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large = math.prod(shape) * dtype.itemsize > free_host_bytes()
         if meta["backend"] == "mmap":
-            table = map_npy(self.path, "features.npy", meta["files"]["features.npy"], ahead=not large)
-            self.features = MmapFeatures(table.view(dtype), large, self.path)
+            record = meta["files"]["features.npy"]
+            table = map_npy(self.path, "features.npy", record, ahead=not large)
+            self.features = MmapFeatures(table.view(dtype), large, self.path, head_of(record))
         else:
             file = check_lmdb(self.path, "features.lmdb", meta["files"]["features.lmdb"])
             self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
@@ -381,8 +383,8 @@ class GraphStore:
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
-    A table that is larger than the memory that is free is read by many threads, so that the disk has many requests to
-    work on, and without reading ahead.
+    A table that is larger than the memory that is free is not read through the map but with many requests at a time
+    (row_reader.py), where that can be: else by many threads, and without reading ahead.
 
     Attributes:
         large: True for such a table.
@@ -391,14 +393,25 @@ class MmapFeatures:
         dtype: torch dtype.
     """
 
-    def __init__(self, table, large=False, path=None):
+    def __init__(self, table, large=False, path=None, head=0):
         self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
-        self._path = path
+        self._path, self._head = path, head
         if not large:
             self.tensor = table
 
     def __reduce__(self):
         return _features_of, (self._path,)
+
+    def reader(self, **options) -> RowReader | None:
+        """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
+        if self._path is None:
+            return None
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
+
+    @functools.cached_property
+    def _reader(self):
+        return self.reader()
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.
@@ -412,10 +425,13 @@ class MmapFeatures:
 
         Raises:
             IndexError: for an id that is no row.
+            StoreError: where the disk fails.
         """
         out = gather_target(self, ids, out)
         if not self.large:
             return torch.index_select(self._table, 0, ids, out=out)
+        if self._reader and out.is_contiguous():
+            return self._reader.read(ids, out)
         source, target, ids = as_numpy(self._table), as_numpy(out), ids.numpy()
         cuts = np.linspace(0, len(ids), 4 * READ_THREADS + 1).astype(int).tolist()
         with ThreadPoolExecutor(READ_THREADS) as pool:

@@ -79,11 +79,13 @@ import link
 import lmdb_file
 import loader
 import metrics
+import lookahead
 import model
 import molecules
 import native_cuda
 import plan
 import report
+import row_reader
 import sampler
 import sampler_cuda
 import store
@@ -95,6 +97,7 @@ from disk import StoreError
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from graphs import GraphDataset, Regressor, block_diagonal, build_graphs
 from graphs import verify as verify_graphs
+from lookahead import LookaheadCache
 from model import GNN, SAGE, inference
 from plan import choose_mode, estimate
 from sampler import Block, NeighborSampler
@@ -1658,6 +1661,338 @@ def test_features_cache_by_visits_hits_more_than_by_chance_or_degree():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# row_reader.py
+
+
+def _table(tmp_path, rows, row_bytes, offset=4096, seed=0):
+    """A file with a table of random bytes behind `offset` others -> (path, uint8 [rows, row_bytes])."""
+    table = np.random.default_rng(seed).integers(0, 256, (rows, row_bytes), np.uint8)
+    path = tmp_path / "table"
+    path.write_bytes(bytes(offset) + table.tobytes())
+    return path, torch.from_numpy(table)
+
+
+def _opened(path, table, offset=4096, **options):
+    reader = row_reader.open_rows(path, offset, table.shape[1], len(table), **options)
+    return reader or pytest.skip("no C code: a Linux with a C compiler is needed")
+
+
+ENGINES = [dict(engine=engine, direct=direct) for engine in ("io_uring", "threads") for direct in (True, False)]
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=lambda o: f"{o['engine']} {'direct' if o['direct'] else 'cached'}")
+@pytest.mark.parametrize("row_bytes, offset", [(1, 128), (400, 128), (512, 4096), (1000, 4096), (4096, 128), (70_000, 4096)])
+def test_rows_are_read_from_the_disk_as_they_lie_there(row_bytes, offset, options, tmp_path):
+    path, table = _table(tmp_path, max(40, 500_000 // row_bytes), row_bytes, offset)
+    reader, rng = _opened(path, table, offset, **options, depth=5), np.random.default_rng(1)
+    for ids in (rng.integers(0, len(table), 700), np.arange(len(table))[::-1][:300], [0, len(table) - 1, 0], []):
+        ids = torch.as_tensor(np.array(ids, np.int64))
+        out = torch.zeros(len(ids), row_bytes, dtype=torch.uint8)
+        assert reader.read(ids, out) is out and torch.equal(out, table[ids])
+        places = torch.from_numpy(rng.permutation(2 * len(ids))[: len(ids)])
+        out = torch.zeros(2 * len(ids), row_bytes, dtype=torch.uint8)
+        assert torch.equal(reader.read(ids.int(), out, places)[places], table[ids])
+        assert out.any(1).sum() <= len(ids)  # and no other row was touched
+    for bad in (-1, len(table)):
+        with pytest.raises(IndexError, match=f"node {bad} is out of range"):
+            reader.read(torch.tensor([0, bad]), torch.zeros(2, row_bytes, dtype=torch.uint8))
+
+
+def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
+    path, table = _table(tmp_path, 1000, 1024)
+    reader = _opened(path, table)
+    if not reader.direct:
+        pytest.skip("this file system has no direct reads")
+    ids = torch.randperm(500)[:200] * 2  # gaps of 1 row are worth reading, 1,024 bytes
+    reader.read(ids, torch.empty(200, 1024, dtype=torch.uint8))
+    rows = ids.sort().values
+    gaps = int((rows.diff() == 2).sum())
+    assert reader.bytes_read == 1024 * (200 + gaps) - 1024 * _cuts(rows)
+    before = reader.bytes_read
+    reader.read(torch.tensor([7, 8, 9, 8, 500, 9]), torch.empty(6, 1024, dtype=torch.uint8))
+    assert reader.bytes_read - before == 4 * 1024  # whole blocks, each once
+
+
+def _cuts(rows, row=1024, most=1 << 16):
+    """How many gaps of one row are left out because a request is full."""
+    cuts, start = 0, int(rows[0])
+    for a, b in zip(rows.tolist(), rows.tolist()[1:]):
+        if b - a == 2 and (b + 1 - start) * row > most:
+            cuts += 1
+        if b - a != 2 or (b + 1 - start) * row > most:
+            start = b
+    return cuts
+
+
+def test_many_threads_and_forked_processes_read_with_one_reader(tmp_path):
+    path, table = _table(tmp_path, 3000, 600)
+    reader, failed = _opened(path, table, depth=8), []
+
+    def read(seed, times=20):
+        rng = np.random.default_rng(seed)
+        for _ in range(times):
+            ids = torch.from_numpy(rng.integers(0, 3000, 100))
+            if not torch.equal(reader.read(ids, torch.empty(100, 600, dtype=torch.uint8)), table[ids]):
+                failed.append(seed)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    [thread.start() for thread in threads]
+    assert [_in_child(lambda: (read(9), sys.exit(bool(failed)) if failed else None)) for _ in range(3)] == [0] * 3
+    [thread.join() for thread in threads]
+    assert not failed
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(engine, tmp_path):
+    path, table = _table(tmp_path, 1000, 1000)
+    reader, whole = _opened(path, table, engine=engine), path.read_bytes()
+    out = torch.empty(100, 1000, dtype=torch.uint8)
+    for length in (4096 + 900_500, 4096 + 500, 0):
+        os.truncate(path, length)
+        with pytest.raises(StoreError, match="table ends at byte [0-9,]+ in the middle of its rows"):
+            reader.read(torch.arange(901, 1000), out)
+    assert torch.equal(reader.read(torch.arange(0), out[:0]), out[:0])
+    path.write_bytes(whole)
+    ids = torch.randint(1000, (100,))
+    assert torch.equal(reader.read(ids, out), table[ids])
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, tmp_path, monkeypatch):
+    """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
+    path, table = _table(tmp_path, 1000, 3000)
+    flaky = """static i64 flaky(call_t *call, slot_t *slot, i64 result) {
+      static atomic_int count;
+      int turn = atomic_fetch_add(&count, 1) % 5;
+      if (slot->request->offset > 4096 + 950 * 3000) return -EIO;
+      return turn == 1 ? -EINTR : turn == 2 ? -EAGAIN : turn == 3 && result > 1024 ? result / 2 : result;
+    }
+    static request_t *take_request"""
+    text = row_reader.SOURCE.replace("static request_t *take_request", flaky, 1)
+    for arguments in ("call, slot, result", "call, &reader->slots[number], result->res"):
+        assert text.count(f"read_on({arguments})") == 1
+        flaky_result = arguments.rpartition(", ")[2]
+        slot = arguments.split(", ")[1]
+        text = text.replace(f"read_on({arguments})", f"read_on(call, {slot}, flaky(call, {slot}, {flaky_result}))")
+    monkeypatch.setattr(row_reader, "SOURCE", text)
+    row_reader._library.cache_clear()
+    try:
+        reader = _opened(path, table, engine=engine)
+        ids, out = torch.randint(900, (2000,)), torch.empty(2000, 3000, dtype=torch.uint8)
+        assert torch.equal(reader.read(ids, out), table[ids])
+        for _ in range(3):
+            with pytest.raises(StoreError, match=r"table cannot be read at byte [0-9,]+: Input/output error"):
+                reader.read(torch.randint(1000, (2000,)), out)
+            assert torch.equal(reader.read(ids, out), table[ids])
+    finally:
+        row_reader._library.cache_clear()
+
+
+FORBIDDEN = """
+import ctypes, struct, sys
+import torch
+import row_reader
+libc = ctypes.CDLL(None, use_errno=True)
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7fff0000)]  # io_uring_setup: EPERM
+filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+program = Program(len(code), ctypes.addressof(filter))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+reader = row_reader.open_rows(sys.argv[1], 4096, 1000, 500)
+print(reader.engine, reader.read(torch.arange(500), torch.empty(500, 1000, dtype=torch.uint8)).sum().item())
+"""
+
+
+def test_where_io_uring_is_forbidden_threads_read(tmp_path):
+    path, table = _table(tmp_path, 500, 1000)
+    _opened(path, table)
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN, path], cwd=HERE, capture_output=True, text=True)
+    if "AssertionError" in done.stderr:
+        pytest.skip("no seccomp here")
+    assert done.stdout.split() == ["threads", str(table.sum().item())], done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# lookahead.py
+
+
+def _fewest_reads(trace, places):
+    """Misses that no cache of so many places can avoid, by trying every set of rows to keep after every batch."""
+    states = {frozenset(): 0}
+    for batch in trace:
+        found = {}
+        for kept, misses in states.items():
+            misses += len(batch - kept)
+            there = kept | batch
+            for rows in itertools.combinations(sorted(there), min(places, len(there))):
+                state = frozenset(rows)
+                found[state] = min(misses, found.get(state, misses))
+        states = found
+    return min(states.values())
+
+
+class _Cache:
+    """Carries out what a Planner decides, with ids for rows."""
+
+    def __init__(self, num_rows, places, window, level=None):
+        if lookahead.library() is None:
+            pytest.skip("no C compiler")
+        self.planner, self.held, self.misses = lookahead.Planner(num_rows, places, window, level), [-1] * places, 0
+
+    def plan(self, carry_out=True):
+        ids, source, keep = self.planner.plan()
+        if carry_out:
+            for node, place in zip(ids.tolist(), source.tolist()):
+                assert place == -1 or self.held[place] == node
+                self.misses += place == -1
+            for node, place in zip(ids.tolist(), keep.tolist()):
+                if place >= 0:
+                    self.held[place] = node
+        assert len({place for place in keep.tolist() if place >= 0}) == sum(place >= 0 for place in keep.tolist())
+        return keep
+
+    def run(self, trace, window):
+        waiting = 0
+        for batch in trace:
+            self.planner.expect(torch.tensor(sorted(batch)))
+            waiting += 1
+            if waiting > window:
+                self.plan()
+                waiting -= 1
+        for _ in range(waiting):
+            self.plan()
+
+
+def test_what_is_kept_is_what_reads_least():
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        trace = [set(rng.permutation(7)[: rng.integers(5)].tolist()) for _ in range(rng.integers(9))]
+        places, window = rng.integers(5), rng.integers(10)
+        fewest = _fewest_reads(trace, places)
+        cache = _Cache(7, places, window)
+        cache.run(trace, window)
+        asked = sum(map(len, trace))
+        assert asked - cache.planner.min_hits == fewest, trace  # whatever the window: MIN is counted with all batches
+        assert cache.misses == fewest if window >= len(trace) else cache.misses >= fewest, trace
+
+
+def test_what_min_reads_is_counted_exactly_on_long_traces():
+    """Beside a plain MIN: after each batch the rows whose next use is nearest stay."""
+    rng, V = np.random.default_rng(0), 300
+    trace = [set((V * rng.random(rng.integers(1, 40)) ** 2).astype(int).tolist()) for _ in range(400)]
+    for places in (0, 1, 30, 150, 300):
+        kept, misses = set(), 0
+        for t, batch in enumerate(trace):
+            misses += len(batch - kept)
+            next_use = {row: next((u for u in range(t + 1, 400) if row in trace[u]), 1000) for row in kept | batch}
+            kept = set(sorted(next_use, key=next_use.get)[:places])
+        reads = []
+        for window in (0, 3, 50, 400):
+            cache = _Cache(V, places, window)
+            cache.run(trace, window)
+            assert sum(map(len, trace)) - cache.planner.min_hits == misses, places
+            reads.append(cache.misses)
+        assert reads[-1] == misses and reads == sorted(reads, reverse=True), reads
+
+
+def test_without_a_window_the_hottest_rows_stay():
+    level = torch.arange(20, dtype=torch.uint8)
+    cache = _Cache(20, 5, 0, level)
+    for _ in range(3):
+        cache.run([set(range(a, 20, 3)) for a in (2, 1, 0)], 0)
+    assert sorted(cache.held) == [15, 16, 17, 18, 19]
+
+
+def test_what_was_given_up_is_not_in_the_cache():
+    """Batches are expected, planned and carried out, or all given up, in any order: a hit is never another row."""
+    rng, cache = np.random.default_rng(0), _Cache(10, 4, 6)
+    for _ in range(3000):
+        batch, what = torch.from_numpy(np.sort(rng.permutation(10)[: rng.integers(6)])), rng.integers(9)
+        if what < 5 and len(cache.planner.expected) < 6:
+            cache.planner.expect(batch)
+        elif what < 8 and cache.planner.expected:
+            cache.plan()
+        elif what == 8:
+            given_up = [cache.plan(carry_out=False) for _ in range(min(rng.integers(4), len(cache.planner.expected)))]
+            for keep in given_up:
+                cache.planner.release(keep)
+            cache.planner.forget()
+    assert 100 < cache.misses < 4000
+
+
+def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
+    """A store whose features stay on disk -> GraphStore; `.x` is what they are."""
+    x = torch.randn(num_nodes, width, generator=torch.Generator().manual_seed(0))
+    path = build_store(tmp_path / "g", **dict(_graph(num_nodes, 12 * num_nodes), features=x))
+    monkeypatch.setattr(store, "free_host_bytes", lambda: 1000)
+    graph = GraphStore.open(path)
+    graph.x = x
+    if graph.features.reader() is None or lookahead.library() is None:
+        pytest.skip("no C compiler, or no Linux")
+    return graph
+
+
+@pytest.mark.parametrize("budget, window", [(0, 3), (96 * 50, 0), (96 * 50, 1), (96 * 200, None), (10**6, 100)])
+def test_batches_through_a_cache_that_looks_ahead_are_the_same(budget, window, tmp_path, monkeypatch):
+    graph = _large(tmp_path, monkeypatch)
+    threads_before = threading.active_count()
+    for depth, threads in ((0, 1), (2, 1), (3, 4)):
+        cache = LookaheadCache(graph.features, budget, window)
+        ring = FeatureRing(cache, graph.labels, slots=depth + 1)
+        batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=4, ring=ring, depth=depth, threads=threads)
+        asked = []
+        for epoch in range(3):
+            for i, batch in enumerate(batches):
+                assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+                asked.append(batch.blocks[0].src_nodes)
+                if epoch == 1 and i == 5:
+                    break  # what was planned and not fetched is given up
+        counts = cache.counts()
+        assert counts["rows"] >= sum(map(len, asked)) and counts["hits"] <= counts["rows"]
+        if budget == 0:
+            assert counts["hits"] == 0 and counts["bytes_min"] == counts["rows"] * 96
+        if budget == 10**6:
+            assert counts["bytes_min"] <= counts["bytes_read"] and len(torch.cat(asked).unique()) * 96 <= counts["bytes_read"]
+        assert torch.equal(cache.gather(torch.tensor([5, 5, 0])), graph.x[[5, 5, 0]])  # beside the batches
+    assert threading.active_count() == threads_before
+
+
+def test_counts_do_not_depend_on_threads(tmp_path, monkeypatch):
+    graph, found = _large(tmp_path, monkeypatch), []
+    for depth, threads in ((0, 1), (2, 1), (4, 3)):
+        cache = LookaheadCache(graph.features, 96 * 100, 4, torch.rand(600, generator=torch.Generator().manual_seed(0)))
+        ring = FeatureRing(cache, graph.labels, slots=depth + 1)
+        batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=4, ring=ring, depth=depth, threads=threads)
+        for _ in range(2):
+            trace = [set(batch.blocks[0].src_nodes.tolist()) for batch in batches]
+        found.append(cache.counts())
+    assert found[0] == found[1] == found[2] and 0 < found[0]["hits"] < found[0]["rows"] and trace
+    assert found[0]["bytes_min"] <= 96 * (found[0]["rows"] - found[0]["hits"]) <= found[0]["bytes_read"]
+
+
+def test_a_failing_disk_leaves_the_cache_right(tmp_path, monkeypatch):
+    graph = _large(tmp_path, monkeypatch)
+    cache = LookaheadCache(graph.features, 96 * 300, 20)
+    batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=2, ring=FeatureRing(cache, graph.labels, slots=3))
+    read, turn = cache.reader.read, itertools.count()
+
+    def fails(ids, out, places=None):
+        if next(turn) % 7 == 5:
+            raise StoreError("the disk fails")
+        return read(ids, out, places)
+
+    cache.reader.read, failures = fails, 0
+    for _ in range(20):
+        try:
+            for batch in batches:
+                assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+        except StoreError:
+            failures += 1
+    assert failures > 10 and cache.hits > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # store.py: what fits where
 
 
@@ -1752,8 +2087,8 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
     ):
         with pytest.raises(StoreError, match=words):
             choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
-    lmdb = estimate(path, fanout=[2], free_host=ARRAYS - 1)
-    assert lmdb["backend"] == "lmdb" and lmdb["mode"] is None and "LMDB reads" in lmdb["backend_why"]
+    large = estimate(path, fanout=[2], free_host=ARRAYS - 1)
+    assert large["backend"] == "mmap" and large["mode"] is None and "behind --cache" in large["backend_why"]
 
 
 def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
@@ -1789,7 +2124,7 @@ def test_store_estimate_command_line(tmp_path, capsys):
     words = ["estimate", str(path), "--fanout", "3,2", "--hidden", "8", "--batch-size", "10"]
     assert store.main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{mode} " in text for mode in MODES) and "features 64.1 KB" in text
+    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
     if not torch.cuda.is_available():
         assert text.count("no GPU here") == 3
     assert "\nmode           cpu-cpu\n" in text and "\nfeatures       mmap: graph and features take 100 KB" in text
@@ -5995,6 +6330,108 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
         time.sleep(pause)
 
 
+def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
+    common = ["--dataset", tiny, "--model", "gcn", "--fanout", "5,5", "--hidden", 16, "--epochs", 2, "--batch-size", 50]
+    log, expected = _run_here(tmp_path, *common)
+    for words in (["--cache", "20KiB"], ["--cache", "100KiB", "--lookahead", 3, "--sample-threads", 3],
+                  ["--cache", "1MiB", "--lookahead", 0, "--prefetch", 0]):  # fmt: skip
+        cached, model = _run_here(tmp_path, *common, *words)
+        assert [a["loss"] for a in log[:2]] == [b["loss"] for b in cached[:2]] and log[-1]["exact"] == cached[-1]["exact"]
+        assert all(torch.equal(expected[name], model[name]) for name in expected), words
+        last = cached[1]
+        assert 0 < last["cache_hit_rate"] < 1 and 0 < last["bytes_min"] <= 64 * (last["rows"] - last["hits"]) <= last["bytes_read"]
+    _train(*common, "--procs", 2, "--cache", "30KiB", "--checkpoint", tmp_path / "two.pt")
+    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "plain.pt")
+    two, plain = _parameters(tmp_path / "two.pt"), _parameters(tmp_path / "plain.pt")
+    assert all(torch.equal(two[name], plain[name]) for name in two)
+
+
+def test_runs_on_disk_that_are_killed_go_on_to_the_same_bits(tiny, tmp_path):
+    """SIGKILL at random moments, resumed with another cache, window and number of threads each time."""
+    rng, moments = np.random.default_rng(int.from_bytes(os.urandom(4), "little")), []
+    common = ["--dataset", tiny, "--model", "gcn", "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--epochs", 12]
+
+    def start(*words):
+        return _start_fork(tmp_path / "out", *common, *words, cwd=tmp_path)
+
+    _end(start("--checkpoint", "straight.pt"))  # features in memory
+    resumed = ["--checkpoint", "resumed.pt", "--checkpoint-every", 5, "--resume", "auto"]
+    while len(moments) < 5:
+        process = start(*resumed, "--cache", 1000 * int(rng.integers(1, 150)), "--lookahead", rng.integers(40),
+                        "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))  # fmt: skip
+        _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2, process, pause=0.005)
+        moments.append(round(rng.uniform(0.05, 0.4), 3))
+        time.sleep(moments[-1])
+        os.kill(process.pid, signal.SIGKILL)
+        _end(process, 0, -signal.SIGKILL)
+    output = _end(start(*resumed, "--cache", "50KiB"))
+    assert len(set(re.findall(r"resume  from (epoch \d+, step \d+)", output))) > 1, moments
+    straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight), moments
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int turn;
+
+ssize_t pread(int file, void *to, size_t count, off_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off_t);
+  if (!real) real = dlsym(RTLD_NEXT, "pread");
+  if (!(fcntl(file, F_GETFL) & O_DIRECT) || offset == 0) return real(file, to, count, offset);
+  int now = __sync_fetch_and_add(&turn, 1), fails_at = atoi(getenv("FAILS_AT"));
+  if (now % 7 == 3) usleep(20000);  // slow
+  if (now % 7 == 5) { errno = EINTR; return -1; }
+  if (fails_at && now >= fails_at) { errno = EIO; return -1; }
+  return real(file, to, now % 3 ? count : (count + 1023) / 1024 * 512, offset);  // short
+}
+
+long syscall(long number, ...) {
+  static long (*real)(long, ...);
+  if (!real) real = dlsym(RTLD_NEXT, "syscall");
+  if (number == SYS_io_uring_setup) { errno = EPERM; return -1; }
+  va_list more;
+  va_start(more, number);
+  long a[6];
+  for (int i = 0; i < 6; i++) a[i] = va_arg(more, long);
+  va_end(more);
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
+    """A shim between the reader's threads and the kernel: slow, short and interrupted reads, then EIO."""
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim, straight = tmp_path / "shim.so", tmp_path / "straight.pt"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", tmp_path / "shim.c", "-o", shim, "-ldl"], check=True)
+    with open(GraphStore.open(tiny).path / "features.npy", "rb") as file:
+        try:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            pytest.skip("this file system has no direct reads, by which the shim knows the reader's")
+    words = ["--dataset", tiny, "--model", "gcn", "--fanout", "3,3", "--epochs", 1, "--batch-size", 200, "--cache", "20KiB"]
+    _train(*words[:-2], "--checkpoint", straight)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(shim)}
+    for fails_at, code in ((0, 0), (10, 2)):
+        command = [sys.executable, HERE / "train.py", *map(str, words), "--checkpoint", tmp_path / f"{code}.pt"]
+        done = subprocess.run(command, env={**environment, "FAILS_AT": str(fails_at)}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        if code:
+            assert re.fullmatch(r"train.py: .*features.npy cannot be read at byte [0-9,]+: Input/output error\n", done.stderr)
+        else:
+            ours, plain = _parameters(tmp_path / "0.pt"), _parameters(straight)
+            assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
 def _epochs(path):
     return len(_log(path)) if Path(path).is_file() else 0
 
@@ -7870,7 +8307,7 @@ if __name__ == "__main__":
 }
 
 TAKEN_ALONG = {  # what the first lines of a file say it needs
-    "store": ("disk", "csc", "columns", "lmdb_file"),
+    "store": ("disk", "csc", "columns", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
     "model": ("exact",),
 }

@@ -42,20 +42,22 @@ import ddp
 import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
+import lookahead
 from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
-from disk import StoreError, write_whole
+from disk import StoreError, readable_size, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from edge_data import EdgeData, degrees_at, edge_data
 from graphs import GraphDataset, GraphReader, Regressor
 from link import Links, Scorer, read_pairs, score_pairs, split_edges
 from loader import AtSeedTimes, NodeLoader
+from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score, scores_line
 from model import EDGE_CONVS, GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
-from store import GraphStore
+from store import GraphStore, MmapFeatures, free_host_bytes
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
@@ -310,11 +312,8 @@ def open_data(ranks, args, path):
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
     indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:])
     placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
-    if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
-        with reading_all_edges():
-            nodes = torch.arange(store.num_nodes) if links else store.split["train"]
-            visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, seeds * args.batch_size)
-        features = CachedFeatures(features, visits, args.cache, ranks.device)
+    features = cached(ranks, args, store, features, torch.arange(store.num_nodes) if links else store.split["train"],
+                      seeds * args.batch_size)  # fmt: skip
     sampler = make_sampler(args, indptr, indices, args.fanout, placed, used.strict)
     dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
     in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
@@ -334,6 +333,30 @@ def make_sampler(args, indptr, indices, fanout, used, strict):
         return NeighborSampler(indptr, indices, fanout, **options)
     timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)
     return AtSeedTimes(timed, used.seed_time)
+
+
+def cached(ranks, args, store, features, nodes, batch_size):
+    """The features behind the cache of --cache, which every process has; without one, as they are.
+
+    On CPU, before a memory-mapped table, it holds the rows that the next batches use soonest; on a GPU and before LMDB,
+    whose rows may change, the rows that are used most often by batches of these nodes, chosen once.
+    """
+    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    looks_ahead = mapped and lookahead.library() is not None
+    if looks_ahead and store.features.large and not args.cache:
+        args.cache = free_host_bytes() // (4 * ranks.local_world)
+        if ranks.leads:
+            print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
+    if not args.cache or not args.mode.startswith("cpu"):  # the other modes read features in place
+        return features
+    if args.lookahead is not None and not looks_ahead:
+        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
+                         f"are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
+    with reading_all_edges():
+        visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
+    if looks_ahead:
+        return LookaheadCache(store.features, args.cache, args.lookahead, visits)
+    return CachedFeatures(features, visits, args.cache, ranks.device)
 
 
 def settle(ranks, args, examples):
@@ -469,8 +492,10 @@ def validate(ranks, args, store, sampler, ring, model):
         h = exact_logits(ranks, args, store, model) if len(store.split["valid"]) else None
         return {"valid": ring.evaluation(model.scorer, h, "valid", ranks)}
     figures = {"valid_sampled": sampled_score(ranks, args, sampler, ring, model, store.split["valid"])}
-    if isinstance(ring.features, CachedFeatures):
+    if isinstance(ring.features, (CachedFeatures, LookaheadCache)):
         figures["cache_hit_rate"] = ring.features.hit_rate
+    if isinstance(ring.features, LookaheadCache):
+        figures.update(ring.features.counts())
     return figures
 
 
