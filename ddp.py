@@ -95,6 +95,16 @@ class Ranks(NamedTuple):
             dist.all_reduce(tensor)
         return tensor
 
+    def rows(self, tensor):
+        """The rows of every rank's tensor [n, ...], one below the other, in the order of the ranks -> [sum of n, ...]."""
+        if self.world == 1:
+            return tensor
+        counts = [int(n) for n in self.gather(len(tensor))]
+        before = sum(counts[: self.rank])
+        everyones = tensor.new_zeros(sum(counts), *tensor.shape[1:])
+        everyones[before : before + len(tensor)] = tensor
+        return self.reduce(everyones)
+
     def gather(self, number):
         """Every rank's number (exact below 2^53), in the order of the ranks -> list of floats, on every rank."""
         return self.sum(*(number if rank == self.rank else 0 for rank in range(self.world)))

@@ -1,6 +1,6 @@
 """What a run tells: its lines, its log, TensorBoard, the time of each stage and a picture of it, a trace.
 
-This file needs disk.py and graphs.py.
+This file needs disk.py, metrics.py and own_model.py.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk import StoreError, write_whole
-from graphs import scores_line
+from metrics import scores_line
 from own_model import is_own
 
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")  # step: the three before
@@ -65,6 +65,13 @@ class Clock:
     def add(self, stage, start, end):
         """Record a stage between two times of the host; any thread may call."""
         self.laps.append((stage, start - self.zero, end - self.zero, threading.current_thread().name))
+
+    @contextmanager
+    def timed(self, stage):
+        """Record what runs inside as a stage, on any thread."""
+        start = self.now(stage)
+        yield
+        self.add(stage, start, self.now())
 
     def resolve(self):
         """Turn events into times; waits for the GPU -> laps."""
@@ -208,7 +215,7 @@ class Report:
 
 def flags_of(args):
     """The flags of a run, without what parse_args adds -> {name: value}."""
-    return {name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run")}
+    return {name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run", "turn")}
 
 
 def hardware(ranks):
@@ -230,7 +237,16 @@ def describe(ranks, args, store, model):
         threads += f", rank 0 on cores {min(os.sched_getaffinity(0))}-{max(os.sched_getaffinity(0))}, next to its GPU"
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     precision = "tf32 products (--precision fp32 for full ones)" if args.precision == "tf32" else args.precision
-    if args.task == "graph":
+    network = f"{args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}"
+    fanout = f"fanout {','.join(map(str, args.fanout))} from the seeds outward"
+    if args.task == "link":
+        lines = (
+            f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges that carry messages, "
+            f"{store.feature_dim} features; pairs: {split} ({args.edge_split})",
+            f"model   {args.model}, {network}, scorer {args.scorer}, {parameters}; {fanout}; {args.negatives} negatives a pair, "
+            f"{args.negatives_by}{', unchecked' if args.unchecked_negatives else ''}, {args.link_loss}",
+        )
+    elif args.task == "graph":
         lines = (
             f"graphs  {store.path}: {len(store):,} graphs; {split}",
             f"model   edge-gated regressor, {args.num_layers} layers, hidden {args.hidden}, {parameters}",
@@ -239,9 +255,7 @@ def describe(ranks, args, store, model):
         lines = (
             f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
             f"{store.feature_dim} features, {store.num_classes} classes; {split}",
-            f"model   {args.model}, {args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}, "
-            f"{parameters}; "
-            f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
+            f"model   {args.model}, {network}, {parameters}; {fanout}",
         )
     for line in (
         *lines,
@@ -261,7 +275,7 @@ def epoch_line(args, figures):
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     scores = figures.get("valid")
     if scores:
-        scores = {name: value for name, value in scores.items() if name != "rmse_of_the_mean"}
+        scores = {name: value for name, value in scores.items() if name != "rmse_of_the_mean" and "hits" not in name}
     valid = scores_line(scores) if "valid" in figures else f"{percent(figures['valid_sampled'])} (sampled)"
     line = (f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  "
             f"{figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s")  # fmt: skip

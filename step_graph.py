@@ -50,6 +50,7 @@ def obstacle(ranks, args, sampler, ring, model):
         (args.precision == "fp64", "--precision fp64 has no kernels"),
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
+        (ring.labels.dim() > 1, "nodes have several labels"),
         (not ring.first_hop, "the features are not float32 or bfloat16"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
         (min(args.fanout) < 1 or k > sampler_cuda.REGISTERS[-1],
@@ -133,7 +134,7 @@ class StepGraphs:
     def __init__(self, ranks, args, store, sampler, ring, model, optimizer, predict):
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, predict, args.seed
-        self.stream, self.kernels, self.repeated = ring.stream, sampler._backend.kernels, 0
+        self.features, self.stream, self.kernels, self.repeated = ring.features, ring.stream, sampler._backend.kernels, 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         scalar = lambda dtype: torch.zeros((), dtype=dtype, device=ranks.device)  # noqa: E731
         self.loss_sum, self.weight, self.rate = scalar(torch.float64), scalar(torch.float32), scalar(torch.float32)
