@@ -224,6 +224,8 @@ class FeatureRing:
 
     def _read(self, features, ids, block, out=None):
         if self.first_hop:
+            if out is None and self.stored != features.dtype:  # sums are float32 within, rounded once
+                out = torch.empty(len(ids), self.width, dtype=self.stored, device=features.device)
             return self.aggregate(block.indptr, block.indices, features, ids, out)
         return self.gather(features, ids, out)
 

@@ -235,7 +235,7 @@ def check_machine(parser, args):
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
-    if args.precision == "tf32" and not args.gpus:
+    if args.precision == "tf32" and not args.gpus and "precision" in args.typed:  # a checkpoint's means fp32 on CPU
         parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
 
 

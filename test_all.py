@@ -1408,6 +1408,9 @@ def test_features_ring_aggregates_the_first_hop(device):
     expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
     assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
     assert torch.equal(batch.y, train[:9] % 200)
+    if not copies:  # without a buffer, as on a GPU that reads the features in place: in its own type from the start
+        kept = FeatureRing(table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, reuse=False).fetch(0, blocks[0])
+        assert torch.equal(kept.x, batch.x)
     if copies:
         copies.close()
 
@@ -6472,6 +6475,17 @@ assert allocator.trim_memory(level) == level and resident() < grown - 80e6, (lev
 """
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(allocator, "_loads", lambda library: there and library == "libnvidia-ml.so.1")
+    allocator.before_torch()
+    assert [os.environ.get(name) for name in names] == ["expandable_segments:True" if there else None] * 2
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 def test_memory_that_is_free_is_given_back_once_the_process_has_grown():
     done = subprocess.run([sys.executable, "-c", _TRIMS.format(here=str(HERE))], capture_output=True, text=True)
@@ -7387,6 +7401,18 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     _end(process, 0, -signal.SIGKILL)
     _, resumed = _run_here(tmp_path, "--resume", tmp_path / "half.pt")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
+    file = tmp_path / "run.pt"
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    state = torch.load(file, weights_only=True)
+    state["flags"]["precision"] = "tf32"  # as on a GPU
+    torch.save(state, file)
+    out = _train("--resume", file, "--epochs", 2, "--gpus", 0, "--checkpoint", file)
+    assert "fp32, for tf32 needs a GPU" in out and "epoch   2/2" in out
+    assert checkpoint.read_checkpoint(file)["flags"]["precision"] == "tf32"  # for a GPU that takes it up again
+    assert "needs a CUDA GPU" in _train("--resume", file, "--epochs", 3, "--gpus", 0, "--precision", "tf32", code=2)
 
 
 @pytest.mark.parametrize("before", [(), ("--epochs", "2")])

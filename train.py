@@ -384,10 +384,11 @@ def tune(ranks, args):
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
         args.precision = "tf32" if has_tf32 else "fp32"
-    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" and ranks.gpus else "highest")
     said = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
-        said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
+        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
     elif args.allocator == "tuned":
         said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
         said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
