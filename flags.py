@@ -139,7 +139,7 @@ def make_parser():
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
     add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for feature rows, the others "
-        "stay behind: of each GPU in mode cpu-cuda, of each process in mode cpu-cpu (default: none; for features that "
+        "stay behind: of each GPU in modes cpu-cuda and pinned-cuda, of each process in mode cpu-cpu (default: none; for features that "
         "exceed memory, a quarter of what is free)")  # fmt: skip
     add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU the cache keeps the rows that the next N "
         "batches use soonest (default: as many as use 10 caches full)")  # fmt: skip
@@ -219,8 +219,8 @@ def check_network(parser, args):
 
 def check_machine(parser, args):
     """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
-    if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--cache is for --mode cpu-cuda and cpu-cpu; {args.mode} reads features in place")
+    if args.cache and args.mode == "cuda-cuda":
+        parser.error("--cache is for features outside of GPU memory; --mode cuda-cuda has all of them there")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0

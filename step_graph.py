@@ -51,7 +51,7 @@ def obstacle(ranks, args, sampler, ring, model):
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
         (ring.labels.dim() > 1, "nodes have several labels"),
-        (not ring.first_hop, "the features are not float32 or bfloat16"),
+        (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
         (min(args.fanout) < 1 or k > sampler_cuda.REGISTERS[-1],
          f"--fanout {','.join(map(str, args.fanout))} needs numbers from 1 on, the last up to {sampler_cuda.REGISTERS[-1]}"),

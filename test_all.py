@@ -1487,6 +1487,16 @@ class _NoGuard:
     __enter__ = __exit__ = lambda self, *exc: None
 
 
+@pytest.mark.parametrize("spare, near", [(0, []), (87, []), (88, ["indptr"]), (208, ["indptr", "indices"])])
+def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, near, monkeypatch):
+    arrays = {"indptr": torch.arange(11), "indices": torch.arange(30).int(), "labels": torch.arange(10), "features": torch.ones(10, 3)}
+    viewed = []
+    monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
+    placed = place(*arrays.values(), "pinned-cuda", "cpu", spare=spare)
+    assert all(map(torch.equal, placed, arrays.values()))
+    assert [name for name, array in arrays.items() if not any(array is view for view in viewed)] == near
+
+
 def test_features_registered_pieces_cover_memory_and_never_overlap():
     page = mmap.PAGESIZE
     for nbytes in (1, page - 1, page, page + 1, 5 * page, 12 * page + 7):

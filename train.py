@@ -54,7 +54,7 @@ from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score, scores_line
 from model import EDGE_CONVS, GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
-from plan import advice, choose_mode
+from plan import advice, choose_mode, spare_gpu_bytes
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
 from store import GraphStore, MmapFeatures, free_host_bytes
@@ -315,12 +315,13 @@ def open_data(ranks, args, path):
         for line in lines:
             print(f"edges   {line}")
     columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
-    arrays = [store.indptr, store.indices, store.labels, store.features, *columns.values()]
+    arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
     if args.mode == "pinned-cuda":
+        spare = spare_gpu_bytes(store, args.mode, args.fanout, seeds * args.batch_size, args.hidden, args.prefetch) - args.cache
         if ranks.local_world < ranks.world:
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
-    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:])
+    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
     placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
     features = cached(ranks, args, store, features, torch.arange(store.num_nodes) if links else store.split["train"],
                       seeds * args.batch_size)  # fmt: skip
@@ -357,7 +358,7 @@ def cached(ranks, args, store, features, nodes, batch_size):
         args.cache = free_host_bytes() // (4 * ranks.local_world)
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
-    if not args.cache or not args.mode.startswith("cpu"):  # the other modes read features in place
+    if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
         return features
     if args.lookahead is not None and not looks_ahead:
         raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
