@@ -41,6 +41,7 @@ NONE = 2**31 - 64  # in the table: larger than any position, and 32 more are an 
 REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # what may be wrong with a batch or the graph
 LANES = 8  # threads of a row of the outermost hop: 8 x 16 bytes are the lines that memory is read by
 REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
+AGGREGATED = 48  # and up to this one for the outermost hop in one kernel, which holds nodes and rows beside
 
 _TYPES = r"""
 enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
@@ -638,7 +639,7 @@ class Frame:
         return self.told[2 + 2 * L : 2 + 4 * L : 2]
 
     def aggregate(self, features, out):
-        """Let `start` do the next hop as well, in one kernel: uniform draws of 1 to 64, with replacement or without.
+        """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or without.
 
         Args:
             features: float32 or bfloat16 [V, F].
