@@ -145,6 +145,8 @@ def make_parser():
         "batches use soonest (default: as many as use 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
+    add("--cuda-graph", default="auto", choices=["auto", "on", "off"], help="a step as CUDA graphs, without the host: for sage "
+        "with features that GPUs read; on: say so where it cannot be")  # fmt: skip
     add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
         "can grow; system: left alone")  # fmt: skip
 
@@ -227,6 +229,8 @@ def check_machine(parser, args):
         parser.error(f"--gpus {args.gpus}: this machine has {there} usable; give {works}")
     if args.gpus and args.procs > 1:
         parser.error(f"--procs {args.procs} is for --gpus 0; with GPUs there is one process for each")
+    if args.cuda_graph == "on" and not args.gpus:
+        parser.error("--cuda-graph on needs a CUDA GPU and --gpus 1 or more; leave it out on CPU")
     if args.mode.endswith("cuda") and not args.gpus:
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:

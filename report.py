@@ -22,7 +22,7 @@ from disk import StoreError, write_whole
 from metrics import scores_line
 from own_model import is_own
 
-STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
+STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")  # step: the three before
 
 
 class Clock:
@@ -105,7 +105,7 @@ def draw_timeline(runs, path, steps=8):
 
     charts = []
     for title, laps in runs.items():
-        if ends := sorted(end for stage, _, end, _ in laps if stage == "optimizer")[:steps]:
+        if ends := sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]:
             laps = [lap for lap in laps if lap[1] < ends[-1]]
             rows = sorted({(STAGES.index(stage), thread) for stage, _, _, thread in laps})
             charts.append((f"{title}: {len(ends)} training steps in {1e3 * ends[-1]:.0f} ms", laps, rows))
@@ -280,7 +280,7 @@ def epoch_line(args, figures):
     line = (f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  "
             f"{figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s")  # fmt: skip
     rest = {"": f"{figures['peak_bytes'] / 2**30:.2f} GiB "}
-    for stage in ("stall", "sample", "fetch", "forward", "backward", "exchange", "transfer"):
+    for stage in ("stall", "sample", "fetch", "forward", "backward", "step", "exchange", "transfer"):
         if stage in figures:
             rest[stage] = f"{figures[stage]:.2f}"
     for name, value in rest.items():

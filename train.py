@@ -34,7 +34,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
 import datasets
@@ -43,6 +42,7 @@ import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
 import lookahead
+import step_graph
 from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
 from disk import StoreError, readable_size, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
@@ -52,7 +52,7 @@ from link import Links, Scorer, read_pairs, score_pairs, split_edges
 from loader import AtSeedTimes, NodeLoader
 from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score, scores_line
-from model import EDGE_CONVS, GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
+from model import EDGE_CONVS, GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
@@ -64,10 +64,15 @@ PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside
 WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
-def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
-    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
+def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, graphs, epoch, first):
+    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps).
+
+    graphs: the step as CUDA graphs, see step_graph.py; None without.
+    """
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
+    if graphs:
+        sampler, ring, loss_sum = graphs, graphs, graphs.begin()
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
@@ -78,22 +83,27 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         clock.add("stall", waiting, time.perf_counter())
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
-        t0 = clock.mark("forward")
-        output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
-        loss = summed_loss(ring, model, output, batch.y)
-        t1 = clock.mark("backward")
-        with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
-            # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
-            (loss * (ranks.world / batch.total)).backward()
-        t2 = clock.mark("optimizer" if batch.last else None)
-        clock.lap("forward", t0, t1)
-        clock.lap("backward", t1, t2)
-        loss_sum += loss.detach()
+        t0 = clock.mark("step" if graphs else "forward")
+        if graphs:  # all that follows, up to the optimizer's step
+            graphs.step(batch)
+            clock.lap("step", t0, clock.mark())
+        else:
+            output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
+            loss = summed_loss(ring, model, output, batch.y)
+            t1 = clock.mark("backward")
+            with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
+                # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
+                (loss * (ranks.world / batch.total)).backward()
+            t2 = clock.mark("optimizer" if batch.last else None)
+            clock.lap("forward", t0, t1)
+            clock.lap("backward", t1, t2)
+            loss_sum += loss.detach()
         count += len(batch.y)
         if batch.last:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            clock.lap("optimizer", t2, clock.mark())
+            if not graphs:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                clock.lap("optimizer", t2, clock.mark())
             done = batch.step + 1
             bar.update()
             if args.checkpoint_every and (batch.key + 1) % args.checkpoint_every == 0:
@@ -105,7 +115,7 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
-    if ranks.world > 1:
+    if ranks.world > 1 and not graphs:
         stages["exchange"] = ranks.exchange(model) * (done - first)
     figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
@@ -118,7 +128,7 @@ def summed_loss(ring, model, output, y):
         return ring.loss(output, y)
     if isinstance(ring, Links):
         return ring.loss(unwrapped(model).scorer, output, y)
-    return F.cross_entropy(output, y, reduction="sum") if y.dim() == 1 else binary_cross_entropy(output, y)
+    return cross_entropy(output, y) if y.dim() == 1 else binary_cross_entropy(output, y)
 
 
 def unwrapped(model):
@@ -440,6 +450,14 @@ def run(ranks, args, path):
             print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
+    graphs, said = None, ""
+    if args.trains and args.task == "node" and start < args.epochs:
+        forward = functools.partial(predict, ranks, args, ring, model)
+        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
+    if graphs:
+        parallel = model  # the graphs average the gradients
+    if ranks.leads and said and (graphs or args.cuda_graph == "on"):
+        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
 
     def save(epoch, step):
@@ -455,7 +473,7 @@ def run(ranks, args, path):
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
             with profile(report, ranks.rank) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
-                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, epoch, first
+                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, graphs, epoch, first
                 )
             if args.timeline and second and ranks.leads:
                 with report.attempt("timeline"):
