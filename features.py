@@ -170,18 +170,22 @@ class FeatureRing:
             said = f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots"
             raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
-        edge_ids = torch.cat([block.edge_ids for block in blocks]) if self.edge_ring else None
-        counts = [block.num_edges for block in blocks]
         if not self.copies:
             x = self._fetch(slot, outer.src_nodes, outer)
-            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
-            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=edges)
+            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
         with self.copies.stream(slot, blocks):
+            edges = self._edges(slot, blocks)
             blocks = [block.to(self.device, non_blocking=True) for block in blocks]
             x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
-            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
             y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
             return Batch(blocks, x, y, self.copies.event(), self.began[slot], edges)
+
+    def _edges(self, slot, blocks):
+        """For each block the features [E, D] of its edges, where the ring has some."""
+        if not self.edge_ring:
+            return ()
+        rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
+        return rows.split([block.num_edges for block in blocks])
 
     def _fetch(self, slot, ids, block=None):
         """Rows ids of the features, or what a block makes of them, on the ring's device -> [N, F] of its dtype."""
