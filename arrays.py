@@ -33,6 +33,11 @@ from store import free_host_bytes
 EDGES = ("edge_index", "edges", "adj_t")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels")
+OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." before them
+    "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
+    "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
+    "edge_features": ("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
+}
 PARTS = {part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]
          for part, words in zip(SPLITS, (["train"], ["val", "valid"], ["test"]))}  # fmt: skip
 MATTERS = re.compile("edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index")
@@ -134,7 +139,7 @@ class Arrays:
     """
 
     def __init__(self, source, values, ignore=()):
-        self.source, self._values, self._taken = str(source), values, set()
+        self.source, self._values, self._taken, self._adjacent = str(source), values, set(), None
         self._there = [name for name in values if isinstance(values, Npz) or values[name] is not None]
         for name in ignore:
             self.find(name, needed=True)
@@ -208,8 +213,31 @@ class Arrays:
         if len(indptr) != num_nodes + 1:
             raise self.error(f"adj_t has {len(indptr) - 1} rows, there are {num_nodes} nodes")
         if values is not None and not bool((values == 1).all()):
-            raise self.error("adj_t has values other than 1, and edge weights are not used: make them 1 to go on")
+            self._adjacent = values.detach().cpu()
         return torch.stack([indices, torch.repeat_interleave(indptr.diff())]).cpu().numpy()
+
+    def columns(self, num_nodes, num_edges):
+        """What edges carry, by the names that a store has for it, and `node_time`; `edge_index` comes before this."""
+        found = {column: name for column, names in OF_EDGES.items() if (name := self.find(*names))}
+        if self._adjacent is not None and "edge_weight" in found:
+            raise self.error(f"adj_t has values other than 1, and there is {found['edge_weight']}: keep one of them")
+        if self.find("node_time"):
+            found["node_time"] = "node_time"
+        columns = {column: self[name] for column, name in found.items()}
+        for column, name in found.items():
+            shape, count = list(columns[column].shape), num_nodes if column == "node_time" else num_edges
+            if shape[:1] != [count]:
+                things = "nodes" if column == "node_time" else "edges"
+                raise self.error(f"{name} is {shape}: a row for each of the {count} {things} is needed; drop the array, or "
+                                 f"{self._do_without(name)}")
+            if column != "edge_features" and shape[1:] == [1]:
+                columns[column] = columns[column].reshape(-1)
+        if self._adjacent is not None:
+            found["edge_weight"], columns["edge_weight"] = "values of adj_t", self._adjacent
+        if found:
+            names = (column if column == name else f"{column} (called {name})" for column, name in found.items())
+            self.say(f"it has {', '.join(names)}")
+        return columns
 
     def labels(self):
         """Class labels int64 [V], or several a node [V, C] of 0 and 1: -1 (of several a row) is no label, and so is NaN;
@@ -355,7 +383,7 @@ class Arrays:
             shape = value.shape(name) if isinstance(value, Npz) else getattr(value[name], "shape", ())
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or MATTERS.search(str(name).lower()):
-                why = "edges have no weights, features or times here"
+                why = "what edges carry is called edge_weight, edge_time or edge_features"
                 why = why if of_edges or "edge" in name else "its name is not understood"
                 raise self.error(f"{name} is not used: {why}; drop the array, or {self._do_without(name)}")
         if rest:

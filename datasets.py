@@ -37,7 +37,7 @@ import torch
 import graph_tables
 from arrays import FEATURES, LABELS, PARTS, Arrays, Npz
 from csc import without_reverse
-from disk import VERSION, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
+from disk import READABLE, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
 from downloads import OGB, PLANETOID, build_ogb, build_planetoid
 from molecules import build_crystals, build_molecules
 from store import BACKENDS, GraphStore, build_store, check_labels, command
@@ -201,15 +201,16 @@ def _parse(text, types, name) -> dict:
 
 
 def _digest(value) -> str:
-    """Eight characters that stand for a JSON value and for the format of the store."""
-    return hashlib.sha256(json.dumps([VERSION, value], sort_keys=True).encode()).hexdigest()[:8]
+    """Eight characters that stand for a JSON value and for the oldest format of a store that can still be read."""
+    return hashlib.sha256(json.dumps([READABLE[0], value], sort_keys=True).encode()).hexdigest()[:8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a graph of one's own: .npz, csv, DGL, PyG
 
 
-def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options) -> Path:
+def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, weights=None, times=None,
+          edge_features=None, node_times=None, **options) -> Path:
     """Build a store at a path of your own.
 
     An .npz file, a PyG `Data` and a DGLGraph hold arrays under these names (DGL has its own for edges): `edge_index`
@@ -231,6 +232,9 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             the one of the graph's splits that is kept.
         ignore: names of arrays to do without.
         seed: draws the split where there is none; 0 when None.
+        weights, times, edge_features: for csv: columns of the table of edges, by name or by number from 1 (several,
+            with commas between them, for features), or the file of a table with a row for each edge.
+        node_times: for csv: the file of a table with a time for each node.
         options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, num_classes, progress.
 
     Returns:
@@ -243,6 +247,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     refuse_existing(path)
     given = {"ignore": list(ignore)} if ignore else {}
     own = {name: value for name, value in (("features", features), ("labels", labels)) if value is not None}
+    tables = {"edge_weight": weights, "edge_time": times, "edge_features": edge_features, "node_time": node_times}
+    tables = {name: value for name, value in tables.items() if value is not None}
+    if tables and (kind != str(source) or _npz_file(kind)):
+        raise StoreError(f"{kind}: weights, times and edge_features are for tables: it brings its own arrays")
     if isinstance(split, dict):
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
@@ -267,7 +275,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         elif given:
             raise StoreError(f"{kind}: {min(given)} has no effect on tables: leave it out")
         else:
-            return _build_tables(path, kind, own, seed, options)
+            return _build_tables(path, kind, own, tables, seed, options)
         return _build_arrays(path, arrays, given, seed, **options)
 
 
@@ -285,7 +293,8 @@ def _arrays_of(source) -> dict:
                              "of edges: one of each is needed (dgl.to_homogeneous)")
         edges = source.formats(["coo", "csr", "csc"]).edges()  # a graph may be there in some of them only
         edata = {f"edata.{name}": value for name, value in source.edata.items() if name != "_ID"}  # DGL's own numbers
-        return {"edge_index": torch.stack(edges), "num_nodes": source.num_nodes(), **source.ndata, **edata}
+        ndata = {"node_time" if name == "time" else name: value for name, value in source.ndata.items()}
+        return {"edge_index": torch.stack(edges), "num_nodes": source.num_nodes(), **ndata, **edata}
     if not hasattr(source, "edge_index") and not hasattr(source, "adj_t"):
         raise StoreError(f"a {type(source).__name__} is no source: give an .npz or .csv file, a DGLGraph or a PyG Data")
     return dict(source.to_dict() if hasattr(source, "to_dict") else vars(source))
@@ -333,6 +342,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetr
     split = arrays.split(num_nodes, given.get("split"))
     if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
         raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} labels")
+    columns = arrays.columns(num_nodes, edge_index.shape[-1])
     arrays.close(num_nodes, edge_index.shape[-1])
     random = np.random.default_rng(seed)
     if not split:
@@ -350,10 +360,10 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetr
         arrays.say(f"it has no features: half of the training nodes ({len(known):,}) show their label as feature, the "
                    f"other {len(split['train']):,} are trained on; edges are made symmetric")
     build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, num_classes=num_classes,
-                source=source, symmetrize=symmetrize, **options)
+                source=source, symmetrize=symmetrize, **columns, **options)
     if not symmetrize:
         graph = GraphStore.open(path)
-        alone, of = without_reverse(graph.indptr.numpy(), graph.indices.numpy())
+        alone, of = without_reverse(graph.indptr.numpy(), graph.indices.numpy(), ascending=graph.edge_time is None)
         if alone:
             drawn = "" if of == graph.num_edges else " drawn at random"
             arrays.say(f"{alone:,} of {of:,} edges{drawn} have no reverse: messages go one way, from source to "
@@ -372,19 +382,26 @@ def _split_per_class(labels, random) -> dict:
     return dict(train=np.concatenate(train), valid=np.concatenate(valid), test=np.sort(np.concatenate(test)))
 
 
-def _build_tables(path, file, own, seed, options) -> Path:
-    """Build a store of a table of edges; `own` names the files of the other tables."""
+def _build_tables(path, file, own, more, seed, options) -> Path:
+    """Build a store of a table of edges; `own` names the files of the other tables, `more` files or columns."""
     if not {"features", "labels"} <= own.keys():
         raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
     try:
         with scratch_folder(path) as folder:
             rows, nodes = graph_tables.features(own["features"], folder / "features")
             labels, classes = graph_tables.labels(own["labels"], nodes)
-            edge_index, _ = graph_tables.edges(file, folder / "edges", nodes)
+            node_time = more.pop("node_time", None)
+            files = {name: value for name, value in more.items() if os.path.isfile(value)}
+            keep = {name: value.split(",") if name == "edge_features" else [value] for name, value in more.items()
+                    if name not in files}  # fmt: skip
+            edge_index, columns = graph_tables.edges(file, folder / "edges", nodes, keep)
+            columns |= {name: graph_tables.edge_rows(table, folder / name, name) for name, table in files.items()}
+            if node_time is not None:
+                columns["node_time"] = graph_tables.node_times(node_time, nodes)
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
             if nodes.names is not None:
                 nodes.save(folder / "nodes.txt")
-            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split))
+            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split, **columns))
             _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
             if nodes.names is not None:
                 os.replace(folder / "nodes.txt", path / "nodes.txt")

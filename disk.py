@@ -37,7 +37,8 @@ from torch import Tensor
 
 SPLITS = ("train", "valid", "test")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)  # 2 has no columns of edges and node times
 MAX_SPLITS = 1 << 16
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
@@ -307,9 +308,9 @@ def read_meta(path, form=None, describe=None) -> dict:
         raise StoreError(f"{path}: meta.json does not describe a store (its format is none of {', '.join(FORMATS)})")
     if form and meta["format"] != form:
         raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
-    if meta.get("format_version") != VERSION:
-        raise StoreError(f"{path}: store format {meta.get('format_version')!r:.200}; this code reads {VERSION}; "
-                         "rebuild it")
+    if meta.get("format_version") not in READABLE:
+        raise StoreError(f"{path}: store format {meta.get('format_version')!r:.200}; this code reads "
+                         f"{' and '.join(map(str, READABLE))}; rebuild it")
 
     def need(name, test):
         if name not in meta or not test(meta[name]):
@@ -487,6 +488,27 @@ def integers(name, values) -> np.ndarray:
     if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
         raise StoreError(f"{name} holds {values.max()}: whole numbers below 2^63 are needed")
     return values.astype(np.int64, copy=False)
+
+
+def whole_numbers(name, values) -> np.ndarray:
+    """`values` [n] as int64; they may be floats that are whole."""
+    values = np.asarray(values)
+    if values.dtype.kind != "f":
+        return integers(name, values)
+    bad = np.flatnonzero(~(np.abs(values) <= 1 << 53) | (values != np.rint(values)))
+    if len(bad):
+        raise StoreError(f"{name}[{bad[0]}] is {values[bad[0]]}: whole numbers are needed; of finer times give a multiple")
+    return values.astype(np.int64)
+
+
+def row_dtype(name, rows) -> str:
+    """The dtype in which rows are stored, by name; StoreError where it is none of DTYPES."""
+    dtype = rows.dtype
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+    dtype = "uint8" if dtype == "bool" else dtype
+    if dtype not in DTYPES:
+        raise StoreError(f"{name} has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
+    return dtype
 
 
 def check_finite(name, rows, first=0):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from columns import COLUMNS
 from disk import StoreError, readable_size
 from features import MODES
 from model import layerwise
@@ -53,7 +54,10 @@ def _placements(store, fanout, batch_size, hidden, prefetch) -> dict[str, Placem
     compute = sum(8 * n * (a + 3 * b) + 32 * a * b for n, a, b in layers)  # and weights, gradients, Adam's two moments
     ahead = prefetch + 1
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
-    arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V
+    if store.edge_dim:  # rows of the edges, and which edges they are
+        batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
+    arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V + sum(
+        column.nbytes for name in COLUMNS if (column := getattr(store, name)) is not None)
     step = ahead * batch + compute
     return {"cuda-cuda": Placement(GPU_BYTES + arrays + id_bytes * V, step, RANK_BYTES, 0, 0),
             "pinned-cuda": Placement(GPU_BYTES + id_bytes * V, step, RANK_BYTES, 0, arrays),

@@ -66,6 +66,13 @@ class Clock:
         """Record a stage between two times of the host; any thread may call."""
         self.laps.append((stage, start - self.zero, end - self.zero, threading.current_thread().name))
 
+    @contextmanager
+    def timed(self, stage):
+        """Record what runs inside as a stage, on any thread."""
+        start = self.now(stage)
+        yield
+        self.add(stage, start, self.now())
+
     def resolve(self):
         """Turn events into times; waits for the GPU -> laps."""
         if self.events:

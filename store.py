@@ -15,8 +15,9 @@ are shared by all of them.
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs plan.py
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
-the edges into v are indices[indptr[v]:indptr[v+1]]. To copy this file take disk.py, csc.py and lmdb_file.py along; they
-need torch, numpy and tqdm (lmdb for backend "lmdb").
+the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times: see
+columns.py. To copy this file take disk.py, csc.py, columns.py and lmdb_file.py along; they need torch, numpy and tqdm
+(lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -43,10 +44,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_sources
+from columns import COLUMNS, check_columns, column_files, column_problems, described, out_of_order, write_columns
+from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
 from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
                   check_splits, complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
-                  readable_size, row_of_split, split_files, storage_dtype, within, write_npy)
+                  readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
 
 FORMAT = "ringblock-graph"
@@ -58,14 +60,16 @@ MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 # building
 
 
-def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels, split, backend="mmap",
-                num_classes=None, symmetrize=False, drop_self_loops=False, drop_duplicates=False, block_rows=None,
-                source="", progress=False) -> Path:
+def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels, split, edge_weight=None,
+                edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
+                drop_self_loops=False, drop_duplicates=False, block_rows=None, source="", progress=False) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
     is then read a piece at a time. With edge_index the neighbour lists come out sorted by source, in bounded memory
     and independent of the order of the input; indptr and indices are stored as they are unless an option changes them.
+    With edge_time every list is sorted by time, edges of one time by source, and indices are stored as they are where
+    their lists rise in time already.
 
     Args:
         path: directory to create; its parents are created as well.
@@ -76,11 +80,16 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
             without a label, which no split may hold.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
+        edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
+            dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge. Arrays,
+            memmaps or tensors.
+        node_time: integers [V], the time at which a node is classified.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None, unless most classes were empty then.
         symmetrize: add the reverse of every edge.
         drop_self_loops: leave out edges from a node to itself.
-        drop_duplicates: keep one of several equal edges (after symmetrizing).
+        drop_duplicates: keep one edge of several with the same ends (after symmetrizing), with its weight, time and
+            features: of edges with times the earliest, then one that was given before a reverse, then the first.
         block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar where stderr is a terminal.
@@ -99,6 +108,8 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
     labels, num_classes = check_labels(labels, num_nodes, num_classes)
     split = check_splits(split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
+    columns, widths = check_columns(num_edges, num_nodes, edge_weight=edge_weight, edge_time=edge_time,
+                                    edge_features=edge_features, node_time=node_time)  # fmt: skip
     options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
                "drop_duplicates": bool(drop_duplicates)}
     row_bytes = width * storage_dtype(dtype).itemsize
@@ -107,31 +118,48 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
     meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
             "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
-            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source))}
+            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)), **widths}
     arrays = dict(indptr=indptr, labels=labels, **split)
-    least = 0 if drop_self_loops or drop_duplicates else num_edges * (4 << symmetrize)
-    with complete_or_not_there(path, num_nodes * (row_bytes + 16) + least) as building:
-        _write_store(building, meta, edge_index, indices, arrays, features, progress)
+    edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
+    least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
+    need = num_nodes * (row_bytes + 16) + least
+    if edge_index is not None or any(options.values()):  # the edges are sorted before the features are written
+        need = max(need, least + spooled_bytes(num_edges << symmetrize, edge_bytes > 4))
+    with complete_or_not_there(path, need) as building:
+        _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
     return path
 
 
-def _write_store(path, meta, edge_index, indices, arrays, features, progress):
+def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
     """Write every file of a store, meta.json last, and see to it that they are on the disk."""
-    num_nodes, options, files = meta["num_nodes"], meta["options"], {}
-    if edge_index is None and not any(options.values()):
+    num_nodes, options, files, times = meta["num_nodes"], meta["options"], {}, columns.get("edge_time")
+    rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
+    order = path / "order"  # of the columns' rows, while they are written
+    if rises and not any(options.values()):
         chunks = checked_indices(indices, num_nodes, progress)
     else:
         if isinstance(indices, Rows):
-            raise StoreError("indices given as Rows is stored as it is: no graph option can be applied to it")
-        edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options)
-        arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
-        chunks = sorted_sources(edges, arrays["indptr"], options["drop_duplicates"], progress)
+            raise StoreError("indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
+                             "must rise in edge_time")
+        numbered = bool(columns.keys() - {"node_time"})
+        edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered)
+        indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
+        drop_duplicates = options["drop_duplicates"]
+        if numbered:
+            chunks = _spooled(sorted_edges(edges, indptr, path, meta["num_edges"], times, drop_duplicates, progress), order)
+        else:
+            chunks = sorted_sources(edges, indptr, path, drop_duplicates, progress)
     most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
     files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
     meta["num_edges"] = files["indices.npy"]["shape"][0]
     for name, array in arrays.items():
         files[f"{name}.npy"] = write_npy(path / f"{name}.npy", array.dtype, list(array.shape), [array])
+    rows = None
+    if order.exists():
+        rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
+    files.update(write_columns(path, columns, rows))
+    order.unlink(missing_ok=True)
     file = path / BACKENDS[meta["backend"]]
     shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
     rows = _feature_rows(features, meta["feature_dtype"], progress)
@@ -142,17 +170,20 @@ def _write_store(path, meta, edge_index, indices, arrays, features, progress):
     (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
 
 
+def _spooled(edges, file) -> Iterator[np.ndarray]:
+    """The sources of sorted edges; which edges of the input they are goes into a file, int64."""
+    with open(file, "wb") as out:
+        for sources, numbers in edges:
+            out.write(np.ascontiguousarray(numbers).data)
+            yield sources
+
+
 def _check_features(features) -> tuple[int, int, str]:
     """(V, F, dtype name) of the features."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] with at least one node and one column is needed")
-    dtype = features.dtype
-    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
-    dtype = "uint8" if dtype == "bool" else dtype
-    if dtype not in DTYPES:
-        raise StoreError(f"features has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
-    return int(shape[0]), int(shape[1]), dtype
+    return int(shape[0]), int(shape[1]), row_dtype("features", features)
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
@@ -261,8 +292,9 @@ def _files_of_a_graph(need) -> dict:
     need("block_rows", within(1, 1 << 31))
     need("options", lambda n: isinstance(n, dict))
     return {"indptr.npy": ("int64", [num_nodes + 1]), "indices.npy": (index_dtype(num_nodes), [num_edges]),
-            "labels.npy": ("int8", [num_nodes, classes]) if several else ("int64", [num_nodes]), BACKENDS[backend]: (storage_dtype(dtype).name, [num_nodes, width]),
-            **split_files(need, num_nodes)}
+            "labels.npy": ("int8", [num_nodes, classes]) if several else ("int64", [num_nodes]),
+            BACKENDS[backend]: (storage_dtype(dtype).name, [num_nodes, width]),
+            **column_files(need, num_edges, num_nodes), **split_files(need, num_nodes)}
 
 
 class GraphStore:
@@ -275,7 +307,9 @@ class GraphStore:
         split: dict of int64 node ids for "train", "valid" and "test": of several splits the one that was taken, by
             `take_split`, or the first. num_splits: how many there are.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F.
+        edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
+        node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         path: the directory.
         meta: the contents of meta.json.
     """
@@ -284,9 +318,14 @@ class GraphStore:
         self.path, self.meta = Path(path), meta
         self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
+        self.edge_dim = meta.get("edge_dim", 0)
         self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
         self.num_splits = 1 if len(meta["files"]["train.npy"]["shape"]) == 1 else meta["files"]["train.npy"]["shape"][0]
         self.take_split(0)
+        self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
+            self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
+        if self.edge_dim:
+            self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
             raise StoreError(f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
                              f"to {self.num_edges}")
@@ -447,6 +486,8 @@ def _problems_of_a_graph(path) -> Iterator[str]:
         return
     if (graph.indptr.diff() < 0).any():
         yield "indptr.npy: it decreases"
+    else:
+        yield from column_problems(graph)
     try:
         for _ in checked_indices(graph.indices.numpy(), graph.num_nodes, False):
             pass
@@ -471,6 +512,7 @@ def info(path) -> str:
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
+        "columns": described(graph),
         "classes": f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
         "options": ", ".join(name for name, on in options.items() if on) or "none",
     }
@@ -532,6 +574,11 @@ def _parser():
     add("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
     for name in SPLITS:
         add(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
+    of_edges = "csv: a column of the edges' table, by name or number from 1, or a file with a line for each edge"
+    add("--weights", metavar="COLUMN", help=of_edges)
+    add("--times", metavar="COLUMN", help=of_edges)
+    add("--edge-features", metavar="COLUMNS", help=f"{of_edges}; several columns as a,b,c")
+    add("--node-times", metavar="FILE", help="csv: a time for each node")
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")

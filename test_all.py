@@ -61,6 +61,7 @@ import bench_attack
 import bench_gpu
 import bench_training
 import checkpoint
+import columns
 import csc
 import datasets
 import ddp
@@ -730,6 +731,20 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, backend):
             s = NeighborSampler(indptr, indices, [20, 20, 20], backend=backend, **options)
             with pytest.raises(sampler.DamagedGraph, match="the graph is damaged"):
                 s.sample(torch.arange(50), 0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_any_bytes_in_indptr_are_an_error_and_no_crash(backend, tmp_path):
+    """Numbers whose difference overflows among them: the length of a list may look right."""
+    rng = np.random.default_rng(4)
+    for pair in ([2**63 - 1, -(2**62)], *rng.integers(-(2**63), 2**63 - 1, (40, 2)).tolist()):
+        indptr, indices = _random_graph(rng, 50, 12)
+        indptr[3:5] = torch.tensor(pair)
+        s = NeighborSampler(indptr, indices, [3], backend="torch" if backend == "cuda" else backend, check=False)
+        if backend == "cuda":
+            s = _emulated(s, tmp_path)
+        with pytest.raises(IndexError, match="the graph is damaged"):
+            s.sample(torch.tensor([3]), 0, relabel_outer=True)
 
 
 def test_the_outermost_hop_can_keep_global_ids():
@@ -1646,6 +1661,13 @@ def test_store_estimate_adds_up(tmp_path):
         assert found["modes"][mode].items() >= {**figures, "rank": GIB // 2, "fits": True}.items(), mode
         assert found["modes"][mode]["largest_batch"] == 100
     assert found["mode"] == "cuda-cuda" and found["backend"] == "mmap"
+    # edges carry 8 + 4 * 3 bytes each, and those of a batch take their features along; nodes have times
+    rng = np.random.default_rng(0)
+    timed = build_store(tmp_path / "t", **_graph(1000, 5000, 16), edge_time=rng.integers(0, 9, 5000), node_time=np.arange(1000),
+                        edge_features=np.ones((5000, 3), np.float32))  # fmt: skip
+    options = dict(fanout=[3, 2], batch_size=10, hidden=8, prefetch=1, free_gpu=4 * GIB, free_host=8 * GIB)
+    assert estimate(timed, 2, **options)["modes"]["pinned-cuda"]["shared"] == ARRAYS + 5000 * 20 + 8000
+    assert estimate(timed, 2, **options)["modes"]["cpu-cuda"]["rank_step"] == 4 * (batch + sum(edges) * (12 + 8))
     # no hop has more than all nodes and edges
     step = estimate(path, fanout=[-1, 900], batch_size=10, hidden=8, prefetch=0)["modes"]["cpu-cpu"]["rank_step"]
     assert step == 1000 * 64 + 4 * (2 * 2010 + 2 * 5000) + 8 * (1000 * 40 + 10 * 20) + 32 * (16 * 8 + 8 * 4)
@@ -2751,6 +2773,121 @@ def test_store_graph_options(tmp_path, monkeypatch, options, form, sort_edges):
     assert verify(path) == []
 
 
+def _columns_slowly(edges, options, timed):
+    """What the store has to hold of edges (source, destination, time, number), in its order, in plain Python."""
+    rows = [(dst, src, time, 0, number) for src, dst, time, number in edges if src != dst or not options["drop_self_loops"]]
+    if options["symmetrize"]:
+        rows += [(src, dst, time, 1, number) for dst, src, time, _, number in rows]
+    rows.sort(key=lambda row: (*row[:2], row[2] if timed else 0, *row[3:]))
+    if options["drop_duplicates"]:
+        rows = [next(group) for _, group in itertools.groupby(rows, lambda row: row[:2])]
+    return sorted(rows, key=lambda row: (row[0], row[2] if timed else 0))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
+    """Random multigraphs, every option, edges in pieces and sorted in ranges, against plain Python."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(csc, "EDGE_CHUNK", int(rng.integers(1, 200)))
+    monkeypatch.setattr(csc, "SORT_EDGES", int(rng.integers(8, 2000)))
+    monkeypatch.setattr(columns, "ROW_BYTES", int(rng.integers(8, 4000)))
+    V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
+    src, dst = edge_index = rng.integers(0, V, (2, M))
+    times, weights = rng.integers(-3, 12, M), rng.random(M) * (rng.random(M) < 0.9)
+    dtype = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.float16][seed % 6]
+    rows = (torch.from_numpy(rng.random((M, 3))) * 200).to(dtype)
+    given = {"edge_weight": weights, "edge_time": times.astype(float), "edge_features": rows}
+    given = {name: values for name, values in given.items() if rng.random() < 0.7}
+    options = dict(zip(("symmetrize", "drop_self_loops", "drop_duplicates"), (rng.random(3) < 0.5).tolist()))
+    graph = {"edge_index": torch.from_numpy(edge_index) if seed % 2 else edge_index}
+    if seed % 3 == 0:
+        order = np.argsort(dst, kind="stable")
+        graph = {"indices": src[order], "indptr": np.append(0, np.cumsum(np.bincount(dst, minlength=V)))}
+        given = {name: values[order] for name, values in given.items()}
+        src, dst, times, weights, rows = src[order], dst[order], times[order], weights[order], rows[order]
+    path = build_store(tmp_path / "g", **graph, features=np.zeros((V, 1), np.float32), labels=np.zeros(V, int),
+                       split={"train": [0]}, node_time=np.arange(V), **given, **options)  # fmt: skip
+    found, timed = GraphStore.open(path), "edge_time" in given
+    expected = _columns_slowly(zip(*(a.tolist() for a in (src, dst, times, np.arange(M)))), options, timed)
+    if "indptr" in graph and not timed and not any(options.values()):
+        expected = sorted(expected, key=lambda row: row[-1])  # stored as it was
+    assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
+    assert found.indices.tolist() == [row[1] for row in expected]
+    numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
+    for name, values in (("edge_weight", torch.from_numpy(weights).float()), ("edge_time", torch.from_numpy(times)),
+                         ("edge_features", rows)):  # fmt: skip
+        there = getattr(found, name)
+        assert (there is None) == (name not in given)
+        assert there is None or there.dtype == values.dtype and torch.equal(there, values[numbers]), name
+    assert found.node_time.tolist() == list(range(V)) and found.edge_dim == 3 * ("edge_features" in given)
+    assert verify(path) == [] and {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}
+
+
+def test_store_csc_whose_lists_rise_in_time_is_stored_as_it_is(tmp_path):
+    args = {**_graph(num_nodes=4), "edge_index": None, "split": {"train": [0]}, "indptr": [0, 3, 3, 5, 5]}
+    args |= {"indices": Rows([5], np.int64, [np.array([2, 1, 0, 1, 0])]), "edge_features": np.arange(5) > 2}
+    graph = GraphStore.open(build_store(tmp_path / "a", **args, edge_time=[5, 5, 7, 1, 2]))
+    assert graph.indices.tolist() == [2, 1, 0, 1, 0] and graph.edge_features.tolist() == [[0], [0], [0], [1], [1]]
+    args["indices"] = Rows([5], np.int64, [np.array([2, 1, 0, 1, 0])])
+    with pytest.raises(StoreError, match="its lists must rise in edge_time"):
+        build_store(tmp_path / "b", **args, edge_time=[5, 4, 7, 1, 2])
+
+
+def test_store_columns_that_make_no_sense_are_refused(tmp_path):
+    w, nan = np.ones(3000), np.ones((3000, 2))
+    nan[2999, 1] = np.nan
+    for changes, message in (
+        ({"edge_weight": w[1:]}, r"edge_weight is a ndarray \[2999\]: an array \[3000\] is needed, a row for each edge"),
+        ({"edge_weight": nan}, r"\[3000, 2\]: an array \[3000\]"),
+        ({"edge_weight": -w}, r"edge_weight\[0\] is -1.0: a weight says how likely"),
+        ({"edge_weight": np.where(np.arange(3000) == 2000, 1e300, 1)}, r"edge_weight\[2000\] is 1e\+300"),
+        ({"edge_weight": w * 1j}, "edge_weight has dtype complex128"),
+        ({"edge_time": w / 2}, r"edge_time\[0\] is 0.5: whole numbers are needed"),
+        ({"edge_time": np.full(3000, np.nan)}, r"edge_time\[0\] is nan"),
+        ({"edge_time": np.full(3000, 2**64 - 1, np.uint64)}, r"whole numbers below 2\^63"),
+        ({"node_time": w}, r"node_time is a ndarray \[3000\]: an array \[200\] is needed, a row for each node"),
+        ({"edge_features": nan}, r"edge_features\[2999, 1\] is nan"),
+        ({"edge_features": nan[:, :0]}, r"\[3000, 0\]: an array \[3000, D\]"),
+        ({"edge_features": w.astype("U1")}, "edge_features has dtype str"),
+        ({"edge_features": Rows([3000, 1], np.int8, [])}, r"edge_features is a Rows \[3000, 1\]: an array"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            build_store(tmp_path / "g", **_graph(), **changes)
+        assert not (tmp_path / "g").exists()
+
+
+def test_store_a_damaged_column_is_found_by_verify_and_old_stores_open(tmp_path):
+    rng, args = np.random.default_rng(0), _graph()
+    path = build_store(tmp_path / "g", **args, edge_weight=rng.random(3000), edge_time=rng.integers(0, 9, 3000),
+                       edge_features=rng.random((3000, 2)), node_time=np.arange(200))  # fmt: skip
+    said = store.info(path)
+    assert "weight, features 2 x float64, time 0 to 8, nodes' time 0 to 199" in said and "format         3" in said
+    good = json.loads((path / "meta.json").read_text())
+    for name, value, problem in (("edge_weight", -1, "likely"), ("edge_time", 99, "earlier than the one"),
+                                 ("edge_features", math.nan, "finite")):  # fmt: skip
+        before = (path / f"{name}.npy").read_bytes()
+        array = np.load(path / f"{name}.npy", mmap_mode="r+")
+        array[0] = value
+        array.flush()
+        assert verify(path)[0].startswith(f"{name}.npy: its sha256")
+        record = {**good["files"][f"{name}.npy"], "sha256": disk.sha256_of(path / f"{name}.npy").hexdigest()}
+        _rewrite_meta(path, files={**good["files"], f"{name}.npy": record})
+        assert any(found.startswith(f"{name}.npy: ") and problem in found for found in verify(path)), name
+        (path / f"{name}.npy").write_bytes(before)
+    for changes in ({"edge_dim": 3}, {"edge_dtype": "float32"}, {"edge_dim": ...}, {"edge_dtype": []}):
+        _rewrite_meta(path, **{**good, **changes})
+        with pytest.raises(StoreError, match="meta.json"):
+            GraphStore.open(path)
+    _rewrite_meta(path, **good)
+    assert verify(path) == []
+    old = build_store(tmp_path / "old", **args)
+    assert json.loads((old / "meta.json").read_text()).keys().isdisjoint({"edge_dim", "edge_dtype"})
+    _rewrite_meta(old, format_version=2)  # which differs in nothing else
+    graph = GraphStore.open(old)
+    assert verify(old) == [] and graph.edge_dim == 0
+    assert {graph.edge_weight, graph.edge_time, graph.edge_features, graph.node_time} == {None}
+
+
 def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
     args = _graph(num_nodes=4)
     x = args["features"]
@@ -2994,7 +3131,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path = build_store(tmp_path / "g", **_graph())
     good = json.loads((path / "meta.json").read_text())
     _rewrite_meta(path, format_version=7)
-    with pytest.raises(StoreError, match=r"store format 7; this code reads 2; rebuild it"):
+    with pytest.raises(StoreError, match=r"store format 7; this code reads 2 and 3; rebuild it"):
         GraphStore.open(path)
     for name in ("format", "num_nodes", "num_edges", "num_classes", "feature_dim", "feature_dtype", "backend", "files",
                  "block_rows", "options"):
@@ -3302,10 +3439,12 @@ def _refused_npz():
         (r"edges is \[2, 9\]: \[M, 2\]", "", {"edge_index": None, "edges": np.zeros((2, 9), int)}),
         ("has edge_index and edges, which mean the same", "", {"edges": np.zeros((9, 2), int)}),
         ("has features and x, which mean the same.*ignore=x", "", {"features": np.ones((200, 2))}),
-        *(("edge_weight is not used: edges have no weights.*ignore=edge_weight", "", {"edge_weight": np.ones(n)}) for n in (3000, 5)),
-        ("edge_attr is not used", "", {"edge_attr": np.ones((3000, 2))}),
-        ("time is not used", "", {"time": np.ones(3000)}),
-        ("w is not used: edges have no weights", "", {"w": np.ones(3000)}),
+        (r"edge_weight is \[5\]: a row for each of the 3000 edges is needed; .*ignore=edge_weight", "", {"edge_weight": np.ones(5)}),
+        (r"edge_weight\[2\] is -1.0: a weight", "", {"edge_weight": np.where(np.arange(3000) == 2, -1, 1.0)}),
+        ("it has edge_time and time, which mean the same", "", {"time": np.ones(3000), "edge_time": np.ones(3000)}),
+        (r"edge_time\[0\] is 1.5: whole numbers", "", {"time": np.full(3000, 1.5)}),
+        (r"node_time is \[3000\]: a row for each of the 200 nodes", "", {"node_time": np.ones(3000)}),
+        ("w is not used: what edges carry is called edge_weight, edge_time or edge_features", "", {"w": np.ones(3000)}),
         ("trainmask is not used: its name", "", {"trainmask": mask}),
         ("no array nothing; its arrays are", ":ignore=nothing", {}),
         ("num_nodes is 300", "", {"num_nodes": 300}),
@@ -3471,6 +3610,9 @@ def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys
     alone = sum(count for (u, v), count in pairs.items() if (v, u) not in pairs)
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     assert csc.without_reverse(indptr, indices) == (alone, 20_000)
+    shuffled = np.concatenate([np.random.default_rng(v).permutation(row) for v, row in enumerate(np.split(indices, indptr[1:-1]))])
+    monkeypatch.setattr(csc, "EDGE_CHUNK", 999)
+    assert csc.without_reverse(indptr, shuffled, ascending=False) == (alone, 20_000)
     found, looked_at = csc.without_reverse(indptr, indices, exact=10, sample=5000)
     assert looked_at == 5000 and abs(found / 5000 - alone / 20_000) < 0.03
     for name in (plain, "synthetic", "cora"):
@@ -4155,11 +4297,17 @@ def test_tables_ids_of_a_split(tmp_path):
 def test_tables_weights_and_times(tmp_path):
     file = _table_file(tmp_path / "e.csv", "w,dst,Source ID,Timestamp\n1,0,1,1700000000123456789\n.5,1,2,1700000000123456788\n")
     nodes = graph_tables.Nodes(3, "x.csv")
-    edge_index, more = graph_tables.edges(file, tmp_path / "e", nodes, keep=("weight", "time"))
-    assert edge_index.tolist() == [[1, 2], [0, 1]] and list(more) == ["weight", "time"]
-    assert more["weight"].tolist() == [1, 0.5] and more["time"].tolist() == [1700000000123456789, 1700000000123456788]
-    with pytest.raises(StoreError, match="understood, 'Timestamp': leave them out"):
-        graph_tables.edges(file, tmp_path / "e", nodes, keep=("weight",))
+    keep = {"edge_weight": ["w"], "edge_time": ["4"]}
+    edge_index, more = graph_tables.edges(file, tmp_path / "e", nodes, keep)
+    assert edge_index.tolist() == [[1, 2], [0, 1]] and list(more) == ["edge_weight", "edge_time"]
+    assert more["edge_weight"].tolist() == [1, 0.5] and more["edge_time"].tolist() == [1700000000123456789, 1700000000123456788]
+    _, more = graph_tables.edges(file, tmp_path / "e", nodes, {"edge_features": ["Timestamp", "w"]})
+    assert more["edge_features"].tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
+    for keep, complaint in (({"edge_weight": ["w"]}, "understood, 'Timestamp': leave them out, or say what they are by --w"),
+                            ({"edge_weight": ["W"]}, "has no column 'W', and there is no file of that name: it has w, dst"),
+                            ({"edge_weight": ["5"]}, "has no column '5'"), ({"edge_weight": ["dst"]}, "'dst' is taken for two")):  # fmt: skip
+        with pytest.raises(StoreError, match=complaint):
+            graph_tables.edges(file, tmp_path / "e", nodes, keep)
     for header in ("source,paper", "dst,src,dst2", "from,u,to"):
         with pytest.raises(StoreError, match="call one of them source|more columns"):
             text = f"{header}\n" + ",".join("012"[:len(header.split(","))]) + "\n"
@@ -5194,6 +5342,63 @@ def test_store_build_from_dgl_pyg_and_npz(tmp_path):
         datasets.build(data, tmp_path / "bad")
 
 
+def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
+    """The same store from arrays, .npz, DGL, PyG and tables, whose columns are named, numbered or files of their own."""
+    monkeypatch.chdir(tmp_path)
+    rng, args = np.random.default_rng(1), {**_graph(), "split": {"train": np.arange(50), "valid": np.arange(50, 60), "test": np.arange(60, 90)}}
+    src, dst = args["edge_index"]
+    w, t, e, when = rng.integers(1, 9, 3000) / 8, rng.integers(0, 50, 3000), rng.integers(0, 9, (3000, 2)).astype(np.float32), np.arange(200)
+    args.pop("num_classes")
+    reference = _sums(build_store("reference", **args, symmetrize=True, edge_weight=w, edge_time=t, edge_features=e, node_time=when))
+    own = {"x": args["features"], "y": args["labels"], **{f"{name}_idx": ids for name, ids in args["split"].items()}}
+    tensors = {name: torch.from_numpy(values) for name, values in (("w", w), ("t", t), ("e", e), ("when", when), ("x", own["x"]), ("y", own["y"]))}
+    np.savez("a.npz", edge_index=args["edge_index"], edge_weight=w[:, None], time=t.astype(float), edge_attr=e, node_time=when, **own)
+    np.savez("b.npz", edge_index=args["edge_index"], edge_weight=w, edge_time=t, edge_features=e, node_time=when, **own)
+    graph = sampler.import_dgl().graph((torch.from_numpy(src), torch.from_numpy(dst)), num_nodes=200)
+    graph.ndata.update({"feat": tensors["x"], "label": tensors["y"], "time": tensors["when"]})
+    graph.edata.update({"weight": tensors["w"], "time": tensors["t"], "feat": tensors["e"]})
+    data = types.SimpleNamespace(edge_index=torch.from_numpy(args["edge_index"]), x=tensors["x"], y=tensors["y"], time=tensors["t"],
+                                 edge_weight=tensors["w"], edge_attr=tensors["e"], node_time=tensors["when"])  # fmt: skip
+    for number, (source, options) in enumerate((("a.npz", {}), ("b.npz", {}), (graph, {"split": args["split"]}), (data, {"split": args["split"]}))):
+        built = _sums(datasets.build(source, f"s{number}", symmetrize=True, **options))
+        assert {**built, "meta.json": 0} == {**reference, "meta.json": 0}, number
+    assert "a.npz: it has edge_weight, edge_time (called time), edge_features (called edge_attr), node_time" in capsys.readouterr().out
+    np.savetxt("x.csv", own["x"], delimiter=",", fmt="%.9g")
+    np.savetxt("y.csv", own["y"], fmt="%d")
+    np.savetxt("w.csv", w, fmt="%g")
+    np.savetxt("e.csv", e, delimiter=",", fmt="%g")
+    np.savetxt("when.csv", np.stack([when, when], 1)[::-1], delimiter=",", fmt="%d")
+    for name, ids in args["split"].items():
+        np.savetxt(f"{name}.csv", ids, fmt="%d")
+    np.savetxt("plain.csv", np.stack([src, dst, t], 1), delimiter=",", fmt="%d")
+    np.savetxt("named.csv", np.column_stack([e[:, 0], src, dst, t, w, e[:, 1]]), delimiter=",", fmt="%g", header="a,src,dst,t,w,b", comments="")
+    words = ["--features", "x.csv", "--labels", "y.csv", "--symmetrize", "--node-times", "when.csv"]
+    words += [word for name in args["split"] for word in (f"--{name}", f"{name}.csv")]
+    for edges, columns in (("plain.csv", ["--times", "3", "--weights", "w.csv", "--edge-features", "e.csv"]),
+                           ("named.csv", ["--times", "t", "--weights", "5", "--edge-features", "a,b"])):  # fmt: skip
+        assert store.main(["build", edges, f"from-{edges}", *words, *columns]) == 0
+        built = _sums(f"from-{edges}")
+        assert {**built, "meta.json": 0} == {**reference, "meta.json": 0}, edges
+    for columns, complaint in ((["--weights", "4"], "has no column '4'"), (["--weights", "e.csv", "--times", "3"], "e.csv has 2 columns: one is"),
+                               (["--times", "3", "--weights", "y.csv"], r"edge_weight is \[200\]: a row for each of the 3000"),
+                               (["--times", "3", "--node-times", "y.csv"], "")):  # fmt: skip
+        code = store.main(["build", "plain.csv", f"bad{len(complaint)}", *words, *columns])
+        assert code == (2 if complaint else 0) and re.search(complaint, capsys.readouterr().err)
+    assert store.main(["build", "a.npz", "bad", "--weights", "3"]) == 2 and "are for tables" in capsys.readouterr().err
+
+
+def test_store_values_of_an_adjacency_matrix_are_weights(tmp_path, capsys):
+    args = _graph(num_edges=500)
+    edges = np.unique(args["edge_index"], axis=1)
+    order = np.lexsort(edges)  # by destination, then source
+    (src, dst), values = torch.from_numpy(edges[:, order]), torch.arange(1.0, edges.shape[1] + 1)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), dst.bincount(minlength=200).cumsum(0)])
+    data = types.SimpleNamespace(adj_t=types.SimpleNamespace(csr=lambda: (indptr, src, values)), x=args["features"], y=args["labels"])
+    graph = GraphStore.open(datasets.build(data, tmp_path / "g"))
+    assert "it has edge_weight (called values of adj_t)" in capsys.readouterr().out
+    assert graph.indices.tolist() == src.tolist() and torch.equal(graph.edge_weight, values)
+
+
 def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     _save_npz("own.npz", train_idx=[1, 2])
@@ -5290,7 +5495,7 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     reference = _sums(build_store(tmp_path / "reference", **dict(args, num_classes=None, split={"train": np.arange(50),
                                                                                                "test": np.arange(50, 200)})))  # fmt: skip
     for number, (source, options) in enumerate((
-        (dgls(), {}), (dgls(["csc"]), {}), (dgls(["coo"]), {}), (dgls(["csr"]), {}), (dgls(w=ones), {"ignore": ["edata.w"]}),
+        (dgls(), {}), (dgls(["csc"]), {}), (dgls(["coo"]), {}), (dgls(["csr"]), {}), (dgls(rank=ones), {"ignore": ["edata.rank"]}),
         (pygs(), {}), (pygs(edge_index=..., adj_t=plain), {}), (pygs(edge_index=None, adj_t=csr), {}),
         (pygs(y=y.double()[:, None], train_mask=mask.to(torch.uint8)), {}), (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
         (pygs(train_mask=splits, test_mask=splits.flip(1)), {"split": 0}), (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
@@ -5301,9 +5506,9 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
         assert {**built, "meta.json": 0} == {**reference, "meta.json": 0}, number
     assert "not used: name, pos" in capsys.readouterr().out
     for message, source, options in (
-        ("edata.w is not used: edges have no weights", dgls(w=ones), {}),
-        ("edge_weight is not used", pygs(edge_weight=ones), {}), ("edge_attr is not used", pygs(edge_attr=torch.ones(3000, 4)), {}),
-        ("adj_t has values other than 1", pygs(edge_index=None, adj_t=weighted), {}),
+        ("edata.rank is not used: what edges carry is called edge_weight", dgls(rank=ones), {}),
+        (r"edge_attr is \[9, 4\]: a row for each of the 3000 edges", pygs(edge_attr=torch.ones(9, 4)), {}),
+        ("adj_t has values other than 1, and there is edge_weight", pygs(edge_index=None, adj_t=weighted, edge_weight=ones), {}),
         ("adj_t has 200 rows, there are 150 nodes", pygs(edge_index=None, adj_t=plain, x=x[:150], y=y[:150], train_mask=mask[:150]), {}),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
         ("2 splits count from 0", pygs(train_mask=splits), {"split": 2}),
@@ -5518,17 +5723,19 @@ def _parameters(path):
     return torch.load(path, weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("precision, rtol", [("fp64", 1e-9), ("fp32", 1e-4)])
-def test_the_number_of_processes_changes_nothing(tmp_path, precision, rtol):
+@pytest.mark.parametrize("net, precision, rtol", [("sage", "fp64", 1e-9), ("sage", "fp32", 1e-4), ("gat", "fp64", 1e-9)])
+def test_the_number_of_processes_changes_nothing(tmp_path, net, precision, rtol):
     """140 seeds in batches of 60: the last one has 20, which three ranks share as 6, 7 and 7. With dropout."""
     dataset = DATA / "cora.npz"
     if not dataset.is_file():
         pytest.skip(f"{dataset} is not there")
     common = ["--dataset", dataset, "--root", tmp_path, "--gpus", 0, "--fanout", "5,5", "--hidden", 128, "--lr", 0.01,
-              "--dropout", 0.5, "--epochs", 2, "--precision", precision]  # fmt: skip
+              "--dropout", 0.5, "--epochs", 2, "--precision", precision, "--model", net]  # fmt: skip
     runs = {"one": [1, 60, 1], "two": [2, 30, 1], "three": [3, 20, 1], "accumulated": [1, 20, 3]}
     if precision == "fp32":
         del runs["accumulated"]
+    if net == "gat":
+        del runs["three"], runs["accumulated"]
     for name, (procs, batch, accumulate) in runs.items():
         _train(*common, "--procs", procs, "--batch-size", batch, "--accumulate", accumulate, "--log", tmp_path / name,
                "--checkpoint", tmp_path / f"{name}.pt")  # fmt: skip
@@ -7040,84 +7247,29 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
     assert norms == {"sage": "none", "gcn": "none", "sage-pool": "layer", "gat": "layer", "gin": "layer"}
 
 
-OWN_LAYERS = '''# mymodel.py
-import torch
-from torch import nn
-
-from model import SAGEConv
+def _readme_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (HERE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-class Net(nn.Module):
-    """GraphSAGE whose classifier sees the output of every layer (jumping knowledge, arXiv 1806.03536)."""
-
-    def __init__(self, in_dim, num_classes, hidden=64, num_layers=2, dropout=0.3):
-        super().__init__()
-        widths = [in_dim] + [hidden] * num_layers
-        self.convs = nn.ModuleList(SAGEConv(a, b) for a, b in zip(widths, widths[1:]))
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(num_layers))
-        self.dropout = nn.Dropout(dropout)
-        self.classify = nn.Linear(num_layers * hidden, num_classes)
-
-    def forward(self, blocks, x):
-        """x [N, F] are the features of blocks[0].src_nodes -> logits [S, C] of the seeds."""
-        outputs = []
-        for block, conv, norm in zip(blocks, self.convs, self.norms, strict=True):
-            x = self.dropout(norm(conv(block, x)).relu())
-            outputs.append(x)
-        seeds = len(x)  # the seeds are the first rows of every layer's output
-        return self.classify(torch.cat([h[:seeds] for h in outputs], 1))
-'''
-OWN_PYG = '''# mypyg.py
-from torch import nn
-from torch_geometric.nn import SAGEConv
-
-
-class Net(nn.Module):
-    def __init__(self, in_dim, num_classes, hidden=64):
-        super().__init__()
-        self.convs = nn.ModuleList([SAGEConv(in_dim, hidden), SAGEConv(hidden, num_classes)])
-
-    def forward(self, blocks, x):
-        for i, (conv, block) in enumerate(zip(self.convs, blocks, strict=True)):
-            edge_index, _, (_, S) = block.to_pyg()
-            x = conv((x, x[:S]), edge_index)
-            x = x if i else x.relu()
-        return x
-'''
-OWN_DGL = '''# mydgl.py
-from torch import nn
-
-from sampler import import_dgl
-
-dgl = import_dgl()  # also under a torch that DGL was not built for
-
-
-class Net(nn.Module):
-    def __init__(self, in_dim, num_classes, hidden=64):
-        super().__init__()
-        self.convs = nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in ((in_dim, hidden), (hidden, num_classes)))
-
-    def forward(self, blocks, x):
-        for i, (conv, block) in enumerate(zip(self.convs, blocks, strict=True)):
-            x = conv(block.to_dgl(), x)
-            x = x if i else x.relu()
-        return x
-'''
+OWN_MODELS = {block.split()[1]: block for block in _readme_blocks("python") if block.startswith("# my")}
+OWN_LAYERS = OWN_MODELS["mymodel.py"]
 OWN = ["--fanout", "5,5", "--lr", 0.01, "--batch-size", 100, "--gpus", 0]
 
 
-@pytest.mark.parametrize("library", ["ours", "dgl", "pyg"])
+@pytest.mark.parametrize("library", ["mymodel.py", "mydgl.py", "mypyg.py"])
 def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
-    if library == "dgl":
+    if library == "mydgl.py":
         _dgl()
-    if library == "pyg":
+    if library == "mypyg.py":
         pytest.importorskip("torch_geometric")
     file = tmp_path / "mynet.py"
-    file.write_text({"ours": OWN_LAYERS, "dgl": OWN_DGL, "pyg": OWN_PYG}[library])
+    file.write_text(OWN_MODELS[library])
     own, log = ["--dataset", tiny, "--model", f"{file}:Net", "--model-args", "hidden=32", *OWN], tmp_path / "log"
     output = _train(*own, "--epochs", 4, "--checkpoint", tmp_path / "full.pt", "--log", log)
     assert _log(log)[-1]["exact"]["test"] > 0.5 and f"model   {file}:Net, 2 hops" in output
-    _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
+    output = _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
+    assert "half.pt holds an earlier run" not in output
+    assert "half.pt holds an earlier run and will be replaced" in _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
     words = ["--resume", tmp_path / "half.pt", "--model", f"{file}:Net"]  # arguments are the checkpoint's
     output = _train(*words, "--epochs", 4, "--checkpoint", tmp_path / "half.pt", "--gpus", 0)
     assert "not the text" not in output
@@ -7125,7 +7277,7 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     assert all(torch.equal(full[name], half[name]) for name in full)
     predict = ["--resume", tmp_path / "full.pt", "--model", f"{file}:Net", "--gpus", 0]
     _train(*predict, "--predict", tmp_path / "one.npy")
-    if library == "ours":
+    if library == "mymodel.py":
         _train(*own, "--epochs", 4, "--batch-size", 50, "--procs", 2, "--log", tmp_path / "two", "--precision", "bf16")
         assert _log(tmp_path / "two")[-1]["exact"]["test"] > 0.5
         _train(*predict, "--procs", 2, "--predict", tmp_path / "two.npy")
@@ -7172,6 +7324,8 @@ def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
     ):
         output = _train(*common, *words, code=2)
         assert re.search(complaint, output) and "Traceback" not in output, output
+    layers = _train(*common, "--model", f"{file}:Net", "--fanout", "3,3,3", "--gpus", 0, code=1)
+    assert "when it was called with 3 blocks, one for each number of --fanout, and x [" in layers
     file.write_text("import nosuchmodule\n")
     assert "No module named 'nosuchmodule'" in _train(*common, "--model", f"{file}:Net", code=1)
 
@@ -7244,6 +7398,20 @@ def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
     for how in ("all neighbours", "sampled"):
         figure = figures[f"cora, gcn, {how}"]
         assert figure["test"] > 76 and "--lr 0.02" in figure["flags"] and len(figure["trials"]) == 2
+
+
+def test_bench_overlap_draws_both_median_epochs_on_one_axis(tmp_path, monkeypatch):
+    """The median of --rounds, without the one that warms up; stages that overlap only where batches are prepared ahead."""
+    drawn = {}
+    monkeypatch.setattr(bench_training, "draw_timeline", lambda runs, path, steps: drawn.update(runs))
+    words = ["overlap", "--dataset", TINY, "--root", str(tmp_path), "--hidden", "8", "--fanout", "3,3", "--batch-size", "20"]
+    assert bench.main([*words, "--rounds", "3", "--json", str(tmp_path / "o.json")]) == 0
+    torch.set_num_threads(2)
+    alone, ahead = drawn["one after the other"], drawn["2 batches prepared ahead"]
+    for laps, threads in ((alone, {"MainThread"}), (ahead, {"MainThread", "prefetch_0"})):
+        assert {thread for *_, thread in laps} == threads
+        assert [stage for stage, *_ in laps].count("optimizer") == [stage for stage, *_ in laps].count("fetch") == 12
+    assert json.loads((tmp_path / "o.json").read_text())["ratio"] > 0
 
 
 def test_bench_picture_draws_what_is_committed(tmp_path):
@@ -7327,8 +7495,12 @@ def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
     assert bench.main(["picture", files[2], "--png", str(tmp_path / "none.png")]) == 2  # nothing of it can be drawn
 
 
-def _readme_blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (HERE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def _has_dgl():
+    return importlib.util.find_spec("dgl") is not None
+
+
+def _has_pyg():
+    return importlib.util.find_spec("torch_geometric") is not None
 
 
 def _readme_commands():
@@ -7343,8 +7515,9 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(HERE / "results", tmp_path / "results")
-    own = next(block for block in _readme_blocks("python") if block.startswith("# mymodel.py"))
-    (tmp_path / "mymodel.py").write_text(own)
+    for name, text in OWN_MODELS.items():
+        (tmp_path / name).write_text(text)
+    absent = [name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there]
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
     assert len(commands) > 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -7352,6 +7525,8 @@ def test_readme_commands_run_word_for_word(tmp_path):
         assert {word for word in command.split() if word.startswith("--") and "train.py" in command} <= known, command
         if "bench.py" in command and "picture" not in command:
             continue  # they take hours; the tests above run them small
+        if any(name in command for name in absent):
+            continue
         if any(word in command for word in ("--timeline", "picture")) and not importlib.util.find_spec("matplotlib"):
             continue
         if "esol.npz" in command:
@@ -7381,10 +7556,8 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
     for block in blocks:
-        if "dgl" in block:
-            _dgl()
-        if "torch_geometric" in block:
-            pytest.importorskip("torch_geometric")
+        if "dgl" in block and not _has_dgl() or "torch_geometric" in block and not _has_pyg():
+            continue
         given = names
         if "block_diagonal" in block:  # 400 graphs of two nodes and an edge
             many = {"num_nodes": [2] * 400, "num_edges": [1] * 400, "edge_index": [[0] * 400, [1] * 400],
@@ -7455,7 +7628,7 @@ if __name__ == "__main__":
 }
 
 TAKEN_ALONG = {  # what the first lines of a file say it needs
-    "store": ("disk", "csc", "lmdb_file"),
+    "store": ("disk", "csc", "columns", "lmdb_file"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
 }
 

@@ -65,17 +65,10 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
-
-    @contextmanager
-    def timed(stage):  # on the threads that run ahead
-        start = clock.now(stage)
-        yield
-        clock.add(stage, start, clock.now())
-
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
-    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=timed)
+    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=clock.timed)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
     for batch in loader:
@@ -148,8 +141,14 @@ def predict(ranks, args, ring, model, batch, key=None):
     with torch.autocast(ranks.device.type, torch.bfloat16) if args.precision == "bf16" else nullcontext():
         if isinstance(network, GNN):
             output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)
+        elif isinstance(ring, GraphReader):
+            output = model(batch.blocks[0])
         else:
-            output = model(batch.blocks[0]) if isinstance(ring, GraphReader) else model(batch.blocks, batch.x)
+            try:
+                output = model(batch.blocks, batch.x)
+            except Exception as error:
+                given = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
+                raise RuntimeError(f"{args.model} failed when it was called with {given}: {error}") from error
     seeds = len(batch.y) if isinstance(ring, GraphReader) else batch.blocks[-1].num_dst
     if output.shape[:1] != (seeds,):
         raise StoreError(f"the model returned {list(output.shape)} for {seeds} seeds: a row of logits for each is needed")
@@ -370,6 +369,8 @@ def run(ranks, args, path):
             print(f"resume  from epoch {start + 1}, step {first}")
         elif file:
             print(f"resume  after epoch {start}: nothing is trained")
+        if args.checkpoint and args.trains and args.checkpoint != file and os.path.isfile(args.checkpoint):
+            print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
     report, level = Report(ranks, args), 0
