@@ -12,7 +12,7 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
     --residual --dropout --input-dropout --seed       changed file is reported in a line
     --split --metric --edge-split --scorer            --edge-split may be another one where --predict only predicts
     --negatives --negatives-by --unchecked-negatives
-    --link-loss
+    --link-loss --sampler --temporal
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
     --lr --lr-schedule --weight-decay --precision     the checkpoint's unless given again: then another one from the
@@ -42,22 +42,23 @@ from disk import DTYPES, StoreError, write_whole
 from flags import check_network, checkpoint_to_resume, make_parser, spelled, text_of
 from graphs import Regressor
 from link import Scorer
-from model import GNN
+from model import EDGE_CONVS, GNN
 from own_model import is_own
 
 FIXED = ("task", "fanout", "accumulate", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual",
-         "dropout", "input_dropout", "seed", "split", "metric", "edge_split", "scorer", "negatives", "negatives_by",
-         "unchecked_negatives", "link_loss")  # fmt: skip
+         "dropout", "input_dropout", "sampler", "temporal", "seed", "split", "metric", "edge_split", "scorer", "negatives",
+         "negatives_by", "unchecked_negatives", "link_loss")  # fmt: skip
 KEPT = ("dataset", "symmetrize", "batch_size", "lr", "lr_schedule", "weight_decay", "epochs", "early_stop", "precision",
         "checkpoint_activations")  # fmt: skip
-WIDTHS = {"node": ("feature_dim", "num_classes"), "link": ("feature_dim",),  # what a network has to know of a graph, by --task
+WIDTHS = {"node": ("feature_dim", "num_classes", "edge_dim"),  # what a network has to know of a graph, by --task
+          "link": ("feature_dim", "edge_dim"),
           "graph": ("node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype")}  # fmt: skip
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"  # what a pickle may name
 
 
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    graph = {name: store.meta[name] for name in WIDTHS[args.task]}
+    graph = {name: store.meta.get(name, 0) for name in WIDTHS[args.task]}
     graph["path"] = str(Path(store.path).absolute())
     graph["files"] = {name: record.get("sha256") for name, record in store.meta["files"].items()}
     state = {"flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)}, "total_batch": args.total_batch,
@@ -92,7 +93,7 @@ def build_network(args, widths):
     width = args.hidden if args.task == "link" else widths["num_classes"]
     net = GNN(widths["feature_dim"], args.hidden, width, conv=args.model, num_layers=args.num_layers, heads=args.heads,
               dropout=args.dropout, input_dropout=args.input_dropout, norm=args.norm, residual=args.residual,
-              recompute=args.checkpoint_activations)  # fmt: skip
+              recompute=args.checkpoint_activations, edge_dim=widths["edge_dim"] if args.model in EDGE_CONVS else 0)  # fmt: skip
     if args.task == "link":
         net.scorer = Scorer(args.scorer, width)
     return net
@@ -267,8 +268,9 @@ def common_state(ranks, args):
 def check_graph(state, path, args, store):
     """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
     graph of the same widths will do, and one in which some classes do not occur."""
-    for name in WIDTHS[args.task]:
-        there, was = store.meta[name], state["graph"][name]
+    blind = args.task == "node" and args.model not in EDGE_CONVS
+    for name in (name for name in WIDTHS[args.task] if not (blind and name == "edge_dim")):
+        there, was = store.meta.get(name, 0), state["graph"][name]
         if there != was and (args.trains or name != "num_classes" or there > was):
             raise StoreError(f"checkpoint {path} was trained on a graph with {name} {was}, {store.path} has {there}")
     if not args.trains:

@@ -52,13 +52,14 @@ class Batch(NamedTuple):
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
     began: Any = None  # CUDA event: the copy of x to the GPU began; None where nothing is copied
+    edges: tuple = ()  # for each block the features [E, D] of its edges, where the ring has them
 
     def wait(self):
         """Make the current CUDA stream wait for the copies, and keep their memory until that stream has used them."""
         if self.ready is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.ready)
-            for tensors in (self.x, self.y, *self.blocks):
+            for tensors in (self.x, self.y, *self.edges, *self.blocks):
                 tensors.record_stream(stream)
         return self
 
@@ -120,13 +121,15 @@ class FeatureRing:
             model.py; torch.index_select when None.
         reuse: False gives every batch on CPU a tensor of its own, for callers who keep batches.
         copies: what stands for the GPU in a test.
+        edge_features: [M, D], a row for each of the graph's edges, where batches are to bring those of their edges: blocks
+            then need edge_ids. They go through a ring of their own, of the same slots.
 
     Attributes:
         first_hop: True when x is aggregated: `aggregate` is given and the features are a tensor of floats.
     """
 
     def __init__(self, features, labels, *, slots, device="cpu", streams=1, log=None, aggregate=None, dtype=None,
-                 gather=None, reuse=True, copies=None):  # fmt: skip
+                 gather=None, reuse=True, copies=None, edge_features=None):  # fmt: skip
         self.features, self.labels, self.device, self.reuse = features, labels, torch.device(device), reuse
         self.copies = copies or (CudaCopies(self.device, streams) if self.device.type == "cuda" else None)
         home = getattr(features, "device", torch.device("cpu")).type
@@ -143,6 +146,8 @@ class FeatureRing:
         self.copied = [None] * slots  # event: the copy out of the slot is done
         self.began = [None] * slots  # event: it began
         self.rows, self.lock = 0, threading.Lock()  # rows of the next buffer to be allocated
+        self.edge_ring = None if edge_features is None else FeatureRing(
+            edge_features, None, slots=slots, device=device, log=log, dtype=dtype, gather=gather, reuse=reuse, copies=self.copies)
 
     def stream(self, slot):
         """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
@@ -165,21 +170,32 @@ class FeatureRing:
             said = f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots"
             raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
+        edge_ids = torch.cat([block.edge_ids for block in blocks]) if self.edge_ring else None
+        counts = [block.num_edges for block in blocks]
         if not self.copies:
-            x = (self._gather(slot, self.features, outer.src_nodes, outer) if self.reuse else
-                 self._read(self.features, outer.src_nodes, outer))  # fmt: skip
-            return Batch(blocks, x.to(self.dtype), self.labels.index_select(0, seeds))
+            x = self._fetch(slot, outer.src_nodes, outer)
+            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
+            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=edges)
         with self.copies.stream(slot, blocks):
             blocks = [block.to(self.device, non_blocking=True) for block in blocks]
-            if self.on_device:
-                x = self._read(self.features, blocks[0].src_nodes, blocks[0])
-            elif self.cached:
-                missing = lambda ids: self._upload(slot, self.features.features, ids)
-                x = self.features.gather(outer.src_nodes, missing=missing)
-            else:
-                x = self._upload(slot, self.features, outer.src_nodes, outer)
+            x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
+            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
             y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
-            return Batch(blocks, x.to(self.dtype), y, self.copies.event(), self.began[slot])
+            return Batch(blocks, x, y, self.copies.event(), self.began[slot], edges)
+
+    def _fetch(self, slot, ids, block=None):
+        """Rows ids of the features, or what a block makes of them, on the ring's device -> [N, F] of its dtype."""
+        if self.on_device:
+            rows = self._read(self.features, ids.to(self.device, non_blocking=True), block)
+        elif self.cached and self.copies:
+            rows = self.features.gather(ids, missing=lambda some: self._upload(slot, self.features.features, some))
+        elif self.copies:
+            rows = self._upload(slot, self.features, ids, block)
+        elif self.reuse:
+            rows = self._gather(slot, self.features, ids, block)
+        else:
+            rows = self._read(self.features, ids, block)
+        return rows.to(self.dtype)
 
     def _upload(self, slot, features, ids, block=None):
         """Send rows to the device through the slot's buffer -> [N, F]; the event `copied` releases the buffer."""
@@ -254,7 +270,7 @@ def prefetch(make, items, *, depth=2, threads=1):
 # placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu"):
+def place(indptr, indices, labels, features, mode, device="cpu", more=()):
     """Put a graph and its features where a mode keeps them.
 
     Args:
@@ -263,9 +279,10 @@ def place(indptr, indices, labels, features, mode, device="cpu"):
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
             place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
         device: the GPU of the first two.
+        more: further host tensors, such as times of the edges.
 
     Returns:
-        (indptr, indices, labels, features): for the first two modes tensors on the device.
+        (indptr, indices, labels, features, *more): for the first two modes tensors on the device.
 
     Raises:
         ValueError: for an unknown mode, or host memory that `share` did not allocate.
@@ -273,7 +290,7 @@ def place(indptr, indices, labels, features, mode, device="cpu"):
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
-    arrays = [indptr, indices, labels, getattr(features, "tensor", features)]
+    arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
         return tuple(_copy_rows(a, torch.empty(a.shape, dtype=a.dtype, device=device)) for a in arrays)
     if mode == "pinned-cuda":

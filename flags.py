@@ -18,7 +18,7 @@ import torch
 
 from features import MODES
 from link import shares, split_type
-from model import CONVS, NORMALISED, NORMS
+from model import CONVS, EDGE_CONVS, NORMALISED, NORMS
 from own_model import is_own, name_of, words_of
 
 _NOT_GIVEN = object()
@@ -89,11 +89,14 @@ def make_parser():
     add = parser.add_argument_group("sampling").add_argument
     add("--fanout", type=fanout, metavar="15,10,5", help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
         "PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
+    add("--sampler", default="uniform", choices=["uniform", "weighted"], metavar="KIND", help="uniform, weighted: by the edges' weights")
+    add("--temporal", default="auto", choices=["auto", "at", "before", "off"], metavar="WHEN", help="edges that a seed sees: at its "
+        "time or before, only before, off: all (default: at, where edges and nodes have times)")  # fmt: skip
     add("--batch-size", type=count, default=1024, metavar="N", help="seeds of a process in one pass")
     add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=name_of(CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS)}, or your own: FILE.py:NAME")
+    add("--model", type=name_of(CONVS | EDGE_CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS | EDGE_CONVS)}, or yours: FILE.py:NAME")
     add("--model-args", type=words_of, metavar="A=1,B=x", help="your own is NAME(features, classes, A=1, B='x') (default: none)")
     add("--hidden", type=count, default=128, metavar="N", help="width of the inner layers, all heads together")
     add("--num-layers", type=count, metavar="N", help="layers (default: one for each fanout, else 3)")
@@ -185,6 +188,9 @@ def check_network(parser, args):
         parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}; give a multiple of {args.heads}")
     if args.norm == "batch" and args.checkpoint_activations:
         parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
+    for flag, off in (("sampler", "uniform"), ("temporal", "auto")):
+        if args.task == "graph" and getattr(args, flag) != off:
+            parser.error(f"--{flag} {getattr(args, flag)} is for --task node")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
     for flag in LINK_FLAGS:
@@ -198,6 +204,9 @@ def check_network(parser, args):
             parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task node")
     if args.task == "link" and args.split is not None:
         parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
+    if args.task == "link" and args.temporal not in ("auto", "off"):
+        parser.error(f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time")
+    args.temporal = "off" if args.task == "link" else args.temporal
     if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
         parser.error(f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none")
     if args.task == "graph" and args.precision == "fp64":

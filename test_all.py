@@ -67,6 +67,7 @@ import datasets
 import ddp
 import disk
 import downloads
+import exact
 import features
 import flags
 import fused
@@ -1334,6 +1335,33 @@ def _ring_faults(seed, broken=False):
     return device.faults + [f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong]
 
 
+def _edge_faults(seed, slow, broken=False):
+    """Push blocks of random edges through a ring that has features of edges -> whether a batch came out wrong."""
+    rng = np.random.default_rng(seed)
+    depth, threads = int(rng.integers(0, 4)), int(rng.integers(1, 4))
+    table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
+    ring = FeatureRing(torch.zeros(50, 2), torch.arange(50), slots=depth + 1, copies=device, edge_features=table, reuse=bool(slow))
+    if broken:
+        ring.edge_ring.copied = _Forgets(ring.edge_ring.copied)
+    items = [[torch.from_numpy(rng.integers(0, 300, n * rng.choice([1, 8]))) for n in rng.integers(0, 30, 2)] for _ in range(14)]
+
+    def load(item, slot):
+        blocks = [Block(torch.tensor([0, len(ids)]), torch.zeros_like(ids), torch.arange(1), ids) for ids in item]
+        return ring.fetch(slot, blocks)
+
+    batches = list(prefetch(load, items, depth=depth, threads=threads))
+    if slow:
+        batches[-1].ready.wait()
+        device.close()
+    return any(not torch.equal(rows, table[ids]) for batch, item in zip(batches, items) for rows, ids in zip(batch.edges, item, strict=True))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_features_ring_brings_the_rows_of_each_blocks_edges(slow):
+    assert not any(_edge_faults(seed, slow) for seed in range(12))
+    assert not slow or any(_edge_faults(seed, slow, broken=True) for seed in range(40))
+
+
 def test_features_no_slot_is_refilled_before_its_copy_is_done():
     assert [fault for seed in range(300) for fault in _ring_faults(seed)] == []
 
@@ -2255,6 +2283,126 @@ def test_model_blocks_run_dgls_and_pygs_layers():
         torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
 
 
+def _layer_with_edges(name, width, out_dim, edge_dim=3):
+    layer = model.GINEConv(width, out_dim, edge_dim=edge_dim) if name == "gine" else \
+        model.GATv2Conv(width, out_dim, 2, mean=name == "gat-mean", edge_dim=edge_dim)
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return layer
+
+
+def _edge_by_edge(layer, block, h, e):
+    """GATv2 and GINE with features of edges as their papers write them, one destination after the other."""
+    rows = []
+    for v in range(block.num_dst):
+        edges = range(int(block.indptr[v]), int(block.indptr[v + 1]))
+        if isinstance(layer, model.GINEConv):
+            total = sum((h[block.indices[i]] + layer.edge_linear(e[i])).relu() for i in edges) if edges else 0 * h[v]
+            rows.append(layer.mlp((1 + layer.eps) * h[v] + total))
+            continue
+        of_loop = e[edges.start : edges.stop].mean(0) if edges else torch.zeros_like(e[0])
+        sources = torch.stack([h[v], *(h[block.indices[i]] for i in edges)])
+        given = torch.stack([of_loop, *(e[i] for i in edges)])
+        K, D = layer.attn.shape
+        message = layer.src_linear(sources).view(-1, K, D)
+        z = message + layer.dst_linear(h[v]).view(K, D) + layer.edge_linear(given).view(-1, K, D)
+        attention = (torch.nn.functional.leaky_relu(z, 0.2) * layer.attn).sum(2).softmax(0)
+        heads = (attention.unsqueeze(2) * message).sum(0)
+        rows.append(heads.mean(0) if layer.mean else heads.flatten())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ["gat", "gat-mean", "gine"])
+def test_model_layers_with_edges_equal_the_papers_and_pygs(name, ids, monkeypatch):
+    """Forward and all gradients on a sampled block with destinations without edges, edges handled a few at a time."""
+    torch.manual_seed(3)
+    indptr, indices = _random_graph(np.random.default_rng(8), 60, 4, ids)
+    own = indices == torch.repeat_interleave(indptr.diff())  # PyG takes such edges out
+    indptr = torch.nn.functional.pad((~own).cumsum(0), (1, 0))[indptr]
+    block = NeighborSampler(indptr, indices[~own], [5]).sample(torch.arange(40).to(ids), 0)[0]
+    assert (block.indptr.diff() == 0).any()
+    e = torch.randn(block.num_edges, 3)
+    try:
+        pyg = importlib.import_module("torch_geometric.nn")
+    except ImportError:
+        pyg = None
+    for width, out_dim in ((24, 6), (6, 24)):
+        layer, h = _layer_with_edges(name, width, out_dim), torch.randn(block.num_src, width, requires_grad=True)
+        weight = torch.randn(40, out_dim)
+        ours = layer(block, h, edges=e)
+        (to_h,), sizes = _gradients(layer, ours, weight, h)
+        expected = _edge_by_edge(layer, block, h, e)
+        (to_h_slow,), sizes_slow = _gradients(layer, expected, weight, h)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(to_h, to_h_slow, rtol=1e-4, atol=1e-5)
+        assert sizes == pytest.approx(sizes_slow, rel=1e-4, abs=1e-4)
+        with monkeypatch.context() as few:
+            few.setattr(model, "PIECE", 7 * width)
+            torch.testing.assert_close(layer(block, h, edges=e), ours, rtol=1e-5, atol=1e-6)
+            (to_h_few,), sizes_few = _gradients(layer, layer(block, h, edges=e), weight, h)
+        torch.testing.assert_close(to_h_few, to_h, rtol=1e-4, atol=1e-5)
+        assert sizes_few == pytest.approx(sizes, rel=1e-4, abs=1e-4)
+        if pyg is None:
+            continue
+        edge_index, _, (_, S) = block.to_pyg()
+        if name == "gine":
+            twin = pyg.GINEConv(copy.deepcopy(layer.mlp), train_eps=True, edge_dim=3)  # which draws its weights anew
+            twin.nn.load_state_dict(layer.mlp.state_dict())
+            twin.eps.data = layer.eps.data
+            twin.lin.weight.data, twin.lin.bias.data = layer.edge_linear.weight.data, layer.edge_linear.bias.data
+        else:
+            K, D = layer.attn.shape
+            twin = pyg.GATv2Conv((width, width), D, K, concat=not layer.mean, edge_dim=3)
+            twin.bias = None  # of the output, which ours leaves to the norm or the next layer
+            twin.lin_l.weight.data, twin.lin_l.bias.data = layer.src_linear.weight.data, layer.src_linear.bias.data
+            twin.lin_r.weight.data, twin.lin_r.bias.data = layer.dst_linear.weight.data, layer.dst_linear.bias.data
+            twin.lin_edge.weight.data, twin.att.data = layer.edge_linear.weight.data, layer.attn.data.unsqueeze(0)
+        theirs = twin((h, h[:S]), edge_index, e)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        (to_h_theirs,), sizes_theirs = _gradients(twin, theirs, weight, h)
+        torch.testing.assert_close(to_h, to_h_theirs, rtol=1e-4, atol=1e-5)
+        assert sorted(sizes) == pytest.approx(sorted(sizes_theirs), rel=1e-4, abs=1e-4)
+
+
+def test_model_gine_equals_dgls():
+    """DGL's layer adds edges as wide as nodes: it is given what ours projects."""
+    dgl = _dgl()
+    torch.manual_seed(4)
+    indptr, indices = _random_graph(np.random.default_rng(8), 120, 7)
+    block = NeighborSampler(indptr, indices, [5]).sample(torch.arange(40), 0)[0]
+    layer, h, e = _layer_with_edges("gine", 12, 6), torch.randn(block.num_src, 12), torch.randn(block.num_edges, 3)
+    theirs = dgl.nn.GINEConv(layer.mlp, learn_eps=True)
+    theirs.eps.data = layer.eps.data
+    expected = theirs(block.to_dgl(), (h, h[:40]), layer.edge_linear(e))
+    torch.testing.assert_close(layer(block, h, edges=e), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("conv", model.EDGE_CONVS)
+def test_model_with_edges_is_exact_over_all_nodes_and_needs_their_features(conv):
+    """Inference in chunks is one forward pass over the whole graph, and parts of a batch add up to the whole."""
+    torch.manual_seed(5)
+    indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
+    x, e = torch.randn(90, 12), torch.randn(indices.numel(), 4)
+    net = GNN(12, 8, 5, conv=conv, num_layers=3, heads=2, norm="layer", residual=True, edge_dim=4).eval()
+    block = Block(indptr.to(indices.dtype), indices, torch.arange(90))
+    expected = net([block] * 3, x, edges=[e] * 3)
+    for options in ({}, {"chunk": 7}, {"chunk_edges": 20}, {"chunk": 13, "chunk_edges": 64, "memory": 0}):
+        torch.testing.assert_close(inference(net, indptr, indices, x, edges=e, **options), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inference(net, indptr, indices, x, edges=e.double().numpy()), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(inference(net, indptr, indices, x, edges=e.flip(0)), expected, atol=0.01)
+    with pytest.raises(ValueError, match="edges is None: with edge_dim 4"):
+        net([block] * 3, x)
+    net.train().recompute = True
+    both = []
+    for kept in (True, False):
+        net.recompute = not kept
+        net.zero_grad()
+        net([block] * 3, x, edges=[e] * 3, key=7).square().sum().backward()
+        both.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    torch.testing.assert_close(*both)
+
+
 MODELS = {
     "sage": {},
     "sage-pool": {"norm": "layer"},
@@ -2289,7 +2437,7 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(conv, tmp_path
     """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or an object."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files = []
-    monkeypatch.setattr(model, "_nameless_file", lambda size, make=model._nameless_file: files.append(make(size)) or files[-1])
+    monkeypatch.setattr(exact, "_nameless_file", lambda size, make=exact._nameless_file: files.append(make(size)) or files[-1])
     indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
     hub = torch.randint(0, 90, (200,), dtype=indices.dtype)
     indices = torch.cat([indices[: indptr[50]], hub, indices[indptr[50] :]])
@@ -2396,20 +2544,21 @@ def test_model_sampled_gcn_and_gin_are_right_on_average():
     """One layer over many sampled blocks: its mean is the layer over all neighbours."""
     indptr, indices = _random_graph(np.random.default_rng(13), 60, 12)
     x, ids = torch.randn(60, 6), torch.arange(60)
-    for conv in ("gcn", "gin"):
+    e = torch.randn(indices.numel(), 2)
+    for conv in ("gcn", "gin", "gine"):
         torch.manual_seed(5)
-        net = GNN(6, 8, 4, conv=conv, num_layers=1)
+        net = GNN(6, 8, 4, conv=conv, num_layers=1, edge_dim=2 * (conv == "gine"))
         layer = net.layers[0]
-        if conv == "gin":
+        if conv != "gcn":
             layer.mlp = torch.nn.Linear(6, 4)  # an average passes through what is linear
         net.degrees = model.graph_degrees(indptr, indices)
-        sample = NeighborSampler(indptr, indices, [3]).sample
+        sample = NeighborSampler(indptr, indices, [3], edge_ids=True).sample
         mean = torch.zeros(60, 4, dtype=torch.float64)
         with torch.no_grad():
             for step in range(3000):
                 blocks = sample(ids, step)
-                mean += net(blocks, x[blocks[0].src_nodes]) / 3000
-        exact = inference(net, indptr, indices, x).double()
+                mean += net(blocks, x[blocks[0].src_nodes], edges=[e[block.edge_ids] for block in blocks]) / 3000
+        exact = inference(net, indptr, indices, x, edges=e).double()
         assert (mean - exact).abs().mean() < 0.06 * exact.abs().mean()  # without the degrees: 0.5
 
 
@@ -2589,6 +2738,17 @@ def test_loader_reads_a_store(tmp_path):
     assert all(torch.equal(b.x, table[b.blocks[0].src_nodes.long()]) for b in batches) and len(batches) == 2
 
 
+def test_loader_brings_the_features_of_edges():
+    graph, seeds = _for_loading()
+    e = np.random.default_rng(0).random((len(graph.indices), 3))
+    graph = types.SimpleNamespace(**graph._asdict(), edge_features=e)
+    for options in ({}, {"reuse": True}, {"depth": 0, "dtype": torch.float64}, {"threads": 3, "depth": 4}):
+        for batch in loader.NodeLoader(graph, seeds, [4, 2], batch_size=50, edges=True, **options):
+            assert [len(rows) for rows in batch.edges] == [block.num_edges for block in batch.blocks]
+            for rows, block in zip(batch.edges, batch.blocks):
+                assert torch.equal(rows, torch.from_numpy(e)[block.edge_ids].to(options.get("dtype", torch.float32)))
+
+
 def test_ring_with_too_few_slots_says_how_many():
     graph, seeds = _for_loading()
     sample = NeighborSampler(graph.indptr, graph.indices, [2]).sample
@@ -2655,8 +2815,10 @@ def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
 
 
 def test_model_names_what_it_does_not_know():
-    for words, options in (("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
+    for words, options in (("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin, gine", {"conv": "GAT"}),
                            ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
+                           ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
+                           ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
                            ("num_layers is 0", {"num_layers": 0})):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             GNN(4, 8, 3, **options)
@@ -7319,7 +7481,7 @@ def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
         (["--model", f"{file}:Net", "--model-args", "hiden=3"], "is called as Net.in_dim, num_classes, hiden=3.: .*unexpected.*'hiden'"),
         (["--model", f"{file}:Net", "--model-args", "3"], "'3': write NAME=VALUE"),
         (["--model", f"{file}:Net", "--hidden", "64"], "--hidden is for the built-in models"),
-        (["--model", "GAT"], "'GAT': choose one of sage, sage-pool, gcn, gat, gin, or FILE.py:NAME"),
+        (["--model", "GAT"], "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, or FILE.py:NAME"),
         (["--model-args", "hidden=3"], "--model-args hidden=3 is for --model FILE.py:NAME"),
     ):
         output = _train(*common, *words, code=2)
@@ -7345,6 +7507,86 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer_like_in_batches(tin
         for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
             monkeypatch.setattr(train, "WHOLE_GRAPH_EDGES", edges)
             torch.testing.assert_close(train.logits_in_batches(ranks, args, graph, net), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what edges carry: features in the layers, weights and times in what is drawn
+
+
+def _pointed_store(path):
+    """Every node has six in-neighbours with a sign each, and its class is the sign of the one whose edge is marked."""
+    rng = np.random.default_rng(0)
+    sign = rng.integers(0, 2, 600)
+    src = np.stack([rng.permutation(599)[:6] for _ in range(600)])
+    src += src >= np.arange(600)[:, None]
+    marked = rng.integers(0, 6, 600)
+    return build_store(
+        path, edge_index=np.stack([src.ravel(), np.repeat(np.arange(600), 6)]), labels=sign[src[np.arange(600), marked]],
+        features=np.stack([2 * sign - 1, rng.standard_normal(600)], 1).astype(np.float32),
+        edge_features=np.eye(6, dtype=np.float32)[:, :1][(np.arange(6) - marked[:, None]).ravel() % 6] * [1, 0.5],
+        split={"train": np.arange(300), "valid": np.arange(300, 400), "test": np.arange(400, 600)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, least, most", [("gat", 0.95, 1), ("gine", 0.95, 1), ("gin", 0, 0.75)])
+def test_train_learns_from_the_features_of_edges(name, least, most, tmp_path):
+    """And resumes, predicts, and says what it does with them."""
+    path = _pointed_store(tmp_path / "g")
+    words = ["--dataset", path, "--gpus", 0, "--model", name, "--fanout", "6", "--hidden", 16, "--dropout", 0, "--lr", 0.02]
+    words += ["--norm", "none", "--batch-size", 100, "--log", tmp_path / "log"]
+    first = _train(*words, "--epochs", 60, "--checkpoint", tmp_path / "c.pt")
+    said = "the model sees the features of edges, 2 x float64" if most == 1 else "not used by --model gin: gat and gine take them"
+    assert first.count("edges   ") == 1 and said in first
+    assert least <= _log(tmp_path / "log")[-1]["exact"]["test"] <= most
+    _train("--resume", tmp_path / "c.pt", "--predict", tmp_path / "p.npy", "--gpus", 0)
+    graph = GraphStore.open(path)
+    wide = build_store(tmp_path / "wide", indptr=graph.indptr, indices=graph.indices, features=graph.features.tensor, labels=graph.labels,
+                       split=graph.split, edge_features=np.ones((3600, 3)))  # fmt: skip
+    other = _train("--resume", tmp_path / "c.pt", "--predict", tmp_path / "q.npy", "--gpus", 0, "--dataset", wide, code=2 * (most == 1))
+    assert "trained on a graph with edge_dim 2, " in other or most < 1
+    right = np.load(tmp_path / "p.npy") == graph.labels.numpy()
+    assert right[400:].mean() == pytest.approx(_log(tmp_path / "log")[-1]["exact"]["test"])
+    if name == "gine":
+        plain = prepare(TINY, tmp_path, progress=False)
+        assert "--model gine takes features of edges, and" in _train("--dataset", plain, "--gpus", 0, "--model", "gine", code=2)
+
+
+@pytest.mark.parametrize("name", ["gat", "gine"])
+def test_train_with_edge_features_is_the_same_for_any_number_of_processes_and_after_a_stop(name, tmp_path):
+    path = _pointed_store(tmp_path / "g")
+    common = ["--dataset", path, "--gpus", 0, "--model", name, "--fanout", "4,3", "--hidden", 16, "--norm", "layer"]
+    common += ["--lr", 0.01, "--precision", "fp64"]
+    for procs in (1, 2, 3):
+        _train(*common, "--epochs", 3, "--procs", procs, "--batch-size", 72 // procs, "--log", tmp_path / f"{procs}",
+               "--checkpoint", tmp_path / f"{procs}.pt")  # fmt: skip
+    expected = [entry["loss"] for entry in _log(tmp_path / "1")[:3]]
+    for procs in (2, 3):
+        assert [entry["loss"] for entry in _log(tmp_path / f"{procs}")[:3]] == pytest.approx(expected, rel=1e-9)
+    parts = ["--batch-size", 72, "--checkpoint", tmp_path / "part.pt", "--prefetch", 0]
+    _train(*common, "--epochs", 1, *parts)
+    _train(*common, "--epochs", 3, *parts, "--resume", "auto")
+    whole, part = _parameters(tmp_path / "1.pt"), _parameters(tmp_path / "part.pt")
+    assert all(torch.equal(whole[key], part[key]) for key in whole)
+
+
+def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
+    """Each node has one neighbour that gives its class away, of weight 1, and nine of weight 0, or of the same weight."""
+    rng = np.random.default_rng(0)
+    labels, others = rng.integers(0, 2, 500), rng.integers(0, 500, (9, 500))
+    edges = np.stack([np.concatenate([np.arange(500, 1000), others.ravel()]), np.tile(np.arange(500), 10)])
+    x = np.zeros((1000, 2), np.float32)
+    x[np.arange(500, 1000), labels] = 1
+    x[:500] = rng.standard_normal((500, 2))
+    y = np.append(labels, np.full(500, -1))
+    split = {"train": np.arange(300), "valid": np.arange(300, 500)}
+    path = build_store(tmp_path / "g", edge_index=edges, features=x, labels=y, split=split, edge_weight=np.repeat([1, 0], [500, 4500]))
+    words = ["--dataset", path, "--gpus", 0, "--fanout", "1", "--dropout", 0, "--lr", 0.05, "--epochs", 30, "--log", tmp_path / "log"]
+    assert "neighbours are drawn by the weights of their edges; exact inference counts" in _train(*words, "--sampler", "weighted")
+    assert "weights of edges are not used: --sampler weighted draws" in _train(*words)
+    weighted, uniform = (entry["valid_sampled"] for entry in _log(tmp_path / "log") if entry.get("epoch") == 30)
+    assert weighted > 0.97 and uniform < 0.8
+    plain = prepare(TINY, tmp_path, progress=False)
+    assert "--sampler weighted draws neighbours by the weights" in _train("--dataset", plain, "--gpus", 0, "--sampler", "weighted", code=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -7630,6 +7872,7 @@ if __name__ == "__main__":
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
+    "model": ("exact",),
 }
 
 

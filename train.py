@@ -46,8 +46,9 @@ from checkpoint import build_network, check_graph, common_state, complete, resto
 from disk import StoreError, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from graphs import GraphDataset, GraphReader
+from edge_data import EdgeData, degrees_at, edge_data
 from link import Links, Scorer, read_pairs, score_pairs, split_edges
-from loader import NodeLoader
+from loader import AtSeedTimes, NodeLoader
 from metrics import binary_cross_entropy, score
 from model import GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
@@ -140,7 +141,7 @@ def predict(ranks, args, ring, model, batch, key=None):
         torch.manual_seed(key)
     with torch.autocast(ranks.device.type, torch.bfloat16) if args.precision == "bf16" else nullcontext():
         if isinstance(network, GNN):
-            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)
+            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key, edges=batch.edges or None)
         elif isinstance(ring, GraphReader):
             output = model(batch.blocks[0])
         else:
@@ -172,30 +173,42 @@ def exact_logits(ranks, args, store, model, layers=None):
     for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so many of
     the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
-    if not layerwise(model):
-        return logits_in_batches(ranks, args, store, model)
+    used, _ = edge_data(args, store)
+    if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
+        return logits_in_batches(ranks, args, store, model, used, layers)
     features = getattr(store.features, "tensor", store.features)
     total = ranks.sum_here if ranks.local_world > 1 else None
     try:
         with reading_all_edges():
-            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank,
+            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, edges=used.features,
                              world=ranks.local_world, total=total, layers=layers)  # fmt: skip
     except OSError as error:
         raise StoreError(f"no exact inference: {error}") from error
 
 
 @torch.no_grad()
-def logits_in_batches(ranks, args, store, model):
-    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers:
-    all nodes at once where the graph is small, else --batch-size, each batch computing most of the graph again."""
+def logits_in_batches(ranks, args, store, model, used, layers=None):
+    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers,
+    or those that a node may see at its time: all nodes at once where the graph is small and without times, else
+    --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first layers."""
     model.eval()
-    small = store.num_edges <= WHOLE_GRAPH_EDGES
-    loader = NodeLoader(store, torch.arange(store.num_nodes), [-1] * len(args.fanout), shuffle=False, device=ranks.device,
+    small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
+    sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None), used.strict)
+    features = getattr(store.features, "tensor", store.features)
+    ring = FeatureRing(features, store.labels, slots=args.prefetch + 1, device=ranks.device, dtype=torch.float32,
+                       edge_features=used.features)  # fmt: skip
+    loader = NodeLoader(store, torch.arange(store.num_nodes), [-1] * hops, shuffle=False, sampler=sampler, ring=ring,
                         batch_size=-(-store.num_nodes // ranks.world) if small else args.batch_size, rank=ranks.rank,
-                        world=ranks.world, depth=0 if small else args.prefetch, reuse=True, prefetch=prefetch)  # fmt: skip
-    logits = torch.zeros(store.num_nodes, store.num_classes)
+                        world=ranks.world, depth=0 if small else args.prefetch, prefetch=prefetch)  # fmt: skip
+    logits = torch.zeros(store.num_nodes, args.hidden if layers else store.num_classes)
     for batch in loader:
-        logits[batch.seeds] = model(batch.blocks, batch.x).float().cpu()
+        if isinstance(model, GNN):
+            x, edges = batch.x, batch.edges or [None] * hops
+            for i, block in enumerate(batch.blocks):
+                x = model.step(i, block, x, edges=edges[i])
+        else:
+            x = model(batch.blocks, batch.x)
+        logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
 
 
@@ -279,27 +292,42 @@ def open_data(ranks, args, path):
         raise StoreError(f"--early-stop {args.early_stop} goes by validation {args.metric}, and {path} has no validation {'edges' if links else 'nodes'}")
     if ranks.leads:
         print(f"memory  {line}")
-    arrays = [store.indptr, store.indices, store.labels, store.features]
+    used, lines = edge_data(args, store)
+    if ranks.leads:
+        for line in lines:
+            print(f"edges   {line}")
+    columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
+    arrays = [store.indptr, store.indices, store.labels, store.features, *columns.values()]
     if args.mode == "pinned-cuda":
         if ranks.local_world < ranks.world:
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
-    indptr, indices, labels, features = place(*arrays, args.mode, ranks.device)
+    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:])
+    placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
     if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
         with reading_all_edges():
             nodes = torch.arange(store.num_nodes) if links else store.split["train"]
             visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, seeds * args.batch_size)
         features = CachedFeatures(features, visits, args.cache, ranks.device)
-    sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
+    sampler = make_sampler(args, indptr, indices, args.fanout, placed, used.strict)
     dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
     in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
-                       aggregate=self_and_mean if in_place else None)  # fmt: skip
+                       aggregate=self_and_mean if in_place else None, edge_features=placed.features)  # fmt: skip
     if links:
         ring = sampler = Links(store, sampler, ring, negatives=args.negatives, by_degree=args.negatives_by == "degree", seed=args.seed,
                                checked=not args.unchecked_negatives, softmax=args.link_loss == "softmax")  # fmt: skip
     return store, sampler, ring
+
+
+def make_sampler(args, indptr, indices, fanout, used, strict):
+    """The sampler of the flags, which draws by the columns that are used."""
+    options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
+    if used.time is None:
+        return NeighborSampler(indptr, indices, fanout, **options)
+    timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)
+    return AtSeedTimes(timed, used.seed_time)
 
 
 def settle(ranks, args, examples):
@@ -337,14 +365,18 @@ def build_model(ranks, args, store, ring):
         if args.task == "link":
             model.scorer = Scorer(args.scorer, store.num_classes)
     else:
-        model = build_network(args, {**store.meta, "num_classes": getattr(store, "num_classes", None)})
+        model = build_network(args, {**store.meta, **{name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}})
     if args.task == "graph" and not ring.binary:
         model.mean.copy_(ring.mean), model.std.copy_(ring.std)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
+        used, _ = edge_data(args, store)
         with reading_all_edges():
-            model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
+            if used.time is not None:
+                model.degrees = degrees_at(store.indptr, used.time, used.strict)
+            else:
+                model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
     return model
 
 
