@@ -7760,6 +7760,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
     absent = [name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there]
+    np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
     assert len(commands) > 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
