@@ -211,6 +211,9 @@ def check_network(parser, args):
             parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task node")
     if args.task == "link" and args.split is not None:
         parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
+    if args.task == "link" and args.temporal not in ("auto", "off"):
+        parser.error(f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time")
+    args.temporal = "off" if args.task == "link" else args.temporal
     if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
         parser.error(f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none")
     if args.task == "graph" and args.precision == "fp64":

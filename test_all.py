@@ -3918,7 +3918,7 @@ def _refused_npz():
     splits = np.stack([mask, ~mask, mask])
     return [
         ("no array edge_index or edges or adj_t; its arrays are x, y", "", {"edge_index": None}),
-        ("no array labels or y", "", {"y": None}),
+        ("split .train. holds node 0, which has no label", "", {"y": None, "train_idx": np.arange(3)}),
         (r"y is \[200, 4\].*one-hot", "", {"y": np.eye(4)[np.arange(200) % 4]}),
         (r"y\[7\] is 2.5: labels are whole", "", {"y": np.where(np.arange(200) == 7, 2.5, 1)}),
         (r"y\[7\] is inf", "", {"y": np.where(np.arange(200) == 7, np.inf, 1)}),
@@ -4199,10 +4199,13 @@ def _plain_reading(file):
     labels = [arrays[name] for name in names["labels"] if name in arrays]
     features = [arrays[name] for name in names["features"] if name in arrays]
     edges = [np.asarray(arrays[name]) for name in ("edge_index", "edges") if name in arrays]
-    if len(labels) != 1 or len(edges) != 1 or len(features) + ("feat_indptr" in arrays) > 1:
+    has_features = len(features) + ("feat_indptr" in arrays)
+    if len(labels) > 1 or len(edges) != 1 or has_features > 1 or not (labels or has_features):
         return None
-    y = []
-    for value in labels[0].reshape(-1).tolist():
+    if not labels and any("_idx" in name or "_mask" in name for name in arrays):
+        return None
+    y = [] if labels else [-1] * (len(features[0]) if features else len(arrays["feat_indptr"]) - 1)
+    for value in labels[0].reshape(-1).tolist() if labels else ():
         if value != value:
             y.append(-1)
         elif int(value) != value or value < -1:
@@ -4321,7 +4324,7 @@ def _reads_npz_inputs(folder):
         else:
             assert _edges(graph) == expected["edges"], number
             want = torch.tensor(expected["x"], dtype=torch.float64).to(graph.features.dtype)
-            assert torch.equal(graph.features.gather(torch.arange(60)), want), number
+            assert torch.equal(graph.features.gather(torch.arange(graph.num_nodes)), want), number
         split = {part: ids.tolist() for part, ids in graph.split.items() if len(ids)}
         if not expected["split"]:
             outcomes["split drawn"] += 1
@@ -7904,6 +7907,29 @@ def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
     assert "does not fit the model" in _train(*predict, "--model", f"{moved}:Net", code=2)
 
 
+def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_path):
+    graph = GraphStore.open(tiny)
+    dst = torch.repeat_interleave(graph.indptr.diff())
+    arrays = {"edge_index": torch.stack([graph.indices.long(), dst]).numpy(), "x": graph.features.tensor.numpy()}
+    np.savez(tmp_path / "bare.npz", **arrays)
+    for name in ("valid", "train"):
+        np.savez(tmp_path / f"{name}.npz", **arrays, train_idx=graph.split[name].numpy())
+    run = ["--root", tmp_path / "root", "--gpus", 0]
+    _train("--dataset", tiny, "--fanout", "3,3", "--epochs", 2, "--checkpoint", tmp_path / "c.pt", "--gpus", 0)
+    for name, dataset in (("own", tiny), ("bare", tmp_path / "bare.npz")):
+        output = _train("--resume", tmp_path / "c.pt", "--dataset", dataset, "--predict", tmp_path / f"{name}.npy", *run)
+        assert ("it has no labels: a trained model can predict" in output) == (name == "bare")
+    assert np.array_equal(np.load(tmp_path / "own.npy"), np.load(tmp_path / "bare.npy"))
+    assert "has no labels to learn from: --resume FILE --predict" in _train("--dataset", tmp_path / "bare.npz", *run, code=2)
+    assert "which has no label" in _train("--dataset", tmp_path / "valid.npz", *run, code=2)
+    built = next((tmp_path / "root").glob("bare-*"))
+    assert verify(built) == [] and "no labels" in store.info(built) and not GraphStore.open(built).labelled
+    (tmp_path / "e.csv").write_text("0,1\n1,2\n")
+    (tmp_path / "x.csv").write_text("1.5\n2\n3\n")
+    assert store.main(["build", str(tmp_path / "e.csv"), str(tmp_path / "s"), "--features", str(tmp_path / "x.csv")]) == 0
+    assert not GraphStore.open(tmp_path / "s").labelled
+
+
 def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
     file = tmp_path / "net.py"
     file.write_text(OWN_LAYERS + "\ndef none(a, b):\n    return 3\ndef wide(a, b):\n    return Wide()\n"
@@ -8197,6 +8223,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
     absent = [name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there]
+    np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
     assert len(commands) > 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

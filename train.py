@@ -4,6 +4,7 @@
     python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
+    python train.py --task link --dataset cora --model gcn           # edges: which are there that are not known
     python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
@@ -43,16 +44,16 @@ from allocator import keep_freed_memory, trim_memory
 import flags
 import lookahead
 import step_graph
-from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
+from checkpoint import build_network, check_graph, common_state, complete, restore, save_checkpoint
 from disk import StoreError, readable_size, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from edge_data import EdgeData, degrees_at, edge_data
-from graphs import GraphDataset, GraphReader, Regressor
+from graphs import GraphDataset, GraphReader
 from link import Links, Scorer, read_pairs, score_pairs, split_edges
 from loader import AtSeedTimes, NodeLoader
 from lookahead import LookaheadCache
-from metrics import binary_cross_entropy, score, scores_line
-from model import EDGE_CONVS, GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
+from metrics import binary_cross_entropy, score
+from model import GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
 from plan import advice, choose_mode
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
@@ -189,7 +190,7 @@ def exact_logits(ranks, args, store, model, layers=None):
     if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
         return logits_in_batches(ranks, args, store, model, used, layers)
     features = getattr(store.features, "tensor", store.features)
-    total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
+    total = ranks.sum_here if ranks.local_world > 1 else None
     try:
         with reading_all_edges():
             return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, edges=used.features,
@@ -222,14 +223,6 @@ def logits_in_batches(ranks, args, store, model, used, layers=None):
             x = model(batch.blocks, batch.x)
         logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
-
-
-def machine_sum(ranks, *values):
-    """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
-    machine, n = ranks.rank // ranks.local_world, len(values)
-    everyones = [0.0] * (ranks.world // ranks.local_world * n)
-    everyones[machine * n : (machine + 1) * n] = values
-    return ranks.sum(*everyones)[machine * n : (machine + 1) * n]
 
 
 @contextmanager
@@ -298,11 +291,16 @@ def open_data(ranks, args, path):
     if links:
         with reading_all_edges():
             store = split_edges(store, args.edge_split, args.seed)
-        store.num_classes, seeds = args.hidden, 2 + args.negatives  # of a pair, at most
+        store.num_classes, seeds = args.hidden, 2 + args.negatives  # the width of embeddings; nodes of a pair, at most
+        if args.pairs:
+            read_pairs(args.pairs, store.num_nodes)  # what is wrong with it is said before anything is trained
     else:
         datasets.choose_split(store, args.split, seed=args.seed, turn=args.turn, say=print if ranks.leads else lambda line: None)
         store.check_split()
     args.metric = args.metric or ("mrr" if links else "accuracy" if store.labels.dim() == 1 else "f1")
+    if not links and not store.labelled and args.trains:
+        raise StoreError(f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task link "
+                         "learns from edges")
     settle(ranks, args, store.split["train"].numel())
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=seeds * args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
@@ -372,6 +370,7 @@ def cached(ranks, args, store, features, nodes, batch_size):
 def settle(ranks, args, examples):
     """Fill in what depends on the number of training examples, and on nothing that more processes would change."""
     args.total_batch = args.batch_size * args.accumulate * ranks.world
+    examples = max(examples, 1)  # without labels there are none, and nothing is trained
     args.steps = -(-examples // args.total_batch)
     if args.epochs is None:
         args.epochs = max(10, -(-LEAST_STEPS // args.steps))
@@ -398,21 +397,15 @@ def tune(ranks, args):
 def build_model(ranks, args, store, ring):
     """The model with the initial weights of --seed, the same on every rank."""
     torch.manual_seed(args.seed)
-    if args.task == "graph":
-        mean, std = (0.0, 1.0) if ring.binary else (ring.mean, ring.std)
-        return Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
-                         edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean,
-                         std=std).to(ranks.device)  # fmt: skip
     if is_own(args.model):
         sizes = store.feature_dim, store.num_classes
         model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
+        if args.task == "link":
+            model.scorer = Scorer(args.scorer, store.num_classes)
     else:
-        model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
-                    dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
-                    residual=args.residual, recompute=args.checkpoint_activations,
-                    edge_dim=store.edge_dim if args.model in EDGE_CONVS else 0)  # fmt: skip
-    if args.task == "link":
-        model.scorer = Scorer(args.scorer, args.hidden)
+        model = build_network(args, {**store.meta, **{name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}})
+    if args.task == "graph" and not ring.binary:
+        model.mean.copy_(ring.mean), model.std.copy_(ring.std)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
@@ -538,18 +531,18 @@ def finish(ranks, args, store, ring, model, best, report):
             print(f"best    weights of epoch {best['epoch']}: valid {how}")
     if args.task == "graph":
         scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
-        tell_scores(args, report, scores)
+        report.scores(scores)
         ranks.barrier()
         return None
     metric = args.metric.replace("_", " ")
-    if ranks.sum(store.features.large)[0] and not args.predict:  # on any rank: each saw what was free at its start
+    if args.task == "node" and not args.predict and ranks.sum(store.features.large)[0]:  # on any rank: each saw what was free at its start
         line = f"exact layer-wise {metric}  n/a: the features do not fit into memory; --predict computes it"
         report.tell(line, {"exact": None})
         return dict.fromkeys(store.split)
     logits = exact_logits(ranks, args, store, model)
     if args.task == "link":
         scores = {name: ring.evaluation(model.scorer, logits, name, ranks) for name in ("valid", "test")}
-        exact = tell_scores(args, report, scores)
+        exact = report.scores(scores)
         if args.predict and ranks.leads:
             scorer = copy.deepcopy(model.scorer).to("cpu", logits.dtype)
             array = score_pairs(scorer, logits, read_pairs(args.pairs, store.num_nodes)) if args.pairs else logits
@@ -567,14 +560,6 @@ def finish(ranks, args, store, ring, model, best, report):
             array = predictions(args.predict_what, logits, several=store.labels.dim() == 2).numpy()
             write_whole(args.predict, lambda file: np.save(file, array))
     ranks.barrier()
-    return exact
-
-
-def tell_scores(args, report, scores):
-    """Report the figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
-    report.tell("\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items()), {"scores": scores})
-    exact = {f"{part} {name}": value for part, values in scores.items() if values for name, value in values.items()}
-    report.results({f"exact/{name.replace(' ', '_')}": value for name, value in exact.items()}, args.epochs)
     return exact
 
 
