@@ -5811,7 +5811,7 @@ def test_store_build_from_csv_files(tmp_path, capsys):
     assert {**_sums(tmp_path / "g"), "meta.json": 0} == {**_sums(same), "meta.json": 0}
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["g", "same"]
     csv["x"].write_bytes(gzip.compress(b"1,2\n3\n"))
-    for bad, complaint in (([tmp_path / "e.doc", "h"], "is no source"), ([csv["edges"], tmp_path / "h"], "features and labels"),
+    for bad, complaint in (([tmp_path / "e.doc", "h"], "is no source"), ([csv["edges"], tmp_path / "h"], "features are needed"),
                            ([csv["edges"], tmp_path / "h", *words], r"x.csv.gz, line 2: '3' has 1 column"),
                            ([csv["edges"], tmp_path / "h", "--features", tmp_path / "none.csv", *words[2:]], "cannot read .*none.csv: No such"),
                            ([csv["x"], tmp_path / "g", *words], "g exists already")):  # fmt: skip
