@@ -5938,7 +5938,7 @@ def test_store_flags_without_effect_are_refused(tmp_path, monkeypatch, capsys):
         (["build", "m.npz:radius=3", "s"], "radius has no effect: it holds many small graphs"),
         (["build", "m.npz:row_normalize=0", "s"], "row_normalize has no effect: it holds many small graphs"),
         (["build", "e.csv", "s", "--features", "NOSUCH.csv", "--labels", "e.csv"], "NOSUCH.csv"),
-        (["build", "NOSUCH.csv", "s"], "NOSUCH.csv holds edges alone: features and labels are needed"),
+        (["build", "NOSUCH.csv", "s"], "NOSUCH.csv holds edges alone: features are needed"),
         (["build", "NOSUCH.npz", "s"], "cannot read NOSUCH.npz"),
         (["info", "s", "--features", "x"], "unrecognized arguments: --features x"),
         (["verify", "s", "--gpus", "1"], "unrecognized arguments: --gpus 1"),
