@@ -2,9 +2,9 @@
 
     edges = functools.partial(edge_chunks, edge_index, None, None, num_nodes, options)
     indptr = np.zeros(num_nodes + 1, np.int64)
-    for sources in sorted_sources(edges, indptr, drop_duplicates=False, progress=False):
+    for sources in sorted_sources(edges, indptr, folder, drop_duplicates=False, progress=False):
         ...                                   # the next part of `indices`; indptr is complete after the last one
-    for sources, rows in sorted_edges(numbered, indptr, M, times, drop_duplicates=False, progress=False):
+    for sources, rows in sorted_edges(numbered, indptr, M, times, folder, drop_duplicates=False, progress=False):
         ...                                   # the same, and beside it which edges of the input they are
 
 Letters: V nodes, M edges. This file needs disk.py, numpy and tqdm.
@@ -16,6 +16,7 @@ import collections
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,15 +81,16 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False)
             yield dst, src, *(array + num_edges for array in numbers)
 
 
-def sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndarray]:
+def sorted_sources(edges, indptr, folder, drop_duplicates, progress) -> Iterator[np.ndarray]:
     """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
 
-    Each range is one more pass over the edges, which packs (destination, source) into one 64-bit key: numpy sorts those
-    in vector registers.
+    (Destination, source) are packed into one 64-bit key: numpy sorts those in vector registers. However many ranges there
+    are, the edges are gone over twice: to count them, and to deal them out.
 
     Args:
         edges: function that starts another pass: an iterator over (sources, destinations).
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+        folder: for temporary files of 8 bytes an edge, where there is more than one range.
 
     Returns:
         Iterator over chunks of the sorted sources.
@@ -96,11 +98,7 @@ def sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndar
     num_nodes, bits = len(indptr) - 1, _bits(indptr)
     ranges = _ranges(edges, num_nodes, SORT_EDGES)
     with _bar(ranges, progress) as bar:
-        for low, high, count in ranges:
-            keys, filled = np.empty(count, np.uint64), 0
-            for src, dst in _between(edges, low, high, num_nodes):
-                _pack(keys[filled:filled + len(src)], src, dst, low, bits)
-                filled += len(src)
+        for (low, _, _), (keys,) in zip(ranges, _dealt(edges, ranges, bits, num_nodes, folder)):
             keys.sort()
             for a in range(0, len(keys), EDGE_CHUNK):
                 chunk = keys[a:a + EDGE_CHUNK]
@@ -115,7 +113,7 @@ def sorted_sources(edges, indptr, drop_duplicates, progress) -> Iterator[np.ndar
     np.cumsum(indptr, out=indptr)
 
 
-def sorted_edges(edges, indptr, num_edges, times, drop_duplicates, progress) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def sorted_edges(edges, indptr, num_edges, times, folder, drop_duplicates, progress) -> Iterator[tuple]:
     """Sort edges whose rows of other arrays have to follow them: as `sorted_sources`, in ranges of an eighth.
 
     Equal edges stay in the order of the input, reverses behind the edges that were given. With times, each list is
@@ -126,6 +124,7 @@ def sorted_edges(edges, indptr, num_edges, times, drop_duplicates, progress) -> 
             has them with `numbered`.
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
         num_edges: M of the input. times: int64 [M] of these edges, or None.
+        folder: for temporary files of 16 bytes an edge, where there is more than one range.
 
     Returns:
         Iterator over chunks of (sorted sources, numbers of these edges in the input).
@@ -133,12 +132,7 @@ def sorted_edges(edges, indptr, num_edges, times, drop_duplicates, progress) -> 
     num_nodes, bits = len(indptr) - 1, _bits(indptr)
     ranges = _ranges(edges, num_nodes, max(1, SORT_EDGES >> 3))
     with _bar(ranges, progress) as bar:
-        for low, high, count in ranges:
-            keys, numbers, filled = np.empty(count, np.uint64), np.empty(count, np.int64), 0
-            for src, dst, number in _between(edges, low, high, num_nodes):
-                _pack(keys[filled:filled + len(src)], src, dst, low, bits)
-                numbers[filled:filled + len(src)] = number
-                filled += len(src)
+        for (low, high, count), (keys, numbers) in zip(ranges, _dealt(edges, ranges, bits, num_nodes, folder, [np.int64])):
             time = [] if times is None else [np.asarray(times[numbers % num_edges])]
             order = np.lexsort((numbers, *time, keys))
             if drop_duplicates:
@@ -178,21 +172,49 @@ def _ranges(edges, num_nodes, most) -> list[tuple[int, int, int]]:
     return ranges
 
 
-def _between(edges, low, high, num_nodes) -> Iterator[list[np.ndarray]]:
-    """The chunks of a pass over the edges, without those whose destinations lie outside of [low, high)."""
-    for arrays in edges():
-        if high - low < num_nodes:
-            inside = np.flatnonzero((arrays[1] >= low) & (arrays[1] < high))  # positions: faster to pick by than a mask
-            arrays = [array[inside] for array in arrays]
-        yield arrays
+def _dealt(edges, ranges, bits, num_nodes, folder, more=()) -> Iterator[list[np.ndarray]]:
+    """The edges of each range in turn, in the order of the input: keys of (destination - low, source), uint64, and with
+    them the arrays of dtypes `more` that the chunks have behind sources and destinations.
+
+    One pass; where there are several ranges it spills each into files of its own, which go as they are read."""
+    dtypes = [np.dtype(np.uint64), *map(np.dtype, more)]
+    if len(ranges) < 2:
+        for low, _, count in ranges:
+            parts, filled = [np.empty(count, dtype) for dtype in dtypes], 0
+            for src, dst, *others in edges():
+                place = slice(filled, filled + len(src))
+                for part, array in zip(parts, [_packed(src, dst, low, bits), *others]):
+                    part[place] = array
+                filled += len(src)
+            yield parts
+        return
+    names = [[Path(folder, f"spilled-{i}-{j}") for j in range(len(dtypes))] for i in range(len(ranges))]
+    shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)  # of the buckets that ranges are made of
+    lows = np.array([low for low, _, _ in ranges])
+    range_of = np.searchsorted(lows, np.arange((num_nodes - 1 >> shift) + 1) << shift, "right") - 1
+    range_of = range_of.astype(np.uint16)  # numpy sorts those by digits
+    for src, dst, *others in edges():
+        which = range_of[dst >> shift]
+        order, ends = np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=len(ranges)))
+        arrays = [array[order] for array in (_packed(src, dst, lows[which], bits), *others)]
+        for row, a, b in zip(names, [0, *ends], ends):
+            for name, array in zip(row, arrays) if a < b else ():
+                with open(name, "ab") as file:
+                    file.write(array[a:b].data)
+    for (_, _, count), row in zip(ranges, names):
+        parts = [np.fromfile(name, dtype) if count else np.empty(0, dtype) for name, dtype in zip(row, dtypes)]
+        for name in row if count else ():
+            name.unlink()
+        yield parts
+        parts.clear()  # or they would stay beside those of the next range
 
 
-def _pack(keys, src, dst, low, bits):
-    """Write destination - low and source of each edge into one number each."""
-    keys = keys.view(np.int64)
-    np.subtract(dst, low, out=keys, dtype=np.int64)
+def _packed(src, dst, low, bits):
+    """Destination - low and source of each edge as one number each, uint64."""
+    keys = np.subtract(dst, low, dtype=np.int64)
     keys <<= bits
     keys |= src
+    return keys.view(np.uint64)
 
 
 def _bar(ranges, progress):

@@ -122,7 +122,9 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
     arrays = dict(indptr=indptr, labels=labels, **split)
     edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
-    with complete_or_not_there(path, num_nodes * (row_bytes + 16) + least) as building:
+    numbered = bool(columns.keys() - {"node_time"})
+    spilled = (num_edges << symmetrize) * (16 if numbered else 8) if edge_index is not None else 0  # while edges are sorted
+    with complete_or_not_there(path, max(num_nodes * (row_bytes + 16) + least, spilled)) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
     return path
@@ -144,9 +146,9 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
         drop_duplicates = options["drop_duplicates"]
         if numbered:
-            chunks = _spooled(sorted_edges(edges, indptr, meta["num_edges"], times, drop_duplicates, progress), order)
+            chunks = _spooled(sorted_edges(edges, indptr, meta["num_edges"], times, path, drop_duplicates, progress), order)
         else:
-            chunks = sorted_sources(edges, indptr, drop_duplicates, progress)
+            chunks = sorted_sources(edges, indptr, path, drop_duplicates, progress)
     most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
     files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
     meta["num_edges"] = files["indices.npy"]["shape"][0]
