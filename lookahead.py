@@ -371,7 +371,7 @@ class LookaheadCache:
             self.level = hot.clamp(2.0**-31, 1).log2().mul_(2).add_(63).clamp_(0, 63).to(torch.uint8)
         self.planner = None  # made when the first batch tells how large a window is
         self.plans = deque()  # not carried out
-        self.lookups = self.hits = 0
+        self.lookups = self.hits = self.min_hits = 0
 
     @property
     def hit_rate(self):
@@ -381,7 +381,7 @@ class LookaheadCache:
     def counts(self):
         """Counts since the start: rows asked for and hit; bytes read from the disk, and that MIN would have to read."""
         row_bytes = self.shape[1] * self.dtype.itemsize
-        least = (self.lookups - (self.planner.min_hits if self.planner else 0)) * row_bytes
+        least = (self.lookups - self.min_hits) * row_bytes
         return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read, "bytes_min": least}
 
     @contextmanager
@@ -398,7 +398,7 @@ class LookaheadCache:
             with closing(planned), closing(ahead):
                 yield itertools.takewhile(lambda batch: batch is not None, ahead)
         finally:
-            for _, _, keep in self.plans:
+            for _, _, keep, _ in self.plans:
                 self.planner.release(keep)
             self.plans.clear()
             if self.planner:
@@ -420,7 +420,7 @@ class LookaheadCache:
 
     def _decided(self, batch):
         _, source, keep = self.planner.plan()
-        self.plans.append((batch.blocks[0].src_nodes, source, keep))
+        self.plans.append((batch.blocks[0].src_nodes, source, keep, self.planner.min_hits))
         return batch
 
     def _window(self, batch):
@@ -442,12 +442,12 @@ class LookaheadCache:
         out = gather_target(self, ids, out)
         if not self.plans or self.plans[0][0] is not ids:
             return self.reader.read(ids, out)
-        _, source, keep = self.plans[0]
+        _, source, keep, min_hits = self.plans[0]
         row_bytes, copy = self.shape[1] * self.dtype.itemsize, library().la_copy
         copy(out.data_ptr(), self.cache.data_ptr(), source.data_ptr(), len(ids), row_bytes, True)
         missing = (source < 0).nonzero().squeeze(1)
         self.reader.read(ids[missing], out, missing)
         copy(self.cache.data_ptr(), out.data_ptr(), keep.data_ptr(), len(ids), row_bytes, False)
         self.plans.popleft()  # not before: what failed is not in the cache
-        self.lookups, self.hits = self.lookups + len(ids), self.hits + len(ids) - len(missing)
+        self.lookups, self.hits, self.min_hits = self.lookups + len(ids), self.hits + len(ids) - len(missing), min_hits
         return out

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk import StoreError, write_whole
+from disk import StoreError, readable_size, write_whole
 from metrics import scores_line
 from own_model import is_own
 
@@ -289,6 +289,8 @@ def epoch_line(args, figures):
     line = (f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  "
             f"{figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s")  # fmt: skip
     rest = {"": f"{figures['peak_bytes'] / 2**30:.2f} GiB "}
+    if "bytes_read" in figures:
+        rest["read"] = f"{readable_size(figures['bytes_read'])}, MIN {readable_size(figures['bytes_min'])} "
     for stage in ("stall", "sample", "fetch", "forward", "backward", "step", "exchange", "transfer"):
         if stage in figures:
             rest[stage] = f"{figures[stage]:.2f}"

@@ -3241,6 +3241,18 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
         assert torch.equal(row, row.sort().values)
 
 
+def test_store_edges_are_gone_over_twice_however_many_ranges_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(csc, "EDGE_CHUNK", 50)
+    whole, passes = _sums(build_store(tmp_path / "whole", **_graph())), []
+    for sort_edges in (2000, 300, 20):
+        monkeypatch.setattr(csc, "SORT_EDGES", sort_edges)
+        edges = store.edge_chunks
+        with monkeypatch.context() as counted:
+            counted.setattr(store, "edge_chunks", lambda *args: passes.append(sort_edges) or edges(*args))
+            assert _sums(build_store(tmp_path / f"{sort_edges}", **_graph())) == whole
+        assert passes.count(sort_edges) == 2 and not list((tmp_path / f"{sort_edges}").glob("spilled*"))
+
+
 @pytest.mark.parametrize("sort_edges", [500, 1 << 27])
 @pytest.mark.parametrize("form", ["edge_index", "csc"])
 @pytest.mark.parametrize("options", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
