@@ -228,6 +228,8 @@ class FeatureRing:
 
     def _read(self, features, ids, block, out=None):
         if self.first_hop:
+            if out is None and self.stored != features.dtype:  # sums are float32 within, rounded once
+                out = torch.empty(len(ids), self.width, dtype=self.stored, device=features.device)
             return self.aggregate(block.indptr, block.indices, features, ids, out)
         return self.gather(features, ids, out)
 
@@ -274,16 +276,19 @@ def prefetch(make, items, *, depth=2, threads=1):
 # placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu", more=()):
+def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
     """Put a graph and its features where a mode keeps them.
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors.
         features: features in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
-            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
+            place, but for indptr and indices where `spare` says so; pass what `share` returned. "cpu-cuda" and
+            "cpu-cpu": all stays; rows go through the ring.
         device: the GPU of the first two.
         more: further host tensors, such as times of the edges.
+        spare: bytes of GPU memory that "pinned-cuda" may take for indptr and, if that leaves enough, indices: sampling
+            reads them at random places.
 
     Returns:
         (indptr, indices, labels, features, *more): for the first two modes tensors on the device.
@@ -298,7 +303,9 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=()):
     if mode == "cuda-cuda":
         return tuple(_copy_rows(a, torch.empty(a.shape, dtype=a.dtype, device=device)) for a in arrays)
     if mode == "pinned-cuda":
-        return tuple(gpu_view(a, device) for a in arrays)
+        copied = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
+        graph = (a.to(device) if near else gpu_view(a, device) for a, near in zip(arrays, copied))
+        return *graph, *(gpu_view(a, device) for a in arrays[2:])
     return tuple(arrays)
 
 

@@ -138,8 +138,9 @@ def make_parser():
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU (cpu-cuda) or process (cpu-cpu); "
-        "others stay behind (default: none; a quarter of what is free if features exceed it)")  # fmt: skip
+    add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU "
+        "(cpu-cuda, pinned-cuda) or process (cpu-cpu); others stay behind (default: none; a quarter of what is free if "
+        "features exceed it)")  # fmt: skip
     add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU keep rows used soonest in the next N batches "
         "(default: 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
@@ -221,8 +222,8 @@ def check_network(parser, args):
 
 def check_machine(parser, args):
     """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
-    if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--cache is for --mode cpu-cuda and cpu-cpu; {args.mode} reads features in place")
+    if args.cache and args.mode == "cuda-cuda":
+        parser.error("--cache is for features outside of GPU memory; --mode cuda-cuda has all of them there")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
@@ -237,7 +238,7 @@ def check_machine(parser, args):
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
-    if args.precision == "tf32" and not args.gpus:
+    if args.precision == "tf32" and not args.gpus and "precision" in args.typed:  # a checkpoint's means fp32 on CPU
         parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
 
 

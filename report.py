@@ -244,6 +244,8 @@ def describe(ranks, args, store, model):
         threads += f", rank 0 on cores {min(os.sched_getaffinity(0))}-{max(os.sched_getaffinity(0))}, next to its GPU"
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     precision = "tf32 products (--precision fp32 for full ones)" if args.precision == "tf32" else args.precision
+    if args.precision == "tf32" and not ranks.gpus:
+        precision = "fp32, for tf32 needs a GPU"
     network = f"{args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}"
     fanout = f"fanout {','.join(map(str, args.fanout))} from the seeds outward"
     if args.task == "link":

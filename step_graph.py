@@ -41,7 +41,7 @@ def obstacle(ranks, args, sampler, ring, model):
     if not ranks.gpus:
         return "there is no GPU"
     if not isinstance(model, GNN) or not all(isinstance(layer, SAGEConv) for layer in model.layers):
-        return f"--model {args.model} has data-dependent shapes; only sage has kernels for padded ones"
+        return f"they are for --model sage, this is {args.model}"
     k = args.fanout[-1]
     for hinders, why in (
         (any(isinstance(norm, BatchNorm) for norm in model.norms), "--norm batch would count the padding"),
@@ -50,8 +50,8 @@ def obstacle(ranks, args, sampler, ring, model):
         (args.precision == "fp64", "--precision fp64 has no kernels"),
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
-        (ring.labels.dim() > 1, "a node has several labels"),
-        (not ring.first_hop, "the features are not float32 or bfloat16"),
+        (ring.labels.dim() > 1, "nodes have several labels"),
+        (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
         (min(args.fanout) < 1 or k > sampler_cuda.REGISTERS[-1],
          f"--fanout {','.join(map(str, args.fanout))} needs numbers from 1 on, the last up to {sampler_cuda.REGISTERS[-1]}"),
@@ -68,7 +68,7 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
 
     Args:
         ranks, args, store, sampler, ring, optimizer: those of train.py.
-        model: the GNN itself, not wrapped for several ranks.
+        model: the GNN itself, and no DistributedDataParallel around it, whose hooks would be captured.
         predict: function (batch, key) -> logits float32 [S, C].
 
     Returns:
@@ -79,6 +79,8 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
     why = obstacle(ranks, args, sampler, ring, model)
     if ranks.sum(bool(why))[0]:
         return None, why or ELSEWHERE
+    if ranks.world > 1:
+        ranks.check_equal(model)
     stream = torch.cuda.current_stream()
     try:
         graphs = StepGraphs(ranks, args, store, sampler, ring, model, optimizer, predict)
@@ -132,7 +134,7 @@ class StepGraphs:
     def __init__(self, ranks, args, store, sampler, ring, model, optimizer, predict):
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, predict, args.seed
-        self.stream, self.kernels, self.repeated = ring.stream, sampler._backend.kernels, 0
+        self.features, self.stream, self.kernels, self.repeated = ring.features, ring.stream, sampler._backend.kernels, 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         scalar = lambda dtype: torch.zeros((), dtype=dtype, device=ranks.device)  # noqa: E731
         self.loss_sum, self.weight, self.rate = scalar(torch.float64), scalar(torch.float32), scalar(torch.float32)
@@ -205,7 +207,8 @@ class StepGraphs:
         self._restore(kept)
         found = []
         for slot in self.slots:
-            self._sample(slot, seeds, 0)
+            if trouble := self._sample(slot, seeds, 0):
+                raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
             found.append(self._loss(self._replay, slot))
         wrong = any(not abs(a - b) <= APART * abs(a) for a, b in zip(expected, found))
         if self.ranks.sum(wrong)[0]:

@@ -88,6 +88,7 @@ import report
 import row_reader
 import sampler
 import sampler_cuda
+import step_graph
 import store
 import tables
 import train
@@ -1407,6 +1408,9 @@ def test_features_ring_aggregates_the_first_hop(device):
     expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
     assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
     assert torch.equal(batch.y, train[:9] % 200)
+    if not copies:  # without a buffer, as on a GPU that reads the features in place: in its own type from the start
+        kept = FeatureRing(table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, reuse=False).fetch(0, blocks[0])
+        assert torch.equal(kept.x, batch.x)
     if copies:
         copies.close()
 
@@ -1481,6 +1485,16 @@ class _NoGuard:
         pass
 
     __enter__ = __exit__ = lambda self, *exc: None
+
+
+@pytest.mark.parametrize("spare, near", [(0, []), (87, []), (88, ["indptr"]), (208, ["indptr", "indices"])])
+def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, near, monkeypatch):
+    arrays = {"indptr": torch.arange(11), "indices": torch.arange(30).int(), "labels": torch.arange(10), "features": torch.ones(10, 3)}
+    viewed = []
+    monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
+    placed = place(*arrays.values(), "pinned-cuda", "cpu", spare=spare)
+    assert all(map(torch.equal, placed, arrays.values()))
+    assert [name for name, array in arrays.items() if not any(array is view for view in viewed)] == near
 
 
 def test_features_registered_pieces_cover_memory_and_never_overlap():
@@ -2323,6 +2337,7 @@ def _shifted(t):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch):
+    torch.manual_seed(15)
     rng, S, N = np.random.default_rng(15), 40, 60
     near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
     for width in (1, 7, 8, 36):
@@ -2391,15 +2406,17 @@ def test_cuda_dropout_draws_the_bytes_of_the_cpu(cuda_layers, dtype, ids, monkey
 def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
     for S, C in ((0, 3), (5, 1), (33, 47), (20, 200)):
         logits, labels = 5 * torch.randn(S, C), torch.randint(C, (S,))
-        labels[::4] = -100
+        labels[::4] = -1
         x = logits.clone().requires_grad_()
-        expected = torch.nn.functional.cross_entropy(x, labels, reduction="sum")
+        expected = torch.nn.functional.cross_entropy(x, labels, reduction="sum", ignore_index=-1)
         (0.25 * expected).backward()
         for functions in (fused_cuda, None):
             monkeypatch.setattr(model, "fused", functions)
-            loss, gradient = model.cross_entropy(logits, labels, 0.25)
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(gradient, x.grad, rtol=1e-5, atol=1e-6)
+            ours = logits.clone().requires_grad_()
+            loss = model.cross_entropy(ours, labels)
+            (0.25 * loss).backward()
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(ours.grad, x.grad, rtol=1e-5, atol=1e-6)
     assert cuda_layers.count("cross_entropy") == 3  # none for no rows
 
 
@@ -2510,11 +2527,207 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     pair = model.self_and_mean(blocks[0].indptr, blocks[0].indices, x)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    monkeypatch.setattr(torch, "autocast", lambda kind, enabled: nullcontext())  # it would leave behind what it found
     for rows, aggregated in ((x, False), (x.bfloat16(), False), (pair, True), (pair.bfloat16(), True)):
         logits, *grads = _trained(net, blocks, rows, 7, aggregated=aggregated)
         assert logits.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
         for ours, theirs in zip([logits.float(), *grads], expected):
             assert (ours - theirs).norm() < 0.12 * theirs.norm()
+
+
+# -- step_graph.py
+
+
+class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
+    """torch.cuda.CUDAGraph for tensors in host memory: what its body does is done again at each replay, in the same memory."""
+
+    recording = []
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __enter__(self):
+        _Graph.recording.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        _Graph.recording.remove(self)
+        return super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, out = func._schema.name, func(*args, **(kwargs or {}))
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"), f"{name} waits for the GPU"
+        alias = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
+        if not name.startswith("profiler::"):
+            self.calls.append(functools.partial(self._again, func, args, kwargs or {}, None if alias else out))
+        return out
+
+    @staticmethod
+    def _again(func, args, kwargs, out):
+        found = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            out.copy_(found)
+        elif isinstance(out, (list, tuple)):
+            [a.copy_(b) for a, b in zip(out, found) if isinstance(a, torch.Tensor)]
+
+    @torch.no_grad()
+    def replay(self):
+        for call in self.calls:
+            call()
+
+    def pool(self):
+        return None
+
+
+def _frozen(launch):
+    """A launch with the arguments that it has now, as a CUDA graph keeps it."""
+    twin = native_cuda.Launch(launch._kernels, launch._name)
+    ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
+    for i, value in launch._structs.items():
+        twin._structs[i] = type(value).from_buffer_copy(value)
+        twin._pointers[i] = ctypes.addressof(twin._structs[i])
+    return twin
+
+
+@pytest.fixture
+def cuda_graphs(cuda_layers, monkeypatch):
+    """step_graph.py on the emulated kernels, with `_Graph` in the place of CUDA's."""
+    go = native_cuda.Launch.__call__
+
+    def launch(self, threads, stream):
+        for graph in _Graph.recording:
+            graph.calls.append(functools.partial(go, _frozen(self), threads, stream))
+        go(self, threads, stream)
+
+    nothing = lambda *a: None  # noqa: E731
+    monkeypatch.setattr(native_cuda.Launch, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=nothing))
+    monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
+    monkeypatch.setattr(model, "fused", fused_cuda)
+
+
+def _graph_run(folder, net, optimizer, nodes, labels, x, options):
+    """StepGraphs of a small graph -> (graphs, sampler)."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    plain = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **options)
+    backend = _emulated(plain, folder)
+    draw = lambda seeds, step, relabel_outer: [  # noqa: E731
+        Block(*fields) for fields in reversed(backend.sample(seeds, step, relabel_outer))
+    ]
+    draws = types.SimpleNamespace(_backend=backend, indices=indices, sample=draw)
+    ring = FeatureRing(x, labels, slots=2, aggregate=model.self_and_mean)
+    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, model="sage")
+    predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=True, key=key)  # noqa: E731
+    store = types.SimpleNamespace(split={"train": nodes})
+    graphs = step_graph.StepGraphs(ddp.Ranks(), args, store, draws, ring, net, optimizer, predict)
+    return graphs, draws
+
+
+def _no_more_than_the_smallest(self, nodes, args):
+    """StepGraphs._measure, for as many edges as the smallest of a few batches has."""
+    _, (rows, _) = step_graph.measured(self, nodes, args)
+    draw = lambda seeds: [block.num_edges for block in self.sampler.sample(seeds, 0, relabel_outer=False)[:0:-1]]  # noqa: E731
+    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
+    return seeds, (rows, draw(seeds))
+
+
+@pytest.mark.parametrize(
+    "tight, options", [(False, {}), (True, {}), (False, dict(norm="layer", residual=True)), (False, dict(replace=True))]
+)
+def test_a_cuda_step_graph_takes_the_steps_of_a_run_without(cuda_graphs, tight, options, tmp_path, monkeypatch):
+    """Padded, with the keys made on the GPU, with batches that do not fit, the last one smaller: the same parameters."""
+    torch.manual_seed(0)
+    nodes, labels, x = torch.randperm(300)[:53], torch.randint(5, (300,)), torch.randn(300, 20)
+    law = dict(replace=True) if options.pop("replace", False) else {}
+    ours = _net("sage", (20, 8, 5), dropout=0.5, **options)
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=2**-7, fused=True) for net in (ours, theirs)]
+    monkeypatch.setattr(step_graph, "measured", step_graph.StepGraphs._measure, raising=False)
+    if tight:
+        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    graphs, draws = _graph_run(tmp_path, ours, optimizers[0], nodes, labels, x, law)
+    ring = FeatureRing(x, labels, slots=1, aggregate=model.self_and_mean)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(p, q)  # captured and tried, and nothing has changed
+    options = dict(batch_size=12, seed=5, depth=1)
+    batches, fitting = loader.NodeLoader(None, nodes, [4, 3, 3], sampler=graphs, ring=graphs, **options), 0
+    for epoch in range(2):
+        optimizers[0].param_groups[0]["lr"] = 2.0 ** -(7 + epoch)
+        loss_sum, losses = graphs.begin(), 0
+        for batch in batches:
+            fitting += any(batch.x is slot.x for slot in graphs.slots)
+            graphs.step(batch)
+            blocks = draws.sample(batch.seeds, batch.key, relabel_outer=False)
+            plain = ring.fetch(0, blocks)
+            logits = theirs(plain.blocks, plain.x, aggregated=True, key=sampler.mix(sampler.mix(5) ^ batch.key))
+            loss = torch.nn.functional.cross_entropy(logits, labels[batch.seeds], reduction="sum")
+            (loss / batch.total).backward()
+            optimizers[1].param_groups[0]["lr"] = 2.0 ** -(7 + epoch)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            losses += loss.item()
+            assert torch.equal(batch.y, labels[batch.seeds])
+        assert loss_sum.item() == pytest.approx(losses, rel=1e-5)
+    assert fitting == 10 - graphs.repeated and (0 < graphs.repeated < 10) == tight
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monkeypatch):
+    """A graph whose loss is another one's is noticed before it trains."""
+    nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
+    net = _net("sage", (20, 8, 5), dropout=0.5)
+    optimizer = torch.optim.Adam(net.parameters(), fused=True)
+    before = [p.detach().clone() for p in net.parameters()]
+    wrong = lambda slot: (slot.frame.start(), slot.x.zero_())  # noqa: E731
+    monkeypatch.setattr(step_graph.Slot, "sample", wrong)
+    with pytest.raises(RuntimeError, match=r"their losses are \[.*\], and \[.*\] without graphs"):
+        _graph_run(tmp_path, net, optimizer, nodes, labels, x, {})
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
+    indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
+    ring = types.SimpleNamespace(on_device=True, first_hop=True, labels=torch.zeros(3))
+    for model_options, flags_, changed, why in (
+        (dict(conv="gat"), {}, {}, "for --model sage, this is gat"),
+        (dict(norm="batch"), {}, {}, "--norm batch"),
+        (dict(input_dropout=0.1), {}, {}, "--input-dropout"),
+        (dict(recompute=True), {}, {}, "--checkpoint-activations"),
+        ({}, dict(precision="fp64"), {}, "--precision fp64"),
+        ({}, dict(accumulate=2), {}, "--accumulate 2"),
+        ({}, dict(fanout=[4, 65]), {}, "--fanout 4,65 needs numbers from 1 on, the last up to 64"),
+        ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
+        ({}, dict(fanout=[4]), {}, "one layer"),
+        ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
+        ({}, {}, dict(first_hop=False), "float32 or bfloat16"),
+        ({}, {}, dict(labels=torch.zeros(3, 2)), "several labels"),
+        ({}, {}, {}, "the sampler's kernels are not there"),
+    ):
+        net = GNN(8, 8, 3, num_layers=2, **model_options)
+        args = argparse.Namespace(**{**dict(model=model_options.get("conv", "sage"), precision="fp32", accumulate=1, fanout=[4, 3],
+                                            mode="cpu-cuda"), **flags_})  # fmt: skip
+        s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
+        said = step_graph.obstacle(ddp.Ranks(gpus=1), args, s, types.SimpleNamespace(**{**vars(ring), **changed}), net)
+        assert why in said, said
+    assert step_graph.obstacle(ddp.Ranks(), args, s, ring, net) == "there is no GPU"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("mode", ["cuda-cuda", "pinned-cuda"])
+def test_a_cuda_step_graph_on_a_gpu_gives_the_losses_of_a_run_without(mode, tmp_path, capsys):
+    losses = {}
+    for how in ("off", "on"):
+        log = tmp_path / how
+        words = ["--dataset", TINY, "--root", tmp_path, "--mode", mode, "--cuda-graph", how, "--fanout", "5,4,3", "--batch-size", 32]
+        assert train.main([str(word) for word in (*words, "--epochs", 3, "--precision", "fp32", "--log", log)]) == 0
+        losses[how] = [entry["loss"] for entry in map(json.loads, log.read_text().splitlines()) if "epoch" in entry]
+    assert "CUDA graphs with room for" in capsys.readouterr().out
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
 
 
 def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
@@ -6287,6 +6500,17 @@ assert allocator.trim_memory(level) == level and resident() < grown - 80e6, (lev
 """
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(allocator, "_loads", lambda library: there and library == "libnvidia-ml.so.1")
+    allocator.before_torch()
+    assert [os.environ.get(name) for name in names] == ["expandable_segments:True" if there else None] * 2
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 def test_memory_that_is_free_is_given_back_once_the_process_has_grown():
     done = subprocess.run([sys.executable, "-c", _TRIMS.format(here=str(HERE))], capture_output=True, text=True)
@@ -7204,6 +7428,18 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
+    file = tmp_path / "run.pt"
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    state = torch.load(file, weights_only=True)
+    state["flags"]["precision"] = "tf32"  # as on a GPU
+    torch.save(state, file)
+    out = _train("--resume", file, "--epochs", 2, "--gpus", 0, "--checkpoint", file)
+    assert "fp32, for tf32 needs a GPU" in out and "epoch   2/2" in out
+    assert checkpoint.read_checkpoint(file)["flags"]["precision"] == "tf32"  # for a GPU that takes it up again
+    assert "needs a CUDA GPU" in _train("--resume", file, "--epochs", 3, "--gpus", 0, "--precision", "tf32", code=2)
+
+
 @pytest.mark.parametrize("before", [(), ("--epochs", "2")])
 def test_the_hint_after_ctrl_c_is_the_command_that_goes_on(before, tiny, tmp_path):
     words = ["--dataset", tiny, *COMMON, "--lr", 0.01, "--lr-schedule", "cosine", "--epochs", 12, "--root", tmp_path]
@@ -7729,6 +7965,7 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--batch-size", "0"], "--batch-size.*'0'"),
         (["--lr", "nan"], "--lr.*'nan'"),
         (["--precision", "tf32", "--gpus", "0"], "--precision tf32 needs a CUDA GPU"),
+        (["--cuda-graph", "on", "--gpus", "0"], "--cuda-graph on needs a CUDA GPU"),
         (["--timeline", "steps.gif"], "--timeline steps.gif: .* ends in .png"),
         (["--gpu-cache", "lots"], "'lots' is no size; write it as 4GiB"),
         (["--dropout", "1"], "--dropout 1"),

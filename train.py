@@ -55,7 +55,7 @@ from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score
 from model import GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
-from plan import advice, choose_mode
+from plan import advice, choose_mode, spare_gpu_bytes
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
 from store import GraphStore, MmapFeatures, free_host_bytes
@@ -313,12 +313,13 @@ def open_data(ranks, args, path):
         for line in lines:
             print(f"edges   {line}")
     columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
-    arrays = [store.indptr, store.indices, store.labels, store.features, *columns.values()]
+    arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
     if args.mode == "pinned-cuda":
+        spare = spare_gpu_bytes(store, args.mode, args.fanout, seeds * args.batch_size, args.hidden, args.prefetch) - args.cache
         if ranks.local_world < ranks.world:
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
-    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:])
+    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
     placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
     features = cached(ranks, args, store, features, torch.arange(store.num_nodes) if links else store.split["train"],
                       seeds * args.batch_size)  # fmt: skip
@@ -355,7 +356,7 @@ def cached(ranks, args, store, features, nodes, batch_size):
         args.cache = free_host_bytes() // (4 * ranks.local_world)
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
-    if not args.cache or not args.mode.startswith("cpu"):  # the other modes read features in place
+    if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
         return features
     if args.lookahead is not None and not looks_ahead:
         raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
@@ -383,10 +384,11 @@ def tune(ranks, args):
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
         args.precision = "tf32" if has_tf32 else "fp32"
-    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" and ranks.gpus else "highest")
     said = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
-        said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
+        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
     elif args.allocator == "tuned":
         said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
         said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
@@ -432,7 +434,11 @@ def run(ranks, args, path):
     best = {"score": -1.0, "epoch": 0, "model": None}  # of --early-stop
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state
-    parallel = ranks.wrap(model)
+    graphs, said = None, ""
+    if args.trains and args.task == "node" and start < args.epochs:
+        forward = functools.partial(predict, ranks, args, ring, model)
+        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
+    parallel = model if graphs else ranks.wrap(model)  # the graphs average the gradients themselves
     if ranks.leads:
         describe(ranks, args, store, model)
         if file and args.trains and start < args.epochs:
@@ -443,12 +449,6 @@ def run(ranks, args, path):
             print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
-    graphs, said = None, ""
-    if args.trains and args.task == "node" and start < args.epochs:
-        forward = functools.partial(predict, ranks, args, ring, model)
-        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
-    if graphs:
-        parallel = model  # the graphs average the gradients
     if ranks.leads and said and (graphs or args.cuda_graph == "on"):
         print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
