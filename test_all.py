@@ -8092,7 +8092,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
     for words, world, expected in (([], 1, (200, 1)), (["--batch-size", "100"], 1, (34, 6)), (["--batch-size", "50"], 2, (34, 6)),
                                    (["--batch-size", "10"], 1, (10, 60)), (["--epochs", "3"], 1, (3, 1))):  # fmt: skip
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words])
-        train.settle(ddp.Ranks(world=world), args, 600)
+        assemble.settle(ddp.Ranks(world=world), args, 600)
         assert (args.epochs, args.steps) == expected and args.weight_decay == pytest.approx(0.07 / 600)
     norms = {name: train.parse_args(["--dataset", tiny, "--model", name]).norm for name in model.CONVS}
     assert norms == {"sage": "none", "gcn": "none", "sage-pool": "layer", "gat": "layer", "gin": "layer"}
