@@ -59,6 +59,7 @@ import bench
 import bench_accuracy
 import bench_attack
 import bench_gpu
+import bench_link
 import bench_training
 import checkpoint
 import columns
@@ -8567,6 +8568,20 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     assert json.loads((tmp_path / "out" / "gpu-sampling.json").read_text())["failed"] == ["no time left of --minutes 0"]
 
 
+def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch, capsys):
+    """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
+    losses, took = collections.defaultdict(list), bench_link.interleave
+    monkeypatch.setattr(bench_link, "OwnProcess", lambda threads, make, args: make(args))
+    monkeypatch.setattr(bench_link, "interleave", lambda runs, *a, **k: took(runs, *a, **k, note=lambda name, loss: losses[name].append(loss)))
+    words = ["--root", str(tmp_path), "--rounds", "2", "--fanout", "3,3", "--hidden", "8", "--batch-size", "50", "--threads", "1"]
+    assert bench.main(["link", "--dataset", TINY, *words, "--json", str(tmp_path / "l.json")]) == 0
+    found = json.loads((tmp_path / "l.json").read_text())
+    assert {"ours", "ours, nothing excluded"} <= found["median_ms"].keys() == losses.keys()
+    assert all(0.3 < loss < 1.5 for some in losses.values() for loss in some)
+    if _has_dgl():
+        assert found["ratios"].keys() == {"DGL as shipped", "DGL, malloc kept"} and "times as fast as DGL" in capsys.readouterr().out
+
+
 def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
     pytest.importorskip("matplotlib")
     common = {"machine": {"gpu": "some GPU"}, "arguments": {"what": "gpu"}}
@@ -8691,6 +8706,15 @@ split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
 """,
+    "link": """
+import types, torch
+from link import Evaluation, Scorer, split_edges
+from loader import from_edge_index
+ends = torch.randint(0, 30, (2, 100))
+indptr, indices = from_edge_index(torch.cat([ends, ends.flip(0)], 1), 30)
+graph = split_edges(types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=30), "80/10/10", seed=1)
+assert 0 < Evaluation(graph)(Scorer("dot", 4), torch.randn(30, 4), "test")["mrr"] <= 1
+""",
     "metrics": """
 import torch
 from metrics import ranking, score
@@ -8715,6 +8739,7 @@ if __name__ == "__main__":
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
+    "link": ("disk", "loader", "features", "metrics", "sampler"),
     "model": ("exact",),
 }
 
