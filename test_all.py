@@ -792,7 +792,7 @@ def _cuda_resources(source, arch, folder):
 def test_cuda_sampler_kernels_stay_in_registers(dtype, arch, tmp_path):
     found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
     like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)]
-    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, 25, like[arch == "sm_80"], like[dtype == torch.int64])
+    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, sampler_cuda.AGGREGATED, like[arch == "sm_80"], like[dtype == torch.int64])
     found |= _cuda_resources(source, arch, tmp_path)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
@@ -2830,7 +2830,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
         (dict(recompute=True), {}, {}, "--checkpoint-activations"),
         ({}, dict(precision="fp64"), {}, "--precision fp64"),
         ({}, dict(accumulate=2), {}, "--accumulate 2"),
-        ({}, dict(fanout=[4, 65]), {}, "--fanout 4,65 needs numbers from 1 on, the last up to 64"),
+        ({}, dict(fanout=[4, 49]), {}, "--fanout 4,49: numbers from 1 on are needed, the last up to 48"),
         ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
         ({}, dict(fanout=[4]), {}, "one layer"),
         ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
@@ -7560,7 +7560,7 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
 
 def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
-    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
     state = torch.load(file, weights_only=True)
     state["flags"]["precision"] = "tf32"  # as on a GPU
     torch.save(state, file)
