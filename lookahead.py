@@ -32,7 +32,7 @@ import torch
 from disk import StoreError, gather_target
 from features import prefetch
 
-RAMP = 4  # batches sampled for each one fetched until the window is full, so that training need not wait for that
+RAMP = 2  # batches sampled for each one fetched until the window is full, so that training need not wait for that
 WINDOW = 10  # a window asks for so many times the rows of the cache, unless --lookahead says otherwise
 
 SOURCE = r"""

@@ -1671,6 +1671,31 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, t
         row_reader._library.cache_clear()
 
 
+@pytest.mark.parametrize("slow", ["io_uring", "threads"])
+def test_the_faster_engine_reads_and_each_is_tried_anew(slow, tmp_path, monkeypatch):
+    path, table = _table(tmp_path, 2000, 64)
+    reader, used, now = _opened(path, table), [], [0.0]
+    if reader.engine != "io_uring":
+        pytest.skip("no io_uring here")
+    choose = reader._engine
+
+    def chosen(n):
+        used.append(choose(n))
+        return used[-1]
+
+    def clock():  # a read by the slow engine takes 2 seconds, one by the other 1
+        now[0] += 2 if used and used[-1] == slow else 1
+        return now[0]
+
+    monkeypatch.setattr(reader, "_engine", chosen)
+    monkeypatch.setattr(row_reader, "time", types.SimpleNamespace(perf_counter=clock))
+    ids = torch.randint(2000, (row_reader.LARGE,))
+    for _ in range(2 * row_reader.TRY):
+        assert torch.equal(reader.read(ids, torch.empty(len(ids), 64, dtype=torch.uint8)), table[ids])
+    assert 2 <= used.count(slow) <= 4 and used[-2] != slow
+    assert choose(10) == "io_uring"  # few rows
+
+
 FORBIDDEN = """
 import ctypes, struct, sys
 import torch

@@ -293,7 +293,7 @@ def cached(ranks, args, store, features):
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not args.cache:
-        args.cache = free_host_bytes() // (4 * ranks.local_world)
+        args.cache = free_host_bytes() // (2 * ranks.local_world)
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
     if not args.cache or not args.mode.startswith("cpu"):  # the other modes read features in place
@@ -303,6 +303,7 @@ def cached(ranks, args, store, features):
                          f"are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
     with reading_all_edges():
         visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
+    trim_memory(1)  # what that took, and the cache can have
     if looks_ahead:
         return LookaheadCache(store.features, args.cache, args.lookahead, visits)
     return CachedFeatures(features, visits, args.cache, ranks.device)
