@@ -455,10 +455,9 @@ class RowReader:
         """The engine for the next n rows: for a few, the first; else the faster one, and each anew after TRY reads."""
         if len(self.engines) == 1 or n < LARGE:
             return self.engines[0]
+        turn = self.calls % TRY
         self.calls += 1
-        if self.calls % TRY < len(self.engines):
-            return self.engines[self.calls % TRY]
-        return max(self.engines, key=self.rates.get)
+        return self.engines[turn] if turn < len(self.engines) else max(self.engines, key=self.rates.get)
 
     def read(self, ids, out, places=None):
         """Read rows.
