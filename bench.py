@@ -3,6 +3,7 @@
     python bench.py sampler                      # this sampler beside DGL's, pyg-lib's, torch-sparse's, GraphBolt's
     python bench.py sampler --json sampler.json --larger synthetic:nodes=24490290,degree=50,features=1,classes=47
     python bench.py step                         # a training step beside DGL's, and what each trick is worth
+    python bench.py link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # link prediction beside DGL's
     python bench.py overlap                      # batches prepared ahead beside one after the other; draws both
     python bench.py features                     # the ring beside a plain copy; four processes on one store
     python bench.py scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
@@ -34,6 +35,7 @@ import torch
 from bench_accuracy import bench_accuracy
 from bench_attack import bench_attack
 from bench_gpu import bench_gpu, gpu_machine
+from bench_link import bench_link
 from bench_sampler import bench_sampler
 from bench_store import bench_store
 from bench_tools import hardware, keep_figures, settle
@@ -104,8 +106,8 @@ def bench_picture(args):
 
 def main(argv=None):
     """Run the command line -> exit code."""
-    runs = {"sampler": bench_sampler, "step": bench_step, "overlap": bench_overlap, "features": bench_features, "scaling": bench_scaling,
-            "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
+    runs = {"sampler": bench_sampler, "step": bench_step, "link": bench_link, "overlap": bench_overlap, "features": bench_features,
+            "scaling": bench_scaling, "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
             "gpu": bench_gpu, "attack": bench_attack, "picture": bench_picture}  # fmt: skip
     numbers = lambda text: [int(k) for k in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -157,7 +159,7 @@ def main(argv=None):
     if args.what != "picture" and (on_gpu or args.what != "gpu"):
         where = "measured on the GPU" if on_gpu else "measured on the CPU"
         print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
-    if args.what in ("sampler", "step", "overlap", "features", "inference"):
+    if args.what in ("sampler", "step", "link", "overlap", "features", "inference"):
         print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  "
               f"n = {args.rounds}")  # fmt: skip
     try:

@@ -4,7 +4,7 @@
     indptr = np.zeros(num_nodes + 1, np.int64)
     for sources in sorted_sources(edges, indptr, folder, drop_duplicates=False, progress=False):
         ...                                   # the next part of `indices`; indptr is complete after the last one
-    for sources, rows in sorted_edges(numbered, indptr, M, times, folder, drop_duplicates=False, progress=False):
+    for sources, rows in sorted_edges(numbered, indptr, folder, M, times, drop_duplicates=False, progress=False):
         ...                                   # the same, and beside it which edges of the input they are
 
 Letters: V nodes, M edges. This file needs disk.py, numpy and tqdm.
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import collections
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,8 @@ from tqdm import tqdm
 from disk import StoreError, integers
 
 EDGE_CHUNK = 1 << 22  # edges handled at a time
-SORT_EDGES = 1 << 27  # edges sorted at a time: 1 GiB of keys, whatever the size of the graph
+FEW_EDGES = 1 << 14  # edges that are sorted with their numbers and times in the cache
+SORT_EDGES = 1 << 27  # so many edges are sorted in memory, 1 GiB of keys; more by way of the disk
 
 
 class Rows(NamedTuple):
@@ -84,37 +85,33 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False)
 def sorted_sources(edges, indptr, folder, drop_duplicates, progress) -> Iterator[np.ndarray]:
     """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
 
-    (Destination, source) are packed into one 64-bit key: numpy sorts those in vector registers. However many ranges there
-    are, the edges are gone over twice: to count them, and to deal them out.
+    (destination, source) of an edge are packed into one 64-bit key: numpy sorts those in vector registers.
 
     Args:
         edges: function that starts another pass: an iterator over (sources, destinations).
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
-        folder: for temporary files of 8 bytes an edge, where there is more than one range.
+        folder: where 8 bytes an edge are kept for a while, if there is more than one range.
 
     Returns:
         Iterator over chunks of the sorted sources.
     """
-    num_nodes, bits = len(indptr) - 1, _bits(indptr)
-    ranges = _ranges(edges, num_nodes, SORT_EDGES)
-    with _bar(ranges, progress) as bar:
-        for (low, _, _), (keys,) in zip(ranges, _dealt(edges, ranges, bits, num_nodes, folder)):
-            keys.sort()
-            for a in range(0, len(keys), EDGE_CHUNK):
-                chunk = keys[a:a + EDGE_CHUNK]
-                bar.update(len(chunk))
-                if drop_duplicates:
-                    chunk = chunk[np.concatenate([keys[a - 1:a] != chunk[:1] if a else [True], chunk[1:] != chunk[:-1]])]
-                dst = (chunk >> np.uint64(bits)).view(np.int64) + low
-                if len(dst):
-                    indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
-                yield chunk & np.uint64((1 << bits) - 1)
-            keys = chunk = None  # a view would keep this range beside the next one
+    bits = _bits(indptr)
+    for _, _, keys, _ in _ranges(edges, indptr, SORT_EDGES, folder, progress):
+        keys.sort()
+        for a in range(0, len(keys), EDGE_CHUNK):
+            chunk = keys[a:a + EDGE_CHUNK]
+            if drop_duplicates:
+                chunk = chunk[np.concatenate([keys[a - 1:a] != chunk[:1] if a else [True], chunk[1:] != chunk[:-1]])]
+            dst = (chunk >> np.uint64(bits)).view(np.int64)
+            if len(dst):
+                indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
+            yield chunk & np.uint64((1 << bits) - 1)
+        keys = chunk = None  # a view would keep this range beside the next one
     np.cumsum(indptr, out=indptr)
 
 
-def sorted_edges(edges, indptr, num_edges, times, folder, drop_duplicates, progress) -> Iterator[tuple]:
-    """Sort edges whose rows of other arrays have to follow them: as `sorted_sources`, in ranges of an eighth.
+def sorted_edges(edges, indptr, folder, num_edges, times, drop_duplicates, progress) -> Iterator[tuple]:
+    """Sort edges whose rows of other arrays have to follow them: as `sorted_sources`, a quarter of the edges at a time.
 
     Equal edges stay in the order of the input, reverses behind the edges that were given. With times, each list is
     sorted by time, edges of one time by source. Of equal edges `drop_duplicates` keeps the earliest, else the first.
@@ -123,39 +120,125 @@ def sorted_edges(edges, indptr, num_edges, times, folder, drop_duplicates, progr
         edges: function that starts another pass: an iterator over (sources, destinations, numbers), as `edge_chunks`
             has them with `numbered`.
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+        folder: where 16 bytes an edge are kept for a while, if there is more than one range.
         num_edges: M of the input. times: int64 [M] of these edges, or None.
-        folder: for temporary files of 16 bytes an edge, where there is more than one range.
 
     Returns:
         Iterator over chunks of (sorted sources, numbers of these edges in the input).
     """
-    num_nodes, bits = len(indptr) - 1, _bits(indptr)
-    ranges = _ranges(edges, num_nodes, max(1, SORT_EDGES >> 3))
-    with _bar(ranges, progress) as bar:
-        for (low, high, count), (keys, numbers) in zip(ranges, _dealt(edges, ranges, bits, num_nodes, folder, [np.int64])):
-            time = [] if times is None else [np.asarray(times[numbers % num_edges])]
-            order = np.lexsort((numbers, *time, keys))
+    bits = _bits(indptr)
+    for _, _, keys, numbers in _ranges(edges, indptr, max(1, SORT_EDGES >> 2), folder, progress):
+        for some in _few_destinations(keys, bits):
+            few, number = keys[some], numbers[some]
+            time = [] if times is None else [np.asarray(times[number % num_edges])]
+            order = np.lexsort((number, *time, few))
             if drop_duplicates:
-                ordered = keys[order]
-                order = order[np.concatenate([ordered[:1] == ordered[:1], ordered[1:] != ordered[:-1]])]
+                ordered = few[order]
+                order = order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
             if time:
-                order = order[np.lexsort((time[0][order], keys[order] >> np.uint64(bits)))]
-            indptr[low + 1:high + 1] = np.bincount((keys[order] >> np.uint64(bits)).view(np.int64), minlength=high - low)
-            for a in range(0, len(order), EDGE_CHUNK):
-                some = order[a:a + EDGE_CHUNK]
-                yield keys[some] & np.uint64((1 << bits) - 1), numbers[some] % num_edges
-            bar.update(count)
-            keys = numbers = time = order = some = None
+                order = order[np.lexsort((time[0][order], few[order] >> np.uint64(bits)))]
+            few = few[order]
+            dst = (few >> np.uint64(bits)).view(np.int64)
+            indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
+            yield few & np.uint64((1 << bits) - 1), number[order] % num_edges
+        keys = numbers = None
     np.cumsum(indptr, out=indptr)
 
 
+def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
+    """Cut edges, given by their keys [n], by destination -> positions of so few at a time that they are sorted in the cache.
+
+    Numbers of 16 bits are sorted by their digits: in a few passes over the edges, however many there are.
+    """
+    if not len(keys):
+        return
+    low, high = (int(key >> np.uint64(bits)) for key in (keys.min(), keys.max()))
+    parts = min(max(1, len(keys) // FEW_EDGES), 1 << 14)
+    shift = max(0, (high - low).bit_length() - parts.bit_length())
+    part = ((keys >> np.uint64(bits + shift)) - np.uint64(low >> shift)).astype(np.uint16)
+    ends = np.cumsum(np.bincount(part))
+    order = np.argsort(part, kind="stable")
+    for a, b in zip([0, *ends[:-1]], ends):
+        if a < b:
+            yield order[a:b]
+
+
+def spooled_bytes(num_edges, numbered) -> int:
+    """Bytes on the disk that `sorted_sources`, or with `numbered` `sorted_edges`, take for a while."""
+    if numbered:
+        return 16 * num_edges * (num_edges > SORT_EDGES >> 2)
+    return 8 * num_edges * (num_edges > SORT_EDGES)
+
+
 def _bits(indptr) -> int:
-    """Bits that hold a node."""
+    """Bits that hold a node, of which two have to fit into 64."""
+    if len(indptr) - 1 > 1 << 32:
+        raise StoreError(f"edges of {len(indptr) - 1:,} nodes are to be sorted: up to 2^32 can be; give indptr and indices")
     return max(len(indptr) - 2, 1).bit_length()
 
 
-def _ranges(edges, num_nodes, most) -> list[tuple[int, int, int]]:
-    """Cut the nodes into ranges of destinations, each with up to `most` edges or a single bucket -> [(low, high, edges)].
+def _ranges(edges, indptr, most, folder, progress) -> Iterator[tuple]:
+    """Cut the nodes into ranges of destinations of up to `most` edges -> (low, high, keys, numbers) of each.
+
+    However many there are, two passes: one counts the edges, one writes each of them to where its range lies, in a
+    temporary file if there is more than one range. What is then read and sorted is a range at a time.
+
+    Returns:
+        Iterator over first node, node behind the last, keys uint64 [n] of (destination, source), not sorted, and the
+        numbers of the edges int64 [n], or None where `edges` has none.
+    """
+    bits = _bits(indptr)
+    cuts, counts = _cut(edges, len(indptr) - 1, most)
+    ends, several = np.cumsum(counts), len(counts) > 1
+    filled, numbered, total = ends - counts, False, int(ends[-1])
+    with tqdm(total=2 * total, desc="edges", unit="edge", unit_scale=True,
+              disable=None if progress else True) as bar:  # None: off where stderr is not a terminal
+        keys, numbers = _Spool(total, np.uint64, several and folder), _Spool(0, np.int64, False)
+        for src, dst, *number in edges():
+            packed = _packed(src, dst, bits)
+            if number and not numbered:
+                numbers, numbered = _Spool(total, np.int64, several and folder), True
+            if several and number:
+                order = np.argsort(packed)
+                packed, number = packed[order], [number[0][order]]
+            elif several:
+                packed.sort()  # in vector registers: faster than to look for the edges of each range
+            inner = np.searchsorted(packed, np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
+            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
+                keys.write(filled[i], packed[a:b])
+                if number:
+                    numbers.write(filled[i], number[0][a:b])
+                filled[i] += b - a
+            bar.update(len(src))
+        for low, high, a, b in zip(cuts, cuts[1:], ends - counts, ends):
+            yield low, high, keys.read(a, b), numbers.read(a, b) if numbered else None
+            bar.update(int(b - a))
+
+
+class _Spool:
+    """An array [count] that is written and read in parts: in memory, or in a file without a name in a folder."""
+
+    def __init__(self, count, dtype, folder):
+        self.dtype = np.dtype(dtype)
+        self.file = tempfile.TemporaryFile(dir=folder) if folder else None
+        self.array = None if folder else np.empty(count, dtype)
+
+    def write(self, at, part):
+        if self.file:
+            self.file.seek(int(at) * self.dtype.itemsize)
+            self.file.write(part.data)
+        else:
+            self.array[at:at + len(part)] = part
+
+    def read(self, a, b):
+        if not self.file:
+            return self.array[a:b]
+        self.file.seek(int(a) * self.dtype.itemsize)
+        return np.fromfile(self.file, self.dtype, int(b - a))
+
+
+def _cut(edges, num_nodes, most) -> tuple[list[int], np.ndarray]:
+    """Cut the nodes into ranges -> (cuts, edges of each range): one of up to `most` edges, several of an eighth of that.
 
     A pass over the edges counts them per bucket of destinations, and neighbouring buckets form a range.
     """
@@ -164,63 +247,21 @@ def _ranges(edges, num_nodes, most) -> list[tuple[int, int, int]]:
     for _, dst, *_ in edges():
         ends[1:] += np.bincount(dst >> shift, minlength=len(ends) - 1)
     np.cumsum(ends, out=ends)
-    ranges, first = [], 0
-    while first < len(ends) - 1:
-        last = max(first + 1, int(np.searchsorted(ends, ends[first] + most, "right")) - 1)
-        ranges.append((first << shift, min(last << shift, num_nodes), int(ends[last] - ends[first])))
-        first = last
-    return ranges
+    if ends[-1] > most:
+        most = max(1, most >> 3)  # which are sorted faster than larger ones, once the edges are parted anyway
+    buckets = [0]
+    while buckets[-1] < len(ends) - 1:
+        first = buckets[-1]
+        buckets.append(max(first + 1, int(np.searchsorted(ends, ends[first] + most, "right")) - 1))
+    return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
-def _dealt(edges, ranges, bits, num_nodes, folder, more=()) -> Iterator[list[np.ndarray]]:
-    """The edges of each range in turn, in the order of the input: keys of (destination - low, source), uint64, and with
-    them the arrays of dtypes `more` that the chunks have behind sources and destinations.
-
-    One pass; where there are several ranges it spills each into files of its own, which go as they are read."""
-    dtypes = [np.dtype(np.uint64), *map(np.dtype, more)]
-    if len(ranges) < 2:
-        for low, _, count in ranges:
-            parts, filled = [np.empty(count, dtype) for dtype in dtypes], 0
-            for src, dst, *others in edges():
-                place = slice(filled, filled + len(src))
-                for part, array in zip(parts, [_packed(src, dst, low, bits), *others]):
-                    part[place] = array
-                filled += len(src)
-            yield parts
-        return
-    names = [[Path(folder, f"spilled-{i}-{j}") for j in range(len(dtypes))] for i in range(len(ranges))]
-    shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)  # of the buckets that ranges are made of
-    lows = np.array([low for low, _, _ in ranges])
-    range_of = np.searchsorted(lows, np.arange((num_nodes - 1 >> shift) + 1) << shift, "right") - 1
-    range_of = range_of.astype(np.uint16)  # numpy sorts those by digits
-    for src, dst, *others in edges():
-        which = range_of[dst >> shift]
-        order, ends = np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=len(ranges)))
-        arrays = [array[order] for array in (_packed(src, dst, lows[which], bits), *others)]
-        for row, a, b in zip(names, [0, *ends], ends):
-            for name, array in zip(row, arrays) if a < b else ():
-                with open(name, "ab") as file:
-                    file.write(array[a:b].data)
-    for (_, _, count), row in zip(ranges, names):
-        parts = [np.fromfile(name, dtype) if count else np.empty(0, dtype) for name, dtype in zip(row, dtypes)]
-        for name in row if count else ():
-            name.unlink()
-        yield parts
-        parts.clear()  # or they would stay beside those of the next range
-
-
-def _packed(src, dst, low, bits):
-    """Destination - low and source of each edge as one number each, uint64."""
-    keys = np.subtract(dst, low, dtype=np.int64)
+def _packed(src, dst, bits) -> np.ndarray:
+    """Destination and source of each edge in one number each, uint64 [n]."""
+    keys = dst.astype(np.int64)
     keys <<= bits
     keys |= src
     return keys.view(np.uint64)
-
-
-def _bar(ranges, progress):
-    total = sum(count for _, _, count in ranges)
-    off = None if progress else True  # None: off where stderr is not a terminal
-    return tqdm(total=total, desc="edges", unit="edge", unit_scale=True, disable=off)
 
 
 def without_reverse(indptr, indices, exact=1 << 20, sample=1 << 16, ascending=True) -> tuple[int, int]:

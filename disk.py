@@ -38,7 +38,8 @@ from torch import Tensor
 SPLITS = ("train", "valid", "test")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
 VERSION = 3
-READABLE = (2, 3)  # 2 has no columns of edges and node times
+READABLE = (2, 3)  # 2 has no columns of edges, no node times, one split and one label a node
+MAX_SPLITS = 1 << 16
 HEADS = (128, 4096)  # bytes in front of an array's data
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
@@ -352,13 +353,15 @@ def within(low, high):
 
 
 def split_files(need, count):
-    """What the files of a split have to be: each as long as recorded, with at most `count` ids."""
-    files, shapes = need("files", bool), {}
+    """What the files of a split have to be: each as long as recorded, with at most `count` ids; of K splits K rows."""
+    files, shapes, rows = need("files", bool), {}, set()
     for name in SPLITS:
         shape = files.get(f"{name}.npy", {}).get("shape")
-        sane = isinstance(shape, list) and len(shape) == 1 and within(0, count)(shape[0])
+        sane = isinstance(shape, list) and len(shape) in (1, 2) and within(0, count)(shape[-1])
+        sane = sane and within(1, MAX_SPLITS)(shape[0] if len(shape) == 2 else 1)
         shapes[f"{name}.npy"] = ("int64", shape if sane else None)
-    return shapes
+        rows.add(tuple(shape[:-1]) if sane else None)
+    return shapes if len(rows) == 1 else dict.fromkeys(shapes, ("int64", None))
 
 
 def _fits(name, record, dtype, shape):
@@ -464,7 +467,8 @@ def check_ids(path, split, count, what="node"):
 def info_lines(lines, graph) -> str:
     """{name: value} and what every format has (split, source, files), a line each."""
     meta = graph.meta
-    lines = {**lines, "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()),
+    several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
+    lines = {**lines, "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()) + several,
              "source": meta.get("source") or "unknown", "format": meta["format_version"],
              **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())}}
     return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
@@ -534,6 +538,32 @@ def _ids(name, values, labels, what) -> np.ndarray:
     return np.flatnonzero(values)
 
 
+def check_splits(splits, labels) -> dict[str, np.ndarray]:
+    """A split of nodes as int64 ids [n] for each of SPLITS, or a list of K of them as [K, n], rows filled up with -1."""
+    known = labels if labels.ndim == 1 else labels.min(1)
+    if isinstance(splits, dict):
+        return check_split(splits, known)
+    if not 1 <= len(splits) <= MAX_SPLITS:
+        raise StoreError(f"split is a list of {len(splits)}: from 1 to {MAX_SPLITS} are possible")
+    checked = []
+    for number, split in enumerate(splits):
+        try:
+            checked.append(check_split(split, known))
+        except StoreError as error:
+            raise StoreError(f"of {len(splits)} splits, number {number}: {error}") from error
+    rows = {}
+    for name in SPLITS:
+        rows[name] = np.full((len(checked), max(len(split[name]) for split in checked)), -1)
+        for row, split in zip(rows[name], checked):
+            row[: len(split[name])] = split[name]
+    return rows
+
+
+def row_of_split(ids, number):
+    """The ids of split `number` out of [K, n], or out of [n] where there is one -> int64 [n]."""
+    return ids if ids.ndim == 1 else ids[number][ids[number] >= 0]
+
+
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
     """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
     unknown = set(split) - set(SPLITS)
@@ -558,6 +588,6 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         bad = np.flatnonzero(labels[ids] < 0)
         if len(bad):
             raise StoreError(f"split {name!r} holds {what} {ids[bad[0]]}, which has no label (-1)")
-    if what == "node" and not len(split["train"]):
+    if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split

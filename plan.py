@@ -139,6 +139,13 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     return chosen, line
 
 
+def spare_gpu_bytes(store, mode, *sizes) -> int:
+    """Bytes of the current GPU that are free beside what a mode and its batches take at most; sizes as `_placements`
+    has them. May be below 0."""
+    placement = _placements(store, *sizes)[mode]
+    return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
+
+
 def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:
     """What a mode takes of what is free, with its terms; p is its entry of `estimate`."""
     shared = f" + {readable_size(p['shared'])} shared" if p["shared"] else ""

@@ -1,7 +1,7 @@
 """Neighbour sampling fused with block construction: seeds + CSC graph -> one `Block` a hop.
 
 Copy this file with sampler_c.py and native.py into your own code; for graphs in GPU memory sampler_cuda.py and
-native_cuda.py as well.
+native_cuda.py as well; for DGL sampler_dgl.py.
 It works alone too: without those files beside it, torch operations stand in for them, after one warning.
 
     sampler = NeighborSampler(indptr, indices, fanouts=[15, 10, 5], seed=0)
@@ -33,15 +33,18 @@ first lines of sampler_c.py. `_Torch` below does the same five passes with torch
 """
 
 import functools
-import itertools
-import sys
-import threading
 import types
 import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+try:
+    import sampler_dgl
+    from sampler_dgl import DGLAdapter, import_dgl  # noqa: F401  had from here
+except ImportError:  # not copied along
+    sampler_dgl = None
 
 
 class Block(NamedTuple):
@@ -82,7 +85,7 @@ class Block(NamedTuple):
 
     def to_dgl(self):
         """Return the same block as a DGL block, with dgl.NID (and dgl.EID when edge_ids are there) set."""
-        dgl = import_dgl()
+        dgl = _dgl().import_dgl()
         # numbers for the edges: without them DGL's gradients of edge values (GATv2Conv) fail
         ids = torch.arange(self.num_edges, dtype=self.indices.dtype, device=self.indices.device)
         block = dgl.create_block(
@@ -107,11 +110,12 @@ class DamagedGraph(IndexError):
 # ---------------------------------------------------------------------------------------------------------------------
 # The sampler checks its arguments; a backend does the work. A backend is made from a _Task and has one method,
 #
-#     sample(seeds, hops) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each of the hops,
+#     sample(seeds, hops, exclude) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each hop,
 #
-# from the seeds outward; None if a seed comes twice. There are two in this file, _Torch and _DGL, and one each in
-# sampler_c.py and sampler_cuda.py, which import nothing from here: the task and the law are handed to them. The one
-# for GPUs has sample(seeds, step, relabel_outer) instead, because it checks ids and computes keys on the GPU.
+# from the seeds outward; None if a seed comes twice. exclude is None or int64 [X]: edge ids, ascending, each once.
+# There is one in this file, _Torch, and one each in sampler_c.py, sampler_cuda.py and sampler_dgl.py, which import
+# nothing from here: the task and the law are handed to them. The one for GPUs has
+# sample(seeds, step, relabel_outer, exclude) instead, because it checks ids and computes keys on the GPU.
 
 
 class _Task(NamedTuple):
@@ -179,18 +183,21 @@ class NeighborSampler:
         task = _Task(self.indptr, self.indices, weights, rule, edge_ids, threads)
         native = _native(task, self.fanouts, self.seed) if backend in ("auto", "native") else None
         if backend == "dgl":
-            self._backend = _DGL(task)
+            self._backend = _dgl().Backend(task)
         elif native:
             self.backend, self._backend = "native", native
         else:
             self.backend, self._backend = "torch", _Torch(task)
 
-    def sample(self, seeds, step, *, relabel_outer=True):
+    def sample(self, seeds, step, *, exclude=None, relabel_outer=True):
         """Sample the neighbourhood of `seeds`.
 
         Args:
             seeds: int32 or int64 [S], distinct node ids.
             step: int, the number of the batch; it keys the random draws.
+            exclude: edges that are not taken in any hop, as if the graph did not have them: int32 or int64 [X], where
+                they stand in `indices`, in any order; or a mask, bool [M], which is read from end to end. With a graph
+                on a GPU the host waits for it once more.
             relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
                 straight out of the feature table; its src_nodes are then the destinations alone.
 
@@ -199,17 +206,19 @@ class NeighborSampler:
             blocks[i].src_nodes starts with blocks[i+1].src_nodes.
 
         Raises:
-            TypeError, IndexError, ValueError: seeds of another type, out of range, or repeated.
+            TypeError, IndexError, ValueError: seeds or edges of another type or out of range; seeds that are repeated;
+                edges to exclude with backend "dgl".
             DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
-        _check_seeds(seeds)
+        _check_ids("seeds", seeds, "node ids")
+        exclude = None if exclude is None else self._edge_set(exclude)
         if self.backend == "native" and self.indices.is_cuda:  # looks at the ids and computes the keys on the GPU
-            work = (seeds, step, relabel_outer)
+            work = (seeds, step, relabel_outer, exclude)
         else:
             _check_range(seeds, self.num_nodes)
             seeds, last = seeds.to(self.indices.device, self.indices.dtype).contiguous(), len(self.fanouts) - 1
             hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
-            work = (seeds, hops)
+            work = (seeds, hops, exclude)
         try:
             blocks = self._backend.sample(*work)
         except IndexError as error:  # not of the seeds: it was read from the graph
@@ -221,6 +230,25 @@ class NeighborSampler:
             node = int(values[counts > 1][0])
             raise ValueError(f"seeds contains node {node} more than once; each seed may come once in a batch")
         return [Block(*fields) for fields in reversed(blocks)]
+
+    def _edge_set(self, exclude):
+        """Edge ids or a mask -> int64 [X] on the graph's device, ascending, each once; None for no edges."""
+        M = self.indices.numel()
+        mask = isinstance(exclude, Tensor) and exclude.dtype == torch.bool and exclude.shape == (M,)
+        if not mask:
+            _check_ids("exclude", exclude, f"edge ids, or a bool mask [M={M}]")
+        edges = exclude.nonzero().squeeze(1) if mask else exclude.to(self.indices.device, torch.int64).unique()
+        if edges.numel() and not mask and (edges[0] < 0 or edges[-1] >= M):
+            bad = int(edges[0] if edges[0] < 0 else edges[-1])
+            raise IndexError(f"exclude contains {bad}; edge ids of this graph are 0 to {M - 1}")
+        return edges.to(self.indices.device) if edges.numel() else None
+
+
+def _dgl():
+    """The module for DGL."""
+    if sampler_dgl is None:
+        raise ImportError("DGL is used through sampler_dgl.py: copy that file beside sampler.py")
+    return sampler_dgl
 
 
 def _native(task, fanouts, seed):
@@ -291,10 +319,10 @@ def _check_graph(indptr, indices, weights):
             raise ValueError("weights contains a negative, infinite or NaN value; they must be finite and >= 0")
 
 
-def _check_seeds(seeds):
-    if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int32, torch.int64) or seeds.dim() != 1:
-        got = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else type(seeds).__name__
-        raise TypeError(f"seeds must be a 1-D int32 or int64 tensor of node ids, not {got}")
+def _check_ids(name, ids, what):
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of {what}, not {got}")
 
 
 def _check_range(seeds, num_nodes):
@@ -370,32 +398,78 @@ typedef struct {  // what to draw from, and how
   u64 key;
 } hop_t;
 
+typedef struct {  // what may be taken of a node's list
+  i64 start, degree;  // where it begins; how many edges, excluded ones not counted
+  const i64 *gaps;    // the excluded ones, ascending
+  i64 num_gaps;
+} row_t;
+
+FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many of them are smaller
+  i64 low = 0;
+  while (n) {
+    i64 half = n / 2, smaller = sorted[low + half] < value;
+    low += smaller ? half + 1 : 0;
+    n = smaller ? n - half - 1 : half;
+  }
+  return low;
+}
+// Exclude those of the sorted edge ids that lie in a row.
+FN void exclude(row_t *row, const i64 *edges, i64 n) {
+  i64 before = lower_bound(edges, n, row->start);
+  row->gaps = edges + before;
+  row->num_gaps = lower_bound(row->gaps, n - before, row->start + row->degree);
+  row->degree -= row->num_gaps;
+}
+// The edge at a place of the row that is counted without the excluded ones.
+FN i64 edge_at(const row_t *row, i64 place) {
+  i64 low = 0, n = row->num_gaps;  // the excluded edges before it: number g is one if it lies less than g + 1 behind
+  while (n) {
+    i64 half = n / 2, before = row->gaps[low + half] - (low + half) <= row->start + place;
+    low += before ? half + 1 : 0;
+    n = before ? n - half - 1 : half;
+  }
+  return row->start + place + low;
+}
+// The first edge from here on that is not excluded; `gap` counts those that are.
+FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
+  for (; *gap < row->num_gaps && row->gaps[*gap] == edge; ++*gap) edge++;
+  return edge;
+}
+
 FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
   return hop->k < 0 || draw(hop->key, (u64)hop->indices[edge], 0) * (u64)degree <= (u64)hop->k << 32;
 }
 
-// How many edges a row will have whose list starts at `start`.
-FN i64 count_row(const hop_t *hop, i64 start, i64 degree) {
-  i64 count = 0, end = start + degree;
+// How many edges of a row will be taken.
+FN i64 count_row(const hop_t *hop, const row_t *row) {
+  i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
   if (hop->rule == REPLACE) return degree ? hop->k : 0;
   if (hop->rule == LABOR) {
-    for (i64 edge = start; edge < end; edge++) count += labor_keeps(hop, edge, degree);
+    for (i64 place = 0; place < degree; place++, edge++) {
+      edge = not_excluded(row, edge, &gap);
+      count += labor_keeps(hop, edge, degree);
+    }
     return count;
   }
-  if (hop->rule == WEIGHTED) for (i64 edge = start; edge < end; edge++) count += hop->weights[edge] > 0;
-  else count = degree;
+  if (hop->rule == WEIGHTED) {
+    for (i64 place = 0; place < degree; place++, edge++) {
+      edge = not_excluded(row, edge, &gap);
+      count += hop->weights[edge] > 0;
+    }
+  } else count = degree;
   return hop->k < 0 || count < hop->k ? count : hop->k;
 }
 
 // The n edges with the largest log(uniform) / weight (Efraimidis-Spirakis), in stored order; best [n] is scratch. The
 // best so far are kept sorted, which for usual fanouts is cheaper than a heap; of equal keys the earlier edge wins.
-FN void pick_heaviest(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64 *out, double *best) {
-  i64 found = 0;
+FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+  i64 found = 0, gap = 0, edge = row->start;
   int all = hop->k < 0 || n < hop->k;
-  for (i64 place = 0; place < degree; place++) {
-    double weight = hop->weights[start + place];
+  for (i64 place = 0; place < row->degree; place++, edge++) {
+    edge = not_excluded(row, edge, &gap);
+    double weight = hop->weights[edge];
     if (!(weight > 0)) continue;
-    if (all) { out[found++] = start + place; continue; }
+    if (all) { out[found++] = edge; continue; }
     double uniform = ((double)draw(hop->key, v, place) + 0.5) * (1.0 / 4294967296.0);
     double key = log(uniform) / weight;
     if (found == n && !(key > best[n - 1])) continue;
@@ -405,7 +479,7 @@ FN void pick_heaviest(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64
       out[at] = out[at - 1];
     }
     best[at] = key;
-    out[at] = start + place;
+    out[at] = edge;
   }
   for (i64 i = 1; i < n; i++) {  // back to stored order
     i64 edge = out[i], at = i;
@@ -415,21 +489,31 @@ FN void pick_heaviest(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64
 }
 
 // Write the n = count_row() chosen positions in the graph's indices to out.
-FN void pick_row(const hop_t *hop, u64 v, i64 start, i64 degree, i64 n, i64 *out, double *best) {
+FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+  i64 degree = row->degree;
   if (hop->rule == WEIGHTED) {
-    pick_heaviest(hop, v, start, degree, n, out, best);
-  } else if (hop->rule == LABOR) {
-    for (i64 edge = start; edge < start + degree; edge++) if (labor_keeps(hop, edge, degree)) *out++ = edge;
-  } else if (hop->rule == REPLACE) {
-    for (i64 i = 0; i < n; i++) out[i] = start + below(draw(hop->key, v, i), degree);
+    pick_heaviest(hop, v, row, n, out, best);
+    return;
+  }
+  if (hop->rule == LABOR) {
+    i64 gap = 0, edge = row->start;
+    for (i64 place = 0; place < degree; place++, edge++) {
+      edge = not_excluded(row, edge, &gap);
+      if (labor_keeps(hop, edge, degree)) *out++ = edge;
+    }
+    return;
+  }
+  if (hop->rule == REPLACE) {
+    for (i64 i = 0; i < n; i++) out[i] = below(draw(hop->key, v, i), degree);
   } else if (n == degree) {
-    for (i64 i = 0; i < n; i++) out[i] = start + i;
-  } else for (i64 i = 0; i < n; i++) {  // Floyd: a place that is taken is replaced by the last of the range, which is free
-    i64 last = start + degree - n + i;
-    i64 pick = start + below(draw(hop->key, v, i), degree - n + i + 1);
+    for (i64 i = 0; i < n; i++) out[i] = i;
+  } else for (i64 i = 0; i < n; i++) {  // Floyd: for a place that is taken the last of the range, which is free
+    i64 last = degree - n + i;
+    i64 pick = below(draw(hop->key, v, i), last + 1);
     for (i64 earlier = 0; earlier < i; earlier++) if (out[earlier] == pick) { pick = last; break; }
     out[i] = pick;
   }
+  for (i64 i = 0; i < n; i++) out[i] = edge_at(row, out[i]);
 }
 """
 
@@ -447,7 +531,7 @@ class _Torch:
         # of a GPU, which has cleaned it by then; batches that are sampled at once have one each.
         self.tables = {}  # stream -> tables at rest
 
-    def sample(self, seeds, hops):
+    def sample(self, seeds, hops, exclude=None):
         """Sample all hops of a batch."""
         task = self.task
         resting = self.tables.setdefault(torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None, [])
@@ -461,7 +545,7 @@ class _Torch:
             return None  # and the table, which is not clean, is not used again
         src, blocks = seeds, []
         for hop in hops:
-            indptr, edges = self._pick(src.long(), hop.k, hop.key)
+            indptr, edges = self._pick(src.long(), hop.k, hop.key, exclude)
             local = task.indices.index_select(0, edges)
             if not local.is_cuda and _outside(local, self.num_nodes) is not None:
                 raise IndexError("a node in indices")
@@ -471,20 +555,25 @@ class _Torch:
         resting.append(table.index_fill_(0, src.long(), self.num_nodes))
         return blocks
 
-    def _pick(self, v, k, key):
+    def _pick(self, v, k, key, exclude):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
         start = self.task.indptr.index_select(0, v)
         end = self.task.indptr.index_select(0, v + 1)
         degree = end - start
         if not v.is_cuda and bool(((start < 0) | (degree < 0) | (end > self.task.indices.numel())).any()):
             raise IndexError("a list in indptr")  # on a GPU every look is a wait, and damage an assertion there
+        gap = None
+        if exclude is not None:
+            gap = torch.searchsorted(exclude, start)  # [S] the first excluded edge of a list
+            degree = degree - (torch.searchsorted(exclude, end) - gap)
         if self.task.rule in ("labor", "weighted"):  # every edge of every list is looked at
-            indptr, edges = _prefix_sum(degree), _expand(start, degree)
-            row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree, output_size=edges.numel())
+            indptr, places = _prefix_sum(degree), _expand(start, degree)
+            row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree, output_size=places.numel())
+            edges = places if gap is None else _past_excluded(places, exclude, gap[row])
             if self.task.rule == "labor":
                 kept = self._keep_labor(edges, degree[row], k, key)
             else:
-                kept = self._keep_heaviest(edges, row, edges - start[row], v[row], k, key)
+                kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, key)
             return _prefix_sum(kept)[indptr], edges[kept]
         if self.task.rule == "replace":
             counts, draws = torch.where(degree > 0, k, 0), degree > 0
@@ -498,6 +587,8 @@ class _Torch:
             bits, d = _draw(key, v[rows], j), degree[rows]  # [k, R], [R]
             pick = (bits * d) >> 32 if self.task.rule == "replace" else _floyd(bits, d)
             edges.index_put_((indptr[rows] + j,), start[rows] + pick)
+        if gap is not None:
+            edges = _past_excluded(edges, exclude, gap.repeat_interleave(counts, output_size=edges.numel()))
         return indptr, edges
 
     def _keep_labor(self, edges, degree, k, key):
@@ -540,6 +631,16 @@ def _expand(start, counts):  # start, start+1, ..., start+count-1 of every row, 
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
 
 
+def _past_excluded(edges, exclude, gap):
+    """Edges [E], counted from the start of their lists without the excluded ones [X] -> the edges they are.
+
+    gap [E] numbers the first excluded edge of the list. One lies before an edge if, less those before it, it comes
+    first; that difference ascends too.
+    """
+    behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
+    return edges + torch.searchsorted(behind, edges - gap, right=True) - gap
+
+
 def _floyd(bits, degree):
     """Floyd's algorithm (CACM 30(9), 1987): k distinct positions below degree for every row, from bits [k, R]."""
     last = degree - bits.shape[0] + torch.arange(bits.shape[0], device=bits.device).unsqueeze(1)  # [k, R] d - k + j
@@ -547,92 +648,3 @@ def _floyd(bits, degree):
     for j in range(1, pick.shape[0]):
         pick[j] = torch.where((pick[:j] == pick[j]).any(0), last[j], pick[j])
     return pick
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# DGL: its operators as a backend, and this sampler in the place of its own.
-
-
-class _DGL:
-    """DGL's sample_neighbors or sample_labors, then to_block; DGL's random numbers, not the law's."""
-
-    def __init__(self, task):
-        self.task, self.dgl, self.lock = task, import_dgl(), threading.Lock()  # one seeds DGL's generator at a time
-        dtype = torch.int32 if task.indices.dtype == torch.int32 and task.indices.numel() < 2**31 else torch.int64
-        csc = (task.indptr.to(dtype), task.indices.to(dtype), task.indices.new_empty(0, dtype=dtype))
-        self.graph = self.dgl.graph(("csc", csc), num_nodes=task.indptr.numel() - 1)
-        if task.weights is not None:
-            self.graph.edata["weight"] = task.weights
-
-    def sample(self, seeds, hops):
-        """Sample all hops of a batch."""
-        if seeds.unique().numel() < seeds.numel():
-            return None
-        with self.lock:
-            self.dgl.seed(hops[0].key >> 33)
-            src, blocks = seeds.to(self.graph.idtype), []
-            for hop in hops:
-                src, fields = self._hop(src, hop)
-                blocks.append(fields)
-        return blocks
-
-    def _hop(self, dst, hop):
-        dgl, task = self.dgl, self.task
-        prob = None if task.weights is None else "weight"
-        if task.rule == "labor":
-            picked = dgl.sampling.sample_labors(self.graph, dst, hop.k, prob=prob)[0]
-        else:
-            picked = dgl.sampling.sample_neighbors(self.graph, dst, hop.k, prob=prob, replace=task.rule == "replace")
-        block = dgl.to_block(picked, dst)
-        indptr, indices, order = block.adj_tensors("csc")
-        edge_ids = picked.edata[dgl.EID][block.edata[dgl.EID][order].long()].long() if task.edge_ids else None
-        src = block.srcdata[dgl.NID]
-        if not hop.relabel:
-            src, indices = dst, src.index_select(0, indices)
-        dtype = task.indices.dtype
-        return src, (indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids)
-
-
-def _stub_attribute(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
-
-
-def import_dgl():
-    """Import DGL 2.1 also under a torch it was not built for.
-
-    Its PyPI build fails on three parts not needed here: dgl.distributed (which pulls in GraphBolt, torchdata and
-    setuptools.extern), dgl.data.movielens (pandas). They are replaced by stubs, only when the plain import fails.
-    """
-    try:
-        import dgl
-    except Exception as first:
-        if isinstance(first, ModuleNotFoundError) and first.name == "dgl":
-            raise ImportError("backend 'dgl' needs DGL: pip install dgl==2.1.0 (Linux, Python 3.8-3.12)") from None
-        for name in [name for name in sys.modules if name.split(".")[0] == "dgl"]:
-            del sys.modules[name]
-        for name in ("dgl.distributed", "dgl.data.movielens"):
-            stub = sys.modules[name] = types.ModuleType(name)
-            stub.__getattr__ = _stub_attribute
-        import dgl
-    return dgl
-
-
-class DGLAdapter:
-    """A NeighborSampler in the place of DGL's own: DataLoader(graph, nodes, DGLAdapter(sampler), batch_size=1024).
-
-    Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (graph.adj_tensors("csc")
-    gives indptr and indices); the DataLoader's graph is not looked at. Works in the DataLoader's worker processes too.
-    """
-
-    def __init__(self, sampler):
-        self.sampler, self._calls = sampler, itertools.count()
-
-    def sample(self, graph, seeds, exclude_eids=None):
-        """What DGL's DataLoader calls for a batch of seeds int [S]."""
-        if exclude_eids is not None:
-            raise ValueError("exclude_eids is not supported: DGLAdapter is for node batches")
-        worker = torch.utils.data.get_worker_info()  # its seed differs from worker to worker and epoch to epoch
-        blocks = self.sampler.sample(seeds, next(self._calls) + (worker.seed if worker else 0))
-        return blocks[0].src_nodes, seeds, [block.to_dgl() for block in blocks]

@@ -55,7 +55,8 @@ typedef struct { ID node, number; } slot_t;  // of a hash table with open addres
 typedef struct {        // one hop of a batch; Job in Python
   hop_t hop;            // the graph, and what to draw
   const ID *dst;        // [S] destinations
-  i64 *start, *degree;  // [S] where a destination's neighbour list begins in hop.indices, and its length
+  i64 *start, *degree;  // [S] where a destination's neighbour list begins in hop.indices, and its length without gaps
+  i64 *gap, *num_gaps;  // [S] number of its first excluded edge, and how many it has; only where num_excluded is not 0
   ID *offsets;          // [S+1] the block's indptr
   ID *local;            // [E] the block's indices: global ids until they are relabelled
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
@@ -63,6 +64,9 @@ typedef struct {        // one hop of a batch; Job in Python
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;  // N: nodes that have a number so far
   i64 V, M;             // of the graph: what is read from it has to lie within
+  const i64 *excluded;  // [num_excluded] edges, ascending
+  const i64 *excluded_before;  // [1 + (M >> shift) + 1] how many of them are smaller than i << shift
+  i64 num_excluded, shift;
 } job_t;
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
@@ -121,6 +125,28 @@ static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *), void (*
 
 // ---- degrees and prefix sum
 
+static inline row_t row_of(const job_t *job, i64 row) {
+  row_t list = {job->start[row], job->degree[row], 0, 0};
+  if (job->num_excluded) {
+    list.gaps = job->excluded + job->gap[row];
+    list.num_gaps = job->num_gaps[row];
+  }
+  return list;
+}
+
+// Find the excluded edges of a chunk's lists. Few lists have any: most are done after a look at `excluded_before`.
+static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
+  for (i64 row = first; row < end; row++) {
+    row_t list = {job->start[row], job->degree[row], 0, 0};
+    i64 low = job->excluded_before[list.start >> job->shift];
+    i64 high = job->excluded_before[(list.start + list.degree >> job->shift) + 1];
+    if (low < high) exclude(&list, job->excluded + low, high - low);
+    job->degree[row] = list.degree;
+    job->gap[row] = low < high ? list.gaps - job->excluded : 0;
+    job->num_gaps[row] = list.num_gaps;
+  }
+}
+
 static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   (void)scratch;  // it needs none
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
@@ -132,9 +158,11 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     signs |= list[0] | list[1] | job->degree[row] | (job->M - list[1]);
   }
   if (signs < 0) return DAMAGED;  // a list that begins before 0, ends before it begins or behind the last edge
+  if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
-    job->offsets[row + 1] = (ID)count_row(&job->hop, job->start[row], job->degree[row]);
+    row_t list = row_of(job, row);
+    job->offsets[row + 1] = (ID)count_row(&job->hop, &list);
   }
   return 0;
 }
@@ -207,13 +235,18 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
       wide_hash[wide] = mix(job->hop.key ^ v);
       wide++;
     } else {
-      pick_row(&job->hop, v, job->start[row], job->degree[row], count, positions + at, scratch->best + at);
+      row_t list = row_of(job, row);
+      pick_row(&job->hop, v, &list, count, positions + at, scratch->best + at);
     }
   }
   if (wide) floyd(wide, k, wide_hash, wide_degree, picks);
   for (i64 i = 0; i < wide; i++) {
     i64 row = wide_row[i], at = job->offsets[row] - base;
     for (i64 pick = 0; pick < k; pick++) positions[at + pick] = job->start[row] + picks[pick][i];
+    if (job->num_excluded && job->num_gaps[row]) {
+      row_t list = row_of(job, row);
+      for (i64 pick = 0; pick < k; pick++) positions[at + pick] = edge_at(&list, picks[pick][i]);
+    }
   }
 
   for (i64 e = 0; e < E; e++) {  // gather
@@ -294,9 +327,12 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("indptr", "indices", "weights")),
         *((name, ctypes.c_int64) for name in ("rule", "k")),
         ("key", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("dst", "start", "degree", "offsets", "local", "edges", "src", "table")),
+        *((name, ctypes.c_void_p) for name in (
+            "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "table")),
         *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads", "V", "M")),
-    ]
+        *((name, ctypes.c_void_p) for name in ("excluded", "excluded_before")),
+        *((name, ctypes.c_int64) for name in ("num_excluded", "shift")),
+    ]  # fmt: skip
 
 
 FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
@@ -312,7 +348,7 @@ SIGNATURES = {
 def load(task, law):
     """Backend for a task (`sampler._Task`), or None, after one warning, where the C code cannot be compiled.
 
-    law: C that defines hop_t, mix, below, count_row and pick_row for node ids of type ID and weights of type WEIGHT.
+    law: C that defines hop_t, row_t and the functions on them for node ids of type ID and weights of type WEIGHT.
     """
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
@@ -335,8 +371,9 @@ class Backend:
         self.idle = []  # working memory between batches
         self.slots = 0  # of the table, at the end of the last batch: the next one will need about as many
 
-    def sample(self, seeds, hops):
+    def sample(self, seeds, hops, exclude=None):
         """Sample all hops of a batch, as sampler.py asks of a backend."""
+        excluded = None if exclude is None else self._index(exclude)
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
@@ -345,21 +382,32 @@ class Backend:
             return None
         src, blocks = seeds, []
         for hop in hops:
-            blocks.append(self._hop(work, src, hop))
+            blocks.append(self._hop(work, src, hop, excluded))
             src = blocks[-1][2]
         self.slots = work.slots
         self.idle.append(work)
         return blocks
 
-    def _hop(self, work, dst, hop):
+    def _index(self, exclude):
+        """Excluded edges int64 [X], ascending -> (them, how many come before each multiple of 2^shift, shift)."""
+        M = self.task.indices.numel()
+        shift = max(0, M.bit_length() - (8 * exclude.numel()).bit_length())  # about eight times as many pieces as edges
+        counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
+        return exclude, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), shift
+
+    def _hop(self, work, dst, hop, excluded=None):
         """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources."""
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
-        offsets, (start, degree) = dst.new_empty(S + 1), work.rows(S)
+        offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
         job = Job(rule=task.rule_number, k=hop.k, key=hop.key, S=S, threads=task.threads or torch.get_num_threads())
         job.V, job.M = V, task.indices.numel()
         job.indptr, job.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         job.weights = None if task.weights is None else task.weights.data_ptr()
         job.dst, job.start, job.degree, job.offsets = (t.data_ptr() for t in (dst, start, degree, offsets))
+        if excluded:
+            edges, before, job.shift = excluded
+            job.excluded, job.excluded_before, job.num_excluded = edges.data_ptr(), before.data_ptr(), edges.numel()
+            job.gap, job.num_gaps = gap.data_ptr(), num_gaps.data_ptr()
         E = self.library.rb_count(job)
         _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
@@ -388,12 +436,12 @@ def _check(result, S):
 
 
 class WorkingMemory:
-    """What a batch works in, kept for the next one: the table of numbers, and the start and degree of every row."""
+    """What a batch works in, kept for the next one: the table of numbers, and four numbers of every row."""
 
     def __init__(self, library, dtype):
         self.library, self.bits = library, 0
         self.table = torch.empty(0, dtype=dtype)  # [2 * slots] node, number, node, number ...
-        self.start_and_degree = torch.empty(2, 0, dtype=torch.int64)
+        self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
     def slots(self):
@@ -401,10 +449,10 @@ class WorkingMemory:
         return 1 << self.bits
 
     def rows(self, S):
-        """Room for start and degree of S rows, int64 [2, S or more]."""
-        if self.start_and_degree.shape[1] < S:
-            self.start_and_degree = torch.empty(2, S + S // 8, dtype=torch.int64)
-        return self.start_and_degree
+        """Room for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
+        if self.of_rows.shape[1] < S:
+            self.of_rows = torch.empty(4, S + S // 8, dtype=torch.int64)
+        return self.of_rows
 
     def number(self, nodes, slots):
         """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""

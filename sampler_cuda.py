@@ -10,10 +10,10 @@ batch of three hops is eleven launches, nine where the outermost hop keeps globa
     number   nodes whose edge won are the next source nodes, numbered in the order of positions
     finish   every edge of the batch reads the number of its node
 
-LABOR and weighted draws have one more, `count`, before `pick`. Prefix sums take no pass of their own: a
-thread that writes a count also adds it to the sums of 64 and of 4,096 counts, so a prefix is the sum of some 200 numbers. Positions
-are offset downward from batch to batch: what an earlier batch left in the table is larger than any bid of this one, so
-that nothing has to be cleaned.
+LABOR and weighted draws, and batches with excluded edges, have one more, `count`, before `pick`. Prefix sums take no
+pass of their own: a thread that writes a count also adds it to the sums of 64 and of 4,096 counts, so a prefix is the
+sum of some 200 numbers. Positions are offset downward from batch to batch: what an earlier batch left in the table is
+larger than any bid of this one, so that nothing has to be cleaned.
 
 All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
 (fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
@@ -60,6 +60,7 @@ typedef struct {  // a batch: what it is drawn from, what is made, and the memor
   i64 *sizes;        // [2 + 2 L] trouble, S, then E and N of each hop
   i64 *wanted;       // [2 L] E and N without regard to the room
   i64 *first;        // [L] position of a hop's first edge
+  const i64 *excluded; i64 num_excluded;  // edges, ascending
   i64 *damaged;      // [1] not 0 once the graph was seen to be damaged; not in sizes[0], which begin still clears then
 } batch_t;
 typedef struct {  // a hop
@@ -77,6 +78,11 @@ FN i64 degree_of(const batch_t *b, i64 v) {
   if (0 <= start && start <= end && end <= b->M) return end - start;
   *b->damaged = 1;
   return 0;
+}
+FN row_t row_of(const batch_t *b, i64 v) {
+  row_t row = {b->indptr[v], degree_of(b, v), 0, 0};
+  if (b->num_excluded) exclude(&row, b->excluded, b->num_excluded);
+  return row;
 }
 FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; }
 """
@@ -110,9 +116,10 @@ FN hop_t law_of(const batch_t *b, const part_t *h) {
   hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop]};
   return hop;
 }
-FN void count_edges(const batch_t *b, const part_t *h, i64 i, ID v) {
-  hop_t hop = law_of(b, h);
-  tally(b->count, h->row_sums, h->rows, i, count_row(&hop, b->indptr[v], degree_of(b, v)));
+// Of a row whose degree tells it: of rules below LABOR, without excluded edges.
+FN void count_by_degree(const batch_t *b, const part_t *h, i64 i, ID v) {
+  i64 degree = degree_of(b, v), least = b->rule == REPLACE ? (degree ? h->k : 0) : degree;
+  tally(b->count, h->row_sums, h->rows, i, h->k < 0 || least < h->k ? least : h->k);
 }
 // Where the edges of row i of N begin; writes it.
 FN i64 open_row(const batch_t *b, const part_t *h, i64 i, i64 N) {
@@ -140,7 +147,8 @@ FN void put_edge(const batch_t *b, const part_t *h, i64 place, ID node) {
   if (h->relabel) atomicMin(&b->table[node], (int)(b->input[2] + position));
 }
 
-KERNEL begin(batch_t b, part_t h, i64 hops) {
+// counts: the rows are counted as well.
+KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
   THREAD(h.rows < hops ? hops : h.rows);
   if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)i);
   if (i == 0) {
@@ -153,11 +161,13 @@ KERNEL begin(batch_t b, part_t h, i64 hops) {
   b.src[i] = known ? (ID)seed : 0;
   b.number[i] = (int)i;
   if (known) atomicMin(&b.table[seed], (int)(b.input[2] + i));
-  if (b.rule < LABOR) count_edges(&b, &h, i, b.src[i]);
+  if (counts) count_by_degree(&b, &h, i, b.src[i]);
 }
 KERNEL count(batch_t b, part_t h) {
   THREAD(b.sizes[1 + 2 * h.hop]);
-  count_edges(&b, &h, i, b.src[i]);
+  hop_t hop = law_of(&b, &h);
+  row_t row = row_of(&b, b.src[i]);
+  tally(b.count, h.row_sums, h.rows, i, count_row(&hop, &row));
 }
 // Any rule, any fanout: the edges; edges and best are scratch here.
 KERNEL pick(batch_t b, part_t h) {
@@ -165,9 +175,10 @@ KERNEL pick(batch_t b, part_t h) {
   i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
   if (i >= N) return;
   hop_t hop = law_of(&b, &h);
-  i64 v = b.src[i], start = b.indptr[v], n = edges_of(&b, &h, i, at), *edges = b.edges + h.first + at;
-  if (n == b.count[i]) pick_row(&hop, (u64)v, start, degree_of(&b, v), n, edges, b.best + h.first + at);
-  else for (i64 j = 0; j < n; j++) edges[j] = start;  // no room: the batch will be made again
+  row_t row = row_of(&b, b.src[i]);
+  i64 n = edges_of(&b, &h, i, at), *edges = b.edges + h.first + at;
+  if (n == b.count[i]) pick_row(&hop, (u64)b.src[i], &row, n, edges, b.best + h.first + at);
+  else for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be made again
 }
 // Their nodes.
 KERNEL claim(batch_t b, part_t h) {
@@ -201,7 +212,7 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
       ID node = b.local[h.first + i];
       b.number[h.first + i] = (int)at;
       b.src[at] = node;
-      if (counts) count_edges(&b, &next, at, node);
+      if (counts) count_by_degree(&b, &next, at, node);
     }
     if (i == last) {
       i64 wanted = at + mine;
@@ -210,16 +221,20 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
       if (wanted > h.next_rows) report(&b, FULL);
     }
   }
-  if (counts && i < N) count_edges(&b, &next, i, b.src[i]);
+  if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
-// Of the first `hops` hops; and all sums are zero for the next batch.
-KERNEL finish(batch_t b, i64 hops, i64 positions, u64 *sums, i64 num_sums) {
-  THREAD(positions < num_sums ? num_sums : positions);
+// Of the first `hops` hops, which have positions start .. end - 1: where no edge is, -1. All sums are zero for the next
+// batch.
+KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
+  THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
+  if (i < start || i >= end) return;
+  int edge = 0;
   for (i64 hop = 0; hop < hops; hop++) {
     i64 place = i - b.first[hop];
-    if (0 <= place && place < b.sizes[2 + 2 * hop]) b.local[i] = b.number[b.table[b.local[i]] - b.input[2]];
+    edge |= 0 <= place && place < b.sizes[2 + 2 * hop];
   }
+  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input[2]] : -1;
 }
 """
 
@@ -316,7 +331,7 @@ _FLOATS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
 def source(dtype, law):
-    """CUDA source of the sampler for ids of a dtype; law: C that defines mix, below, hop_t, count_row and pick_row."""
+    """CUDA source of the sampler for ids of a dtype; law: C that defines mix, below, hop_t, row_t and their functions."""
     picks = "".join((_CHOOSE + _PICK).replace("KMAX", str(k)) for k in REGISTERS)
     return _preface(dtype, law) + _KERNELS + picks
 
@@ -342,7 +357,8 @@ class _Batch(ctypes.Structure):
     _fields_ += [("V", ctypes.c_int64), ("M", ctypes.c_int64), ("rule", ctypes.c_int64), ("seed", ctypes.c_uint64)]
     _fields_ += [(name, ctypes.c_void_p) for name in (
         "input", "src", "local", "edges", "best", "table", "number", "count", "won", "wins", "keys", "sizes", "wanted",
-        "first", "damaged")]  # fmt: skip
+        "first", "excluded")]  # fmt: skip
+    _fields_ += [("num_excluded", ctypes.c_int64), ("damaged", ctypes.c_void_p)]
 
 
 class _Part(ctypes.Structure):
@@ -379,13 +395,14 @@ class Backend:
         self.most = [0] * len(fanouts)  # edges of a hop that asked for more room than it was given, and some more
         self.resting = []  # frames; pop and append are atomic
 
-    def sample(self, seeds, step, relabel_outer=True):
+    def sample(self, seeds, step, relabel_outer=True, exclude=None):
         """Sample the neighbourhood of seeds.
 
         Args:
             seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not.
             step: int.
             relabel_outer: False leaves global ids in the outermost hop.
+            exclude: int64 [X] edges, ascending, on the GPU, or None.
 
         Returns:
             [(indptr, indices, src_nodes, edge_ids or None)] for each hop, from the seeds outward, in memory that they
@@ -401,9 +418,9 @@ class Backend:
             except IndexError:
                 frame = Frame(self)
             while True:  # until it fits
-                frame.fit(*self.shapes(seeds.numel()), relabel_outer)
+                frame.fit(*self.shapes(seeds.numel()), relabel_outer, exclude is not None)
                 frame.make_blocks()
-                frame.fill(seeds, step)
+                frame.fill(seeds, step, exclude)
                 frame.start()
                 self.kernels.wait()
                 trouble = frame.trouble
@@ -452,7 +469,7 @@ class Backend:
             frame = Frame(self)
             frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
             frame.make_blocks()
-            frame.memory.zero_()  # ids in the padding are ids of nodes
+            frame.memory.zero_()  # ids in the padding of src_nodes are ids of nodes
         return frame
 
 
@@ -494,12 +511,13 @@ class Frame:
             self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
         return kept.data_ptr()
 
-    def fit(self, rows, places, relabel_outer):
+    def fit(self, rows, places, relabel_outer, excludes=False):
         """Make room for source nodes and edges of these numbers, see `Backend.shapes`."""
-        if self.shape == (rows, places, relabel_outer):
+        if self.shape == (rows, places, relabel_outer, excludes):
             return
-        self.shape = rows, places, relabel_outer
+        self.shape = rows, places, relabel_outer, excludes
         S, task, b, hops = rows[0], self.backend.task, self.batch, len(places)
+        self.counted = task.rule in COUNTED and not excludes
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
@@ -525,10 +543,10 @@ class Frame:
     def _steps(self, hops, sums, num_sums):
         """(launch, number of threads) one after the other."""
         prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
-        counted = self.backend.task.rule in COUNTED  # when rows get their number
-        yield prepare("begin", b, parts[0], len(self.parts)), max(parts[0].rows, len(self.parts))
+        begin = prepare("begin", b, parts[0], len(self.parts), int(self.counted))
+        yield begin, max(parts[0].rows, len(self.parts))
         for part, following in zip(parts, [*parts[1:], None]):
-            if not counted:
+            if not self.counted:
                 yield prepare("count", b, part), part.rows
             if self._in_registers(part.k):
                 yield prepare(f"pick_{next(k for k in REGISTERS if k >= part.k)}", b, part), part.rows + 1
@@ -537,17 +555,18 @@ class Frame:
                 yield prepare("claim", b, part), part.places
             if part.relabel:
                 yield prepare("mark", b, part), part.words
-                counts = counted and following is not None
+                counts = self.counted and following is not None
                 yield prepare("number", b, part, following or part, int(counts)), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
-        yield prepare("finish", b, hops, self.positions, sums, num_sums), max(self.positions, num_sums)
+        end = parts[hops].first if hops < len(parts) else self.positions
+        yield prepare("finish", b, hops, parts[0].first, end, sums, num_sums), max(end, num_sums)
 
     def _in_registers(self, k):
-        return self.backend.task.rule in COUNTED and 0 < k <= REGISTERS[-1]
+        return self.counted and 0 < k <= REGISTERS[-1]
 
     def make_blocks(self):
         """Take memory for the blocks of a batch."""
-        (rows, places, _), b, task = self.shape, self.batch, self.backend.task
+        (rows, places, *_), b, task = self.shape, self.batch, self.backend.task
         parts = self.parts[: len(places)]
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])  # in `memory` lie src, local, and
         self.offsets = list(accumulate((n + 1 for n in rows[: len(places)]), initial=self.local + self.positions))
@@ -576,13 +595,16 @@ class Frame:
         """The blocks with their padding, from the seeds outward.
 
         [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None)]. Rows beyond the
-        destinations have no edges; beyond the last, indices and src_nodes hold some number of a row and id of a node.
+        destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
         """
-        rows, places, _ = self.shape
+        rows, places, *_ = self.shape
         return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])
 
-    def fill(self, seeds, step):
+    def fill(self, seeds, step, exclude=None):
         """Say what to sample; the batch before it, and its copy to the GPU, are done."""
+        self.excluded = exclude  # kept until the next batch
+        self.batch.excluded = None if exclude is None else exclude.data_ptr()
+        self.batch.num_excluded = 0 if exclude is None else exclude.numel()
         if self.base < self.positions:  # the table has been used up, or never
             self.table.fill_(NONE)
             self.base = NONE
