@@ -248,7 +248,7 @@ def bench_store(args):
 
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-        ways = {"train": {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache), "disk": ("disk", 0),
+        ways = {"train": {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache),
                           "disk, RAM cache": ("disk", cache), "disk, cache that looks ahead": ("lookahead", cache)},
                 "lmdb": {"LMDB": ("lmdb", 0)}}  # fmt: skip
         trained = figures["training"] = {}
