@@ -17,7 +17,7 @@ from tqdm import tqdm
 import datasets
 import lookahead
 import own_model
-from allocator import keep_freed_memory
+from allocator import keep_freed_memory, trim_memory
 from checkpoint import build_network
 from disk import StoreError, readable_size
 from edge_data import EdgeData, degrees_at, edge_data
@@ -146,7 +146,7 @@ def cached(ranks, args, store, features, nodes, batch_size):
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not args.cache:
-        args.cache = free_host_bytes() // (4 * ranks.local_world)
+        args.cache = free_host_bytes() // (2 * ranks.local_world)
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
     if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
@@ -156,6 +156,7 @@ def cached(ranks, args, store, features, nodes, batch_size):
                          f"they are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
     with reading_all_edges():
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
+    trim_memory(1)  # what that took, and the cache can have
     if looks_ahead:
         return LookaheadCache(store.features, args.cache, args.lookahead, visits)
     return CachedFeatures(features, visits, args.cache, ranks.device)

@@ -37,7 +37,7 @@ from itertools import accumulate
 import torch
 
 from native_cuda import load_cuda
-from sampler_kernels import AGGREGATED, LANES, REGISTERS, aggregate_source, source
+from sampler_kernels import AGGREGATED, LANES, REGISTERS, aggregate_source, source  # noqa: F401
 
 COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
 ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come

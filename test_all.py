@@ -1932,6 +1932,31 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, t
         row_reader._library.cache_clear()
 
 
+@pytest.mark.parametrize("slow", ["io_uring", "threads"])
+def test_the_faster_engine_reads_and_each_is_tried_anew(slow, tmp_path, monkeypatch):
+    path, table = _table(tmp_path, 2000, 64)
+    reader, used, now = _opened(path, table), [], [0.0]
+    if reader.engine != "io_uring":
+        pytest.skip("no io_uring here")
+    choose = reader._engine
+
+    def chosen(n):
+        used.append(choose(n))
+        return used[-1]
+
+    def clock():  # a read by the slow engine takes 2 seconds, one by the other 1
+        now[0] += 2 if used and used[-1] == slow else 1
+        return now[0]
+
+    monkeypatch.setattr(reader, "_engine", chosen)
+    monkeypatch.setattr(row_reader, "time", types.SimpleNamespace(perf_counter=clock))
+    ids = torch.randint(2000, (row_reader.LARGE,))
+    for _ in range(2 * row_reader.TRY):
+        assert torch.equal(reader.read(ids, torch.empty(len(ids), 64, dtype=torch.uint8)), table[ids])
+    assert used.count(slow) == 2 and reader.engine != slow
+    assert choose(10) == "io_uring"  # few rows
+
+
 FORBIDDEN = """
 import ctypes, struct, sys
 import torch
@@ -1993,13 +2018,14 @@ class _Cache:
             for node, place in zip(ids.tolist(), keep.tolist()):
                 if place >= 0:
                     self.held[place] = node
-        assert len({place for place in keep.tolist() if place >= 0}) == sum(place >= 0 for place in keep.tolist())
+        kept = {(node, place) for node, place in zip(ids.tolist(), keep.tolist()) if place >= 0}
+        assert len(kept) == len({node for node, _ in kept}) == len({place for _, place in kept})
         return keep
 
     def run(self, trace, window):
         waiting = 0
         for batch in trace:
-            self.planner.expect(torch.tensor(sorted(batch)))
+            self.planner.expect(torch.tensor(sorted(batch), dtype=torch.int64))
             waiting += 1
             if waiting > window:
                 self.plan()
@@ -2038,6 +2064,18 @@ def test_what_min_reads_is_counted_exactly_on_long_traces():
             assert sum(map(len, trace)) - cache.planner.min_hits == misses, places
             reads.append(cache.misses)
         assert reads[-1] == misses and reads == sorted(reads, reverse=True), reads
+
+
+def test_rows_that_come_twice_in_a_batch_are_kept_once():
+    rng = np.random.default_rng(0)
+    for places, window in ((0, 2), (5, 0), (12, 4), (12, 30), (25, 30)):
+        once = [set(rng.integers(0, 25, 8).tolist()) for _ in range(60)]
+        twice = [[*batch, *rng.choice(sorted(batch), 3)] for batch in once]
+        expected, cache = _Cache(25, places, window), _Cache(25, places, window)
+        expected.run(once, window), cache.run(twice, window)
+        assert cache.planner.min_hits == expected.planner.min_hits + 3 * len(once)
+        assert cache.misses <= expected.misses + 3 * len(once)
+        assert places > 0 or cache.misses == expected.misses + 3 * len(once)
 
 
 def test_without_a_window_the_hottest_rows_stay():
