@@ -40,8 +40,10 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
         lines.append(f"features of edges are not used by --model {args.model}: {' and '.join(EDGE_CONVS)} take them")
     if args.model in EDGE_CONVS and args.model not in CONVS and used.features is None:
         raise StoreError(f"--model {args.model} takes features of edges, and {store.path} has none; gin is the same without")
-    timed = store.edge_time is not None and store.node_time is not None
+    timed = store.edge_time is not None and store.node_time is not None and args.task == "node"
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
+    if temporal != "off" and args.task != "node":
+        raise StoreError(f"--temporal {temporal} is for --task node")
     if temporal != "off" and not timed:
         raise StoreError(f"--temporal {temporal} needs times of edges and nodes (edge_time, node_time): {store.path} has "
                          f"{'no times of edges' if store.edge_time is None else 'no times of nodes'}")
@@ -53,7 +55,7 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
         lines.append(f"seeds see edges {'at their own time or' if temporal == 'at' else ''} before their own time, in every "
                      "hop; --temporal off shows them all".replace("  ", " "))
     elif store.edge_time is not None:
-        why = "--temporal off" if timed else "nodes have none (node_time)"
+        why = "--temporal off" if timed else f"--task {args.task}" if args.task != "node" else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "weighted":
         if store.edge_weight is None:

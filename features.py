@@ -170,6 +170,8 @@ class FeatureRing:
             said = f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots"
             raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
+        if self.edge_ring and any(block.edge_ids is None for block in blocks):
+            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
         edge_ids = torch.cat([block.edge_ids for block in blocks]) if self.edge_ring else None
         counts = [block.num_edges for block in blocks]
         if not self.copies:
