@@ -85,7 +85,7 @@ def load_model(path, model=None):
 
 
 def build_network(args, widths):
-    """The network of the flags, with initial weights, for a graph of these widths (a dict with the names in WIDTHS)."""
+    """The built-in network of the flags, with initial weights, for a graph of these widths (a dict with the names in WIDTHS)."""
     if args.task == "graph":
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
         return Regressor(widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"],

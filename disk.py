@@ -40,6 +40,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16",
 VERSION = 3
 READABLE = (2, 3)  # 2 has no columns of edges, no node times, one split and one label a node
 MAX_SPLITS = 1 << 16
+HEADS = (128, 4096)  # bytes in front of an array's data
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
@@ -226,9 +227,10 @@ def _remove_parts(path):
                 os.close(handle)
 
 
-def write_npy(path, dtype, shape, chunks) -> dict:
-    """Write chunks of rows as one .npy file; returns its record for meta.json. shape[0] may come out smaller."""
-    header = npy_header(dtype, shape)
+def write_npy(path, dtype, shape, chunks, head=128) -> dict:
+    """Write chunks of rows, behind a header of `head` bytes, as one .npy file; returns its record for meta.json. shape[0]
+    may come out smaller."""
+    header = npy_header(dtype, shape, head)
     digest, rows = hashlib.sha256(header), 0
     with open(path, "wb") as file:
         file.write(header)
@@ -239,8 +241,8 @@ def write_npy(path, dtype, shape, chunks) -> dict:
             rows += len(chunk)
         shape = [rows, *shape[1:]]
         file.seek(0)
-        file.write(npy_header(dtype, shape))
-    if npy_header(dtype, shape) != header:
+        file.write(npy_header(dtype, shape, head))
+    if npy_header(dtype, shape, head) != header:
         digest = sha256_of(path)
     return file_record(path, dtype, shape, digest)
 
@@ -251,11 +253,16 @@ def file_record(path, dtype, shape, digest) -> dict:
     return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 
 
-def npy_header(dtype, shape) -> bytes:
-    """The 128 bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
+def npy_header(dtype, shape, head=128) -> bytes:
+    """The `head` bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
     shape = tuple(int(n) for n in shape)
     text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape})
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", head - 10) + text.encode().ljust(head - 11) + b"\n"
+
+
+def head_of(record) -> int:
+    """Bytes in front of the data of the .npy file with this record in meta.json."""
+    return record["bytes"] - math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize
 
 
 def sha256_of(path):
@@ -362,7 +369,7 @@ def _fits(name, record, dtype, shape):
     if shape is None or (record.get("dtype"), record.get("shape")) != (dtype, shape):
         return False
     size = record.get("bytes")
-    if name.endswith(".npy") and ("sha256" not in record or size != 128 + math.prod(shape) * np.dtype(dtype).itemsize):
+    if name.endswith(".npy") and ("sha256" not in record or type(size) is not int or head_of(record) not in HEADS):
         return False
     digest = record.get("sha256", "0" * 64)
     return within(1, 1 << 60)(size) and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
@@ -374,7 +381,8 @@ def _fits(name, record, dtype, shape):
 
 def map_npy(path, name, record, ahead=True) -> Tensor:
     """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
-    array = np.memmap(check_npy(path, name, record), record["dtype"], "r", offset=128, shape=tuple(record["shape"]))
+    file, head = check_npy(path, name, record), head_of(record)
+    array = np.memmap(file, record["dtype"], "r", offset=head, shape=tuple(record["shape"]))
     if not ahead and hasattr(mmap, "MADV_RANDOM"):  # read what is asked for, not what lies beside it
         array._mmap.madvise(mmap.MADV_RANDOM)
     with warnings.catch_warnings():
@@ -403,7 +411,8 @@ def check_npy(path, name, record) -> Path:
     file = check_size(path, name, record)
     try:
         with open(file, "rb") as data:
-            if data.read(128) == npy_header(record["dtype"], record["shape"]):
+            head = head_of(record)
+            if data.read(head) == npy_header(record["dtype"], record["shape"], head):
                 return file
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror}; rebuild the store") from error
@@ -579,6 +588,6 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         bad = np.flatnonzero(labels[ids] < 0)
         if len(bad):
             raise StoreError(f"split {name!r} holds {what} {ids[bad[0]]}, which has no label (-1)")
-    if what == "node" and not len(split["train"]):
+    if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split

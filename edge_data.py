@@ -52,10 +52,10 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
             raise StoreError("--model gcn divides by the degrees of the whole graph, which count edges of the future: take "
                              "sage, gat or gin, or --temporal off")
         used = used._replace(time=store.edge_time, seed_time=store.node_time, strict=temporal == "before")
-        lines.append(f"seeds see edges {'at their own time or' if temporal == 'at' else ''} before their own time, in every "
-                     "hop; --temporal off shows them all".replace("  ", " "))
+        when = "at their own time or before it" if temporal == "at" else "before their own time"
+        lines.append(f"seeds see edges {when}, in every hop; --temporal off shows them all")
     elif store.edge_time is not None:
-        why = "--temporal off" if timed else f"--task {args.task}" if args.task != "node" else "nodes have none (node_time)"
+        why = "--temporal off" if timed else "nodes have none (node_time)" if args.task == "node" else f"--task {args.task}"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "weighted":
         if store.edge_weight is None:

@@ -170,20 +170,24 @@ class FeatureRing:
             said = f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots"
             raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
-        if self.edge_ring and any(block.edge_ids is None for block in blocks):
-            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
-        edge_ids = torch.cat([block.edge_ids for block in blocks]) if self.edge_ring else None
-        counts = [block.num_edges for block in blocks]
         if not self.copies:
             x = self._fetch(slot, outer.src_nodes, outer)
-            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
-            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=edges)
+            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
         with self.copies.stream(slot, blocks):
+            edges = self._edges(slot, blocks)
             blocks = [block.to(self.device, non_blocking=True) for block in blocks]
             x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
-            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
             y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
             return Batch(blocks, x, y, self.copies.event(), self.began[slot], edges)
+
+    def _edges(self, slot, blocks):
+        """For each block the features [E, D] of its edges, where the ring has some."""
+        if not self.edge_ring:
+            return ()
+        if any(block.edge_ids is None for block in blocks):
+            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
+        rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
+        return rows.split([block.num_edges for block in blocks])
 
     def _fetch(self, slot, ids, block=None):
         """Rows ids of the features, or what a block makes of them, on the ring's device -> [N, F] of its dtype."""
@@ -226,6 +230,8 @@ class FeatureRing:
 
     def _read(self, features, ids, block, out=None):
         if self.first_hop:
+            if out is None and self.stored != features.dtype:  # sums are float32 within, rounded once
+                out = torch.empty(len(ids), self.width, dtype=self.stored, device=features.device)
             return self.aggregate(block.indptr, block.indices, features, ids, out)
         return self.gather(features, ids, out)
 
@@ -272,16 +278,19 @@ def prefetch(make, items, *, depth=2, threads=1):
 # placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu", more=()):
+def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
     """Put a graph and its features where a mode keeps them.
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors.
         features: features in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
-            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
+            place, but for indptr and indices where `spare` says so; pass what `share` returned. "cpu-cuda" and
+            "cpu-cpu": all stays; rows go through the ring.
         device: the GPU of the first two.
         more: further host tensors, such as times of the edges.
+        spare: bytes of GPU memory that "pinned-cuda" may take for indptr and, if that leaves enough, indices: sampling
+            reads them at random places.
 
     Returns:
         (indptr, indices, labels, features, *more): for the first two modes tensors on the device.
@@ -296,7 +305,9 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=()):
     if mode == "cuda-cuda":
         return tuple(_copy_rows(a, torch.empty(a.shape, dtype=a.dtype, device=device)) for a in arrays)
     if mode == "pinned-cuda":
-        return tuple(gpu_view(a, device) for a in arrays)
+        copied = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
+        graph = (a.to(device) if near else gpu_view(a, device) for a, near in zip(arrays, copied))
+        return *graph, *(gpu_view(a, device) for a in arrays[2:])
     return tuple(arrays)
 
 

@@ -138,10 +138,15 @@ def make_parser():
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--gpu-cache", "--cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for the hottest feature rows: "
-        "of each GPU in mode cpu-cuda, of the host before an lmdb store in mode cpu-cpu (default: none)")  # fmt: skip
+    add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU "
+        "(cpu-cuda, pinned-cuda) or process (cpu-cpu); others stay behind (default: none; a quarter of what is free if "
+        "features exceed it)")  # fmt: skip
+    add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU keep rows used soonest in the next N batches "
+        "(default: 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
+    add("--cuda-graph", default="auto", choices=["auto", "on", "off"], help="a step as CUDA graphs, without the host: for sage "
+        "with features that GPUs read; on: say so where it cannot be")  # fmt: skip
     add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
         "can grow; system: left alone")  # fmt: skip
 
@@ -191,6 +196,8 @@ def check_network(parser, args):
     for flag, off in (("sampler", "uniform"), ("temporal", "auto")):
         if args.task == "graph" and getattr(args, flag) != off:
             parser.error(f"--{flag} {getattr(args, flag)} is for --task node")
+    if args.task == "link" and args.temporal in ("at", "before"):
+        parser.error(f"--temporal {args.temporal} is for --task node; --edge-split time:85/5/10 splits links by their time")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
     for flag in LINK_FLAGS:
@@ -204,6 +211,9 @@ def check_network(parser, args):
             parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task node")
     if args.task == "link" and args.split is not None:
         parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
+    if args.task == "link" and args.temporal not in ("auto", "off"):
+        parser.error(f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time")
+    args.temporal = "off" if args.task == "link" else args.temporal
     if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
         parser.error(f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none")
     if args.task == "graph" and args.precision == "fp64":
@@ -212,8 +222,8 @@ def check_network(parser, args):
 
 def check_machine(parser, args):
     """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
-    if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--gpu-cache is for --mode cpu-cuda, or on CPU for features on a slow disk or in LMDB; {args.mode} reads features in place")
+    if args.cache and args.mode == "cuda-cuda":
+        parser.error("--cache is for features outside of GPU memory; --mode cuda-cuda has all of them there")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
@@ -222,11 +232,13 @@ def check_machine(parser, args):
         parser.error(f"--gpus {args.gpus}: this machine has {there} usable; give {works}")
     if args.gpus and args.procs > 1:
         parser.error(f"--procs {args.procs} is for --gpus 0; with GPUs there is one process for each")
+    if args.cuda_graph == "on" and not args.gpus:
+        parser.error("--cuda-graph on needs a CUDA GPU and --gpus 1 or more; leave it out on CPU")
     if args.mode.endswith("cuda") and not args.gpus:
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
-    if args.precision == "tf32" and not args.gpus:
+    if args.precision == "tf32" and not args.gpus and "precision" in args.typed:  # a checkpoint's means fp32 on CPU
         parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
 
 
@@ -291,14 +303,15 @@ def text_of(value):
 
 
 def spelled_out(argv):
-    """--batch_size 8 -> --batch-size 8; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
+    """--batch_size 8 -> --batch-size 8; --gpu-cache -> --cache; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
     words = []
     for word in argv:
         if words and words[-1] == "--fanout":
             words[-1] += f"={word}"
         else:
             name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+            name = name.replace("_", "-").replace("--gpu-cache", "--cache")  # what it is called elsewhere
+            words.append(name + equals + value if word.startswith("--") else word)
     return words
 
 

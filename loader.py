@@ -23,7 +23,7 @@ trains and evaluates with this loader. To copy it take sampler.py (and what that
 V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width.
 """
 
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,7 +159,7 @@ class NodeLoader:
 
     def __iter__(self):
         epoch, first = self.epoch, self.step
-        with closing(self.prefetch(self._load, self._parts(epoch, first), **self.options)) as stream:
+        with self._sampled(self._parts(epoch, first)) as parts, closing(self._prefetched(parts)) as stream:
             for batch, fetched in stream:
                 fetched.wait()
                 self.step = batch.step + 1 if batch.last else batch.step
@@ -180,12 +180,35 @@ class NodeLoader:
                 last = i == self.accumulate - 1
                 yield Batch([], None, None, part[a:b], step, key, everyone.numel(), last, everyone=everyone)
 
+    @contextmanager
+    def _sampled(self, parts):
+        """The parts; where the features' cache looks ahead, with blocks, which are kept until they are fetched: a
+        thousand times those of 10,000 rows take 120 MB."""
+        if not self._looks_ahead():
+            yield parts
+            return
+        with closing(features.prefetch(self._sample, parts, **self.options)) as sampled:
+            with self.ring.features.looking_ahead(sampled) as planned:
+                yield planned
+
+    def _looks_ahead(self):
+        return hasattr(self.ring.features, "looking_ahead")
+
+    def _prefetched(self, parts):
+        """Batches, made ahead; rows that a cache which looks ahead has planned for are fetched in their order."""
+        threads = {"threads": 1} if self._looks_ahead() else {}
+        return self.prefetch(self._load, parts, **{**self.options, **threads})
+
+    def _sample(self, part, slot=0):
+        more = {"everyone": part.everyone} if getattr(self.sampler, "whole_step", False) else {}
+        with self.timed("sample"):
+            blocks = self.sampler.sample(part.seeds, part.key, relabel_outer=not self.ring.first_hop, **more)
+        return part._replace(blocks=blocks)
+
     def _load(self, part, slot):
         """Sample and fetch a batch, on a thread that runs ahead -> (batch, what the ring made of it)."""
-        more = {"everyone": part.everyone} if getattr(self.sampler, "whole_step", False) else {}
         with self.ring.stream(slot):
-            with self.timed("sample"):
-                blocks = self.sampler.sample(part.seeds, part.key, relabel_outer=not self.ring.first_hop, **more)
+            blocks = part.blocks or self._sample(part).blocks
             with self.timed("fetch"):
                 fetched = self.ring.fetch(slot, blocks)
         return part._replace(**fetched._asdict()), fetched

@@ -108,9 +108,10 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     arrays = modes["pinned-cuda"]["shared"]
     in_memory = arrays <= free_host
     why = (f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
-           + ("the mapped file stays in it" if in_memory else "LMDB reads the blocks asked for and nothing ahead"))
+           + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
+           + "; lmdb is for rows that change while others read them")
     sums = {m: _sum_line(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
-    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap" if in_memory else "lmdb", "backend_why": why}
+    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap", "backend_why": why}
 
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
@@ -136,6 +137,13 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     if not placement["fits"]:
         line += f"; a batch may be too large; {placement['largest_batch']:,} seeds fit for certain"
     return chosen, line
+
+
+def spare_gpu_bytes(store, mode, *sizes) -> int:
+    """Bytes of the current GPU that are free beside what a mode and its batches take at most; sizes as `_placements`
+    has them. May be below 0."""
+    placement = _placements(store, *sizes)[mode]
+    return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
 
 
 def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:

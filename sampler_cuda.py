@@ -223,14 +223,18 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   }
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
-// Of the first `hops` hops; and all sums are zero for the next batch.
-KERNEL finish(batch_t b, i64 hops, i64 positions, u64 *sums, i64 num_sums) {
-  THREAD(positions < num_sums ? num_sums : positions);
+// Of the first `hops` hops, which have positions start .. end - 1: where no edge is, -1. All sums are zero for the next
+// batch.
+KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
+  THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
+  if (i < start || i >= end) return;
+  int edge = 0;
   for (i64 hop = 0; hop < hops; hop++) {
     i64 place = i - b.first[hop];
-    if (0 <= place && place < b.sizes[2 + 2 * hop]) b.local[i] = b.number[b.table[b.local[i]] - b.input[2]];
+    edge |= 0 <= place && place < b.sizes[2 + 2 * hop];
   }
+  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input[2]] : -1;
 }
 """
 
@@ -465,7 +469,7 @@ class Backend:
             frame = Frame(self)
             frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
             frame.make_blocks()
-            frame.memory.zero_()  # ids in the padding are ids of nodes
+            frame.memory.zero_()  # ids in the padding of src_nodes are ids of nodes
         return frame
 
 
@@ -554,7 +558,8 @@ class Frame:
                 counts = self.counted and following is not None
                 yield prepare("number", b, part, following or part, int(counts)), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
-        yield prepare("finish", b, hops, self.positions, sums, num_sums), max(self.positions, num_sums)
+        end = parts[hops].first if hops < len(parts) else self.positions
+        yield prepare("finish", b, hops, parts[0].first, end, sums, num_sums), max(end, num_sums)
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -590,7 +595,7 @@ class Frame:
         """The blocks with their padding, from the seeds outward.
 
         [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None)]. Rows beyond the
-        destinations have no edges; beyond the last, indices and src_nodes hold some number of a row and id of a node.
+        destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
         """
         rows, places, *_ = self.shape
         return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])

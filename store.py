@@ -16,8 +16,8 @@ are shared by all of them.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
 the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times: see
-columns.py. To copy this file take disk.py, csc.py, columns.py and lmdb_file.py along; they need torch, numpy and tqdm
-(lmdb for backend "lmdb").
+columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they need
+torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -46,10 +46,11 @@ from torch import Tensor
 
 from columns import COLUMNS, check_columns, column_files, column_problems, described, out_of_order, write_columns
 from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
-from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
-                  check_splits, complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
-                  readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
+from disk import (DTYPES, HEADS, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
+                  check_splits, complete_or_not_there, dump_meta, gather_target, head_of, info_lines, integers, map_npy,
+                  read_meta, readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from row_reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -60,8 +61,8 @@ MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 # building
 
 
-def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels, split, edge_weight=None,
-                edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
+def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels=None, split=None,
+                edge_weight=None, edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
                 drop_self_loops=False, drop_duplicates=False, block_rows=None, source="", progress=False) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
@@ -77,7 +78,7 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or of several labels a node [V, C] of 0 and 1; -1, or a row of it, for a node
-            without a label, which no split may hold.
+            without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
         edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
@@ -105,8 +106,9 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     features = array_like("features", features)
     num_nodes, width, dtype = _check_features(features)
+    labelled = labels is not None
     labels, num_classes = check_labels(labels, num_nodes, num_classes)
-    split = check_splits(split, labels)
+    split = check_splits({} if split is None else split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
     columns, widths = check_columns(num_edges, num_nodes, edge_weight=edge_weight, edge_time=edge_time,
                                     edge_features=edge_features, node_time=node_time)  # fmt: skip
@@ -118,7 +120,8 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
     meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
             "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
-            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)), **widths}
+            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)),
+            "labelled": labelled, **widths}
     arrays = dict(indptr=indptr, labels=labels, **split)
     edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
@@ -164,7 +167,7 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
     shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
     rows = _feature_rows(features, meta["feature_dtype"], progress)
     if meta["backend"] == "mmap":
-        files[file.name] = write_npy(file, dtype, shape, rows)
+        files[file.name] = write_npy(file, dtype, shape, rows, head=HEADS[-1])  # rows begin on a block of the disk
     else:
         files[file.name] = write_blocks(file, dtype, shape, rows, meta["block_rows"])
     (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
@@ -188,7 +191,9 @@ def _check_features(features) -> tuple[int, int, str]:
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None; StoreError for what cannot be
-    meant."""
+    meant. Of None, -1 for all nodes."""
+    if labels is None:
+        return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
         raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features, or "
@@ -309,7 +314,8 @@ class GraphStore:
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
         node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled: False
+            where no node has a label.
         path: the directory.
         meta: the contents of meta.json.
     """
@@ -318,7 +324,7 @@ class GraphStore:
         self.path, self.meta = Path(path), meta
         self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
-        self.edge_dim = meta.get("edge_dim", 0)
+        self.edge_dim, self.labelled = meta.get("edge_dim", 0), meta.get("labelled", True)
         self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
         self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
             self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
@@ -332,8 +338,9 @@ class GraphStore:
         shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large = math.prod(shape) * dtype.itemsize > free_host_bytes()
         if meta["backend"] == "mmap":
-            table = map_npy(self.path, "features.npy", meta["files"]["features.npy"], ahead=not large)
-            self.features = MmapFeatures(table.view(dtype), large, self.path)
+            record = meta["files"]["features.npy"]
+            table = map_npy(self.path, "features.npy", record, ahead=not large)
+            self.features = MmapFeatures(table.view(dtype), large, self.path, head_of(record))
         else:
             file = check_lmdb(self.path, "features.lmdb", meta["files"]["features.lmdb"])
             self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
@@ -381,8 +388,8 @@ class GraphStore:
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
-    A table that is larger than the memory that is free is read by many threads, so that the disk has many requests to
-    work on, and without reading ahead.
+    A table that is larger than the memory that is free is not read through the map but with many requests at a time
+    (row_reader.py), where that can be: else by many threads, and without reading ahead.
 
     Attributes:
         large: True for such a table.
@@ -391,14 +398,25 @@ class MmapFeatures:
         dtype: torch dtype.
     """
 
-    def __init__(self, table, large=False, path=None):
+    def __init__(self, table, large=False, path=None, head=0):
         self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
-        self._path = path
+        self._path, self._head = path, head
         if not large:
             self.tensor = table
 
     def __reduce__(self):
         return _features_of, (self._path,)
+
+    def reader(self, **options) -> RowReader | None:
+        """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
+        if self._path is None:
+            return None
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
+
+    @functools.cached_property
+    def _reader(self):
+        return self.reader()
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.
@@ -412,10 +430,13 @@ class MmapFeatures:
 
         Raises:
             IndexError: for an id that is no row.
+            StoreError: where the disk fails.
         """
         out = gather_target(self, ids, out)
         if not self.large:
             return torch.index_select(self._table, 0, ids, out=out)
+        if self._reader and out.is_contiguous():
+            return self._reader.read(ids, out)
         source, target, ids = as_numpy(self._table), as_numpy(out), ids.numpy()
         cuts = np.linspace(0, len(ids), 4 * READ_THREADS + 1).astype(int).tolist()
         with ThreadPoolExecutor(READ_THREADS) as pool:
@@ -494,7 +515,8 @@ def _problems_of_a_graph(path) -> Iterator[str]:
     except StoreError as error:
         yield f"indices.npy: {error}"
     try:
-        labels, _ = check_labels(graph.labels.numpy(), graph.num_nodes, graph.num_classes)
+        given = graph.labels.numpy() if graph.labelled else None
+        labels, _ = check_labels(given, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
             check_splits({name: ids.numpy() for name, ids in graph.split.items()}, labels)
@@ -513,7 +535,8 @@ def info(path) -> str:
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": described(graph),
-        "classes": f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
+        "classes": "no labels" if not graph.labelled else
+                   f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
         "options": ", ".join(name for name, on in options.items() if on) or "none",
     }
     return info_lines(lines, graph)

@@ -79,13 +79,16 @@ import link
 import lmdb_file
 import loader
 import metrics
+import lookahead
 import model
 import molecules
 import native_cuda
 import plan
 import report
+import row_reader
 import sampler
 import sampler_cuda
+import step_graph
 import store
 import tables
 import train
@@ -95,6 +98,7 @@ from disk import StoreError
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from graphs import GraphDataset, Regressor, block_diagonal, build_graphs
 from graphs import verify as verify_graphs
+from lookahead import LookaheadCache
 from model import GNN, SAGE, inference
 from plan import choose_mode, estimate
 from sampler import Block, NeighborSampler
@@ -578,7 +582,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
                 S, E, N = block.num_dst, block.num_edges, block.num_src
                 assert torch.equal(offsets[: S + 1], block.indptr) and (offsets[S:] == E).all()
                 assert torch.equal(local[:E], block.indices) and torch.equal(src[:N], block.src_nodes)
-                assert ((src >= 0) & (src < 80)).all() and ((local >= 0) & (local < len(src))).all()
+                assert ((src >= 0) & (src < 80)).all() and (local[E:] == -1).all()
 
 
 @pytest.mark.parametrize("room", [dict(rows=[30, 90, 140]), dict(places=[120, 750]), dict(places=[180, 400])])
@@ -1404,6 +1408,9 @@ def test_features_ring_aggregates_the_first_hop(device):
     expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
     assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
     assert torch.equal(batch.y, train[:9] % 200)
+    if not copies:  # without a buffer, as on a GPU that reads the features in place: in its own type from the start
+        kept = FeatureRing(table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, reuse=False).fetch(0, blocks[0])
+        assert torch.equal(kept.x, batch.x)
     if copies:
         copies.close()
 
@@ -1478,6 +1485,16 @@ class _NoGuard:
         pass
 
     __enter__ = __exit__ = lambda self, *exc: None
+
+
+@pytest.mark.parametrize("spare, near", [(0, []), (87, []), (88, ["indptr"]), (208, ["indptr", "indices"])])
+def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, near, monkeypatch):
+    arrays = {"indptr": torch.arange(11), "indices": torch.arange(30).int(), "labels": torch.arange(10), "features": torch.ones(10, 3)}
+    viewed = []
+    monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
+    placed = place(*arrays.values(), "pinned-cuda", "cpu", spare=spare)
+    assert all(map(torch.equal, placed, arrays.values()))
+    assert [name for name, array in arrays.items() if not any(array is view for view in viewed)] == near
 
 
 def test_features_registered_pieces_cover_memory_and_never_overlap():
@@ -1658,6 +1675,338 @@ def test_features_cache_by_visits_hits_more_than_by_chance_or_degree():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# row_reader.py
+
+
+def _table(tmp_path, rows, row_bytes, offset=4096, seed=0):
+    """A file with a table of random bytes behind `offset` others -> (path, uint8 [rows, row_bytes])."""
+    table = np.random.default_rng(seed).integers(0, 256, (rows, row_bytes), np.uint8)
+    path = tmp_path / "table"
+    path.write_bytes(bytes(offset) + table.tobytes())
+    return path, torch.from_numpy(table)
+
+
+def _opened(path, table, offset=4096, **options):
+    reader = row_reader.open_rows(path, offset, table.shape[1], len(table), **options)
+    return reader or pytest.skip("no C code: a Linux with a C compiler is needed")
+
+
+ENGINES = [dict(engine=engine, direct=direct) for engine in ("io_uring", "threads") for direct in (True, False)]
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=lambda o: f"{o['engine']} {'direct' if o['direct'] else 'cached'}")
+@pytest.mark.parametrize("row_bytes, offset", [(1, 128), (400, 128), (512, 4096), (1000, 4096), (4096, 128), (70_000, 4096)])
+def test_rows_are_read_from_the_disk_as_they_lie_there(row_bytes, offset, options, tmp_path):
+    path, table = _table(tmp_path, max(40, 500_000 // row_bytes), row_bytes, offset)
+    reader, rng = _opened(path, table, offset, **options, depth=5), np.random.default_rng(1)
+    for ids in (rng.integers(0, len(table), 700), np.arange(len(table))[::-1][:300], [0, len(table) - 1, 0], []):
+        ids = torch.as_tensor(np.array(ids, np.int64))
+        out = torch.zeros(len(ids), row_bytes, dtype=torch.uint8)
+        assert reader.read(ids, out) is out and torch.equal(out, table[ids])
+        places = torch.from_numpy(rng.permutation(2 * len(ids))[: len(ids)])
+        out = torch.zeros(2 * len(ids), row_bytes, dtype=torch.uint8)
+        assert torch.equal(reader.read(ids.int(), out, places)[places], table[ids])
+        assert out.any(1).sum() <= len(ids)  # and no other row was touched
+    for bad in (-1, len(table)):
+        with pytest.raises(IndexError, match=f"node {bad} is out of range"):
+            reader.read(torch.tensor([0, bad]), torch.zeros(2, row_bytes, dtype=torch.uint8))
+
+
+def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
+    path, table = _table(tmp_path, 1000, 1024)
+    reader = _opened(path, table)
+    if not reader.direct:
+        pytest.skip("this file system has no direct reads")
+    ids = torch.randperm(500)[:200] * 2  # gaps of 1 row are worth reading, 1,024 bytes
+    reader.read(ids, torch.empty(200, 1024, dtype=torch.uint8))
+    rows = ids.sort().values
+    gaps = int((rows.diff() == 2).sum())
+    assert reader.bytes_read == 1024 * (200 + gaps) - 1024 * _cuts(rows)
+    before = reader.bytes_read
+    reader.read(torch.tensor([7, 8, 9, 8, 500, 9]), torch.empty(6, 1024, dtype=torch.uint8))
+    assert reader.bytes_read - before == 4 * 1024  # whole blocks, each once
+
+
+def _cuts(rows, row=1024, most=1 << 16):
+    """How many gaps of one row are left out because a request is full."""
+    cuts, start = 0, int(rows[0])
+    for a, b in zip(rows.tolist(), rows.tolist()[1:]):
+        if b - a == 2 and (b + 1 - start) * row > most:
+            cuts += 1
+        if b - a != 2 or (b + 1 - start) * row > most:
+            start = b
+    return cuts
+
+
+def test_many_threads_and_forked_processes_read_with_one_reader(tmp_path):
+    path, table = _table(tmp_path, 3000, 600)
+    reader, failed = _opened(path, table, depth=8), []
+
+    def read(seed, times=20):
+        rng = np.random.default_rng(seed)
+        for _ in range(times):
+            ids = torch.from_numpy(rng.integers(0, 3000, 100))
+            if not torch.equal(reader.read(ids, torch.empty(100, 600, dtype=torch.uint8)), table[ids]):
+                failed.append(seed)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    [thread.start() for thread in threads]
+    assert [_in_child(lambda: (read(9), sys.exit(bool(failed)) if failed else None)) for _ in range(3)] == [0] * 3
+    [thread.join() for thread in threads]
+    assert not failed
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(engine, tmp_path):
+    path, table = _table(tmp_path, 1000, 1000)
+    reader, whole = _opened(path, table, engine=engine), path.read_bytes()
+    out = torch.empty(100, 1000, dtype=torch.uint8)
+    for length in (4096 + 900_500, 4096 + 500, 0):
+        os.truncate(path, length)
+        with pytest.raises(StoreError, match="table ends at byte [0-9,]+ in the middle of its rows"):
+            reader.read(torch.arange(901, 1000), out)
+    assert torch.equal(reader.read(torch.arange(0), out[:0]), out[:0])
+    path.write_bytes(whole)
+    ids = torch.randint(1000, (100,))
+    assert torch.equal(reader.read(ids, out), table[ids])
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, tmp_path, monkeypatch):
+    """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
+    path, table = _table(tmp_path, 1000, 3000)
+    flaky = """static i64 flaky(call_t *call, slot_t *slot, i64 result) {
+      static atomic_int count;
+      int turn = atomic_fetch_add(&count, 1) % 5;
+      if (slot->request->offset > 4096 + 950 * 3000) return -EIO;
+      return turn == 1 ? -EINTR : turn == 2 ? -EAGAIN : turn == 3 && result > 1024 ? result / 2 : result;
+    }
+    static request_t *take_request"""
+    text = row_reader.SOURCE.replace("static request_t *take_request", flaky, 1)
+    for arguments in ("call, slot, result", "call, &reader->slots[number], result->res"):
+        assert text.count(f"read_on({arguments})") == 1
+        flaky_result = arguments.rpartition(", ")[2]
+        slot = arguments.split(", ")[1]
+        text = text.replace(f"read_on({arguments})", f"read_on(call, {slot}, flaky(call, {slot}, {flaky_result}))")
+    monkeypatch.setattr(row_reader, "SOURCE", text)
+    row_reader._library.cache_clear()
+    try:
+        reader = _opened(path, table, engine=engine)
+        ids, out = torch.randint(900, (2000,)), torch.empty(2000, 3000, dtype=torch.uint8)
+        assert torch.equal(reader.read(ids, out), table[ids])
+        for _ in range(3):
+            with pytest.raises(StoreError, match=r"table cannot be read at byte [0-9,]+: Input/output error"):
+                reader.read(torch.randint(1000, (2000,)), out)
+            assert torch.equal(reader.read(ids, out), table[ids])
+    finally:
+        row_reader._library.cache_clear()
+
+
+FORBIDDEN = """
+import ctypes, struct, sys
+import torch
+import row_reader
+libc = ctypes.CDLL(None, use_errno=True)
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7fff0000)]  # io_uring_setup: EPERM
+filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+program = Program(len(code), ctypes.addressof(filter))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+reader = row_reader.open_rows(sys.argv[1], 4096, 1000, 500)
+print(reader.engine, reader.read(torch.arange(500), torch.empty(500, 1000, dtype=torch.uint8)).sum().item())
+"""
+
+
+def test_where_io_uring_is_forbidden_threads_read(tmp_path):
+    path, table = _table(tmp_path, 500, 1000)
+    _opened(path, table)
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN, path], cwd=HERE, capture_output=True, text=True)
+    if "AssertionError" in done.stderr:
+        pytest.skip("no seccomp here")
+    assert done.stdout.split() == ["threads", str(table.sum().item())], done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# lookahead.py
+
+
+def _fewest_reads(trace, places):
+    """Misses that no cache of so many places can avoid, by trying every set of rows to keep after every batch."""
+    states = {frozenset(): 0}
+    for batch in trace:
+        found = {}
+        for kept, misses in states.items():
+            misses += len(batch - kept)
+            there = kept | batch
+            for rows in itertools.combinations(sorted(there), min(places, len(there))):
+                state = frozenset(rows)
+                found[state] = min(misses, found.get(state, misses))
+        states = found
+    return min(states.values())
+
+
+class _Cache:
+    """Carries out what a Planner decides, with ids for rows."""
+
+    def __init__(self, num_rows, places, window, level=None):
+        if lookahead.library() is None:
+            pytest.skip("no C compiler")
+        self.planner, self.held, self.misses = lookahead.Planner(num_rows, places, window, level), [-1] * places, 0
+
+    def plan(self, carry_out=True):
+        ids, source, keep = self.planner.plan()
+        if carry_out:
+            for node, place in zip(ids.tolist(), source.tolist()):
+                assert place == -1 or self.held[place] == node
+                self.misses += place == -1
+            for node, place in zip(ids.tolist(), keep.tolist()):
+                if place >= 0:
+                    self.held[place] = node
+        assert len({place for place in keep.tolist() if place >= 0}) == sum(place >= 0 for place in keep.tolist())
+        return keep
+
+    def run(self, trace, window):
+        waiting = 0
+        for batch in trace:
+            self.planner.expect(torch.tensor(sorted(batch)))
+            waiting += 1
+            if waiting > window:
+                self.plan()
+                waiting -= 1
+        for _ in range(waiting):
+            self.plan()
+
+
+def test_what_is_kept_is_what_reads_least():
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        trace = [set(rng.permutation(7)[: rng.integers(5)].tolist()) for _ in range(rng.integers(9))]
+        places, window = rng.integers(5), rng.integers(10)
+        fewest = _fewest_reads(trace, places)
+        cache = _Cache(7, places, window)
+        cache.run(trace, window)
+        asked = sum(map(len, trace))
+        assert asked - cache.planner.min_hits == fewest, trace  # whatever the window: MIN is counted with all batches
+        assert cache.misses == fewest if window >= len(trace) else cache.misses >= fewest, trace
+
+
+def test_what_min_reads_is_counted_exactly_on_long_traces():
+    """Beside a plain MIN: after each batch the rows whose next use is nearest stay."""
+    rng, V = np.random.default_rng(0), 300
+    trace = [set((V * rng.random(rng.integers(1, 40)) ** 2).astype(int).tolist()) for _ in range(400)]
+    for places in (0, 1, 30, 150, 300):
+        kept, misses = set(), 0
+        for t, batch in enumerate(trace):
+            misses += len(batch - kept)
+            next_use = {row: next((u for u in range(t + 1, 400) if row in trace[u]), 1000) for row in kept | batch}
+            kept = set(sorted(next_use, key=next_use.get)[:places])
+        reads = []
+        for window in (0, 3, 50, 400):
+            cache = _Cache(V, places, window)
+            cache.run(trace, window)
+            assert sum(map(len, trace)) - cache.planner.min_hits == misses, places
+            reads.append(cache.misses)
+        assert reads[-1] == misses and reads == sorted(reads, reverse=True), reads
+
+
+def test_without_a_window_the_hottest_rows_stay():
+    level = torch.arange(20, dtype=torch.uint8)
+    cache = _Cache(20, 5, 0, level)
+    for _ in range(3):
+        cache.run([set(range(a, 20, 3)) for a in (2, 1, 0)], 0)
+    assert sorted(cache.held) == [15, 16, 17, 18, 19]
+
+
+def test_what_was_given_up_is_not_in_the_cache():
+    """Batches are expected, planned and carried out, or all given up, in any order: a hit is never another row."""
+    rng, cache = np.random.default_rng(0), _Cache(10, 4, 6)
+    for _ in range(3000):
+        batch, what = torch.from_numpy(np.sort(rng.permutation(10)[: rng.integers(6)])), rng.integers(9)
+        if what < 5 and len(cache.planner.expected) < 6:
+            cache.planner.expect(batch)
+        elif what < 8 and cache.planner.expected:
+            cache.plan()
+        elif what == 8:
+            given_up = [cache.plan(carry_out=False) for _ in range(min(rng.integers(4), len(cache.planner.expected)))]
+            for keep in given_up:
+                cache.planner.release(keep)
+            cache.planner.forget()
+    assert 100 < cache.misses < 4000
+
+
+def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
+    """A store whose features stay on disk -> GraphStore; `.x` is what they are."""
+    x = torch.randn(num_nodes, width, generator=torch.Generator().manual_seed(0))
+    path = build_store(tmp_path / "g", **dict(_graph(num_nodes, 12 * num_nodes), features=x))
+    monkeypatch.setattr(store, "free_host_bytes", lambda: 1000)
+    graph = GraphStore.open(path)
+    graph.x = x
+    if graph.features.reader() is None or lookahead.library() is None:
+        pytest.skip("no C compiler, or no Linux")
+    return graph
+
+
+@pytest.mark.parametrize("budget, window", [(0, 3), (96 * 50, 0), (96 * 50, 1), (96 * 200, None), (10**6, 100)])
+def test_batches_through_a_cache_that_looks_ahead_are_the_same(budget, window, tmp_path, monkeypatch):
+    graph = _large(tmp_path, monkeypatch)
+    threads_before = threading.active_count()
+    for depth, threads in ((0, 1), (2, 1), (3, 4)):
+        cache = LookaheadCache(graph.features, budget, window)
+        ring = FeatureRing(cache, graph.labels, slots=depth + 1)
+        batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=4, ring=ring, depth=depth, threads=threads)
+        asked = []
+        for epoch in range(3):
+            for i, batch in enumerate(batches):
+                assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+                asked.append(batch.blocks[0].src_nodes)
+                if epoch == 1 and i == 5:
+                    break  # what was planned and not fetched is given up
+        counts = cache.counts()
+        assert counts["rows"] >= sum(map(len, asked)) and counts["hits"] <= counts["rows"]
+        if budget == 0:
+            assert counts["hits"] == 0 and counts["bytes_min"] == counts["rows"] * 96
+        if budget == 10**6:
+            assert counts["bytes_min"] <= counts["bytes_read"] and len(torch.cat(asked).unique()) * 96 <= counts["bytes_read"]
+        assert torch.equal(cache.gather(torch.tensor([5, 5, 0])), graph.x[[5, 5, 0]])  # beside the batches
+    assert threading.active_count() == threads_before
+
+
+def test_counts_do_not_depend_on_threads(tmp_path, monkeypatch):
+    graph, found = _large(tmp_path, monkeypatch), []
+    for depth, threads in ((0, 1), (2, 1), (4, 3)):
+        cache = LookaheadCache(graph.features, 96 * 100, 4, torch.rand(600, generator=torch.Generator().manual_seed(0)))
+        ring = FeatureRing(cache, graph.labels, slots=depth + 1)
+        batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=4, ring=ring, depth=depth, threads=threads)
+        for _ in range(2):
+            trace = [set(batch.blocks[0].src_nodes.tolist()) for batch in batches]
+        found.append(cache.counts())
+    assert found[0] == found[1] == found[2] and 0 < found[0]["hits"] < found[0]["rows"] and trace
+    assert found[0]["bytes_min"] <= 96 * (found[0]["rows"] - found[0]["hits"]) <= found[0]["bytes_read"]
+
+
+def test_a_failing_disk_leaves_the_cache_right(tmp_path, monkeypatch):
+    graph = _large(tmp_path, monkeypatch)
+    cache = LookaheadCache(graph.features, 96 * 300, 20)
+    batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=2, ring=FeatureRing(cache, graph.labels, slots=3))
+    read, turn = cache.reader.read, itertools.count()
+
+    def fails(ids, out, places=None):
+        if next(turn) % 7 == 5:
+            raise StoreError("the disk fails")
+        return read(ids, out, places)
+
+    cache.reader.read, failures = fails, 0
+    for _ in range(20):
+        try:
+            for batch in batches:
+                assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+        except StoreError:
+            failures += 1
+    assert failures > 10 and cache.hits > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # store.py: what fits where
 
 
@@ -1752,8 +2101,8 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
     ):
         with pytest.raises(StoreError, match=words):
             choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
-    lmdb = estimate(path, fanout=[2], free_host=ARRAYS - 1)
-    assert lmdb["backend"] == "lmdb" and lmdb["mode"] is None and "LMDB reads" in lmdb["backend_why"]
+    large = estimate(path, fanout=[2], free_host=ARRAYS - 1)
+    assert large["backend"] == "mmap" and large["mode"] is None and "behind --cache" in large["backend_why"]
 
 
 def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
@@ -1789,7 +2138,7 @@ def test_store_estimate_command_line(tmp_path, capsys):
     words = ["estimate", str(path), "--fanout", "3,2", "--hidden", "8", "--batch-size", "10"]
     assert store.main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{mode} " in text for mode in MODES) and "features 64.1 KB" in text
+    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
     if not torch.cuda.is_available():
         assert text.count("no GPU here") == 3
     assert "\nmode           cpu-cpu\n" in text and "\nfeatures       mmap: graph and features take 100 KB" in text
@@ -1988,6 +2337,7 @@ def _shifted(t):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch):
+    torch.manual_seed(15)
     rng, S, N = np.random.default_rng(15), 40, 60
     near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
     for width in (1, 7, 8, 36):
@@ -2056,15 +2406,17 @@ def test_cuda_dropout_draws_the_bytes_of_the_cpu(cuda_layers, dtype, ids, monkey
 def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
     for S, C in ((0, 3), (5, 1), (33, 47), (20, 200)):
         logits, labels = 5 * torch.randn(S, C), torch.randint(C, (S,))
-        labels[::4] = -100
+        labels[::4] = -1
         x = logits.clone().requires_grad_()
-        expected = torch.nn.functional.cross_entropy(x, labels, reduction="sum")
+        expected = torch.nn.functional.cross_entropy(x, labels, reduction="sum", ignore_index=-1)
         (0.25 * expected).backward()
         for functions in (fused_cuda, None):
             monkeypatch.setattr(model, "fused", functions)
-            loss, gradient = model.cross_entropy(logits, labels, 0.25)
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(gradient, x.grad, rtol=1e-5, atol=1e-6)
+            ours = logits.clone().requires_grad_()
+            loss = model.cross_entropy(ours, labels)
+            (0.25 * loss).backward()
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(ours.grad, x.grad, rtol=1e-5, atol=1e-6)
     assert cuda_layers.count("cross_entropy") == 3  # none for no rows
 
 
@@ -2175,11 +2527,207 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     pair = model.self_and_mean(blocks[0].indptr, blocks[0].indices, x)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    monkeypatch.setattr(torch, "autocast", lambda kind, enabled: nullcontext())  # it would leave behind what it found
     for rows, aggregated in ((x, False), (x.bfloat16(), False), (pair, True), (pair.bfloat16(), True)):
         logits, *grads = _trained(net, blocks, rows, 7, aggregated=aggregated)
         assert logits.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
         for ours, theirs in zip([logits.float(), *grads], expected):
             assert (ours - theirs).norm() < 0.12 * theirs.norm()
+
+
+# -- step_graph.py
+
+
+class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
+    """torch.cuda.CUDAGraph for tensors in host memory: what its body does is done again at each replay, in the same memory."""
+
+    recording = []
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __enter__(self):
+        _Graph.recording.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        _Graph.recording.remove(self)
+        return super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, out = func._schema.name, func(*args, **(kwargs or {}))
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"), f"{name} waits for the GPU"
+        alias = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
+        if not name.startswith("profiler::"):
+            self.calls.append(functools.partial(self._again, func, args, kwargs or {}, None if alias else out))
+        return out
+
+    @staticmethod
+    def _again(func, args, kwargs, out):
+        found = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            out.copy_(found)
+        elif isinstance(out, (list, tuple)):
+            [a.copy_(b) for a, b in zip(out, found) if isinstance(a, torch.Tensor)]
+
+    @torch.no_grad()
+    def replay(self):
+        for call in self.calls:
+            call()
+
+    def pool(self):
+        return None
+
+
+def _frozen(launch):
+    """A launch with the arguments that it has now, as a CUDA graph keeps it."""
+    twin = native_cuda.Launch(launch._kernels, launch._name)
+    ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
+    for i, value in launch._structs.items():
+        twin._structs[i] = type(value).from_buffer_copy(value)
+        twin._pointers[i] = ctypes.addressof(twin._structs[i])
+    return twin
+
+
+@pytest.fixture
+def cuda_graphs(cuda_layers, monkeypatch):
+    """step_graph.py on the emulated kernels, with `_Graph` in the place of CUDA's."""
+    go = native_cuda.Launch.__call__
+
+    def launch(self, threads, stream):
+        for graph in _Graph.recording:
+            graph.calls.append(functools.partial(go, _frozen(self), threads, stream))
+        go(self, threads, stream)
+
+    nothing = lambda *a: None  # noqa: E731
+    monkeypatch.setattr(native_cuda.Launch, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=nothing))
+    monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
+    monkeypatch.setattr(model, "fused", fused_cuda)
+
+
+def _graph_run(folder, net, optimizer, nodes, labels, x, options):
+    """StepGraphs of a small graph -> (graphs, sampler)."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    plain = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **options)
+    backend = _emulated(plain, folder)
+    draw = lambda seeds, step, relabel_outer: [  # noqa: E731
+        Block(*fields) for fields in reversed(backend.sample(seeds, step, relabel_outer))
+    ]
+    draws = types.SimpleNamespace(_backend=backend, indices=indices, sample=draw)
+    ring = FeatureRing(x, labels, slots=2, aggregate=model.self_and_mean)
+    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, model="sage")
+    predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=True, key=key)  # noqa: E731
+    store = types.SimpleNamespace(split={"train": nodes})
+    graphs = step_graph.StepGraphs(ddp.Ranks(), args, store, draws, ring, net, optimizer, predict)
+    return graphs, draws
+
+
+def _no_more_than_the_smallest(self, nodes, args):
+    """StepGraphs._measure, for as many edges as the smallest of a few batches has."""
+    _, (rows, _) = step_graph.measured(self, nodes, args)
+    draw = lambda seeds: [block.num_edges for block in self.sampler.sample(seeds, 0, relabel_outer=False)[:0:-1]]  # noqa: E731
+    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
+    return seeds, (rows, draw(seeds))
+
+
+@pytest.mark.parametrize(
+    "tight, options", [(False, {}), (True, {}), (False, dict(norm="layer", residual=True)), (False, dict(replace=True))]
+)
+def test_a_cuda_step_graph_takes_the_steps_of_a_run_without(cuda_graphs, tight, options, tmp_path, monkeypatch):
+    """Padded, with the keys made on the GPU, with batches that do not fit, the last one smaller: the same parameters."""
+    torch.manual_seed(0)
+    nodes, labels, x = torch.randperm(300)[:53], torch.randint(5, (300,)), torch.randn(300, 20)
+    law = dict(replace=True) if options.pop("replace", False) else {}
+    ours = _net("sage", (20, 8, 5), dropout=0.5, **options)
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=2**-7, fused=True) for net in (ours, theirs)]
+    monkeypatch.setattr(step_graph, "measured", step_graph.StepGraphs._measure, raising=False)
+    if tight:
+        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    graphs, draws = _graph_run(tmp_path, ours, optimizers[0], nodes, labels, x, law)
+    ring = FeatureRing(x, labels, slots=1, aggregate=model.self_and_mean)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(p, q)  # captured and tried, and nothing has changed
+    options = dict(batch_size=12, seed=5, depth=1)
+    batches, fitting = loader.NodeLoader(None, nodes, [4, 3, 3], sampler=graphs, ring=graphs, **options), 0
+    for epoch in range(2):
+        optimizers[0].param_groups[0]["lr"] = 2.0 ** -(7 + epoch)
+        loss_sum, losses = graphs.begin(), 0
+        for batch in batches:
+            fitting += any(batch.x is slot.x for slot in graphs.slots)
+            graphs.step(batch)
+            blocks = draws.sample(batch.seeds, batch.key, relabel_outer=False)
+            plain = ring.fetch(0, blocks)
+            logits = theirs(plain.blocks, plain.x, aggregated=True, key=sampler.mix(sampler.mix(5) ^ batch.key))
+            loss = torch.nn.functional.cross_entropy(logits, labels[batch.seeds], reduction="sum")
+            (loss / batch.total).backward()
+            optimizers[1].param_groups[0]["lr"] = 2.0 ** -(7 + epoch)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            losses += loss.item()
+            assert torch.equal(batch.y, labels[batch.seeds])
+        assert loss_sum.item() == pytest.approx(losses, rel=1e-5)
+    assert fitting == 10 - graphs.repeated and (0 < graphs.repeated < 10) == tight
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monkeypatch):
+    """A graph whose loss is another one's is noticed before it trains."""
+    nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
+    net = _net("sage", (20, 8, 5), dropout=0.5)
+    optimizer = torch.optim.Adam(net.parameters(), fused=True)
+    before = [p.detach().clone() for p in net.parameters()]
+    wrong = lambda slot: (slot.frame.start(), slot.x.zero_())  # noqa: E731
+    monkeypatch.setattr(step_graph.Slot, "sample", wrong)
+    with pytest.raises(RuntimeError, match=r"their losses are \[.*\], and \[.*\] without graphs"):
+        _graph_run(tmp_path, net, optimizer, nodes, labels, x, {})
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
+    indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
+    ring = types.SimpleNamespace(on_device=True, first_hop=True, labels=torch.zeros(3))
+    for model_options, flags_, changed, why in (
+        (dict(conv="gat"), {}, {}, "for --model sage, this is gat"),
+        (dict(norm="batch"), {}, {}, "--norm batch"),
+        (dict(input_dropout=0.1), {}, {}, "--input-dropout"),
+        (dict(recompute=True), {}, {}, "--checkpoint-activations"),
+        ({}, dict(precision="fp64"), {}, "--precision fp64"),
+        ({}, dict(accumulate=2), {}, "--accumulate 2"),
+        ({}, dict(fanout=[4, 65]), {}, "--fanout 4,65 needs numbers from 1 on, the last up to 64"),
+        ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
+        ({}, dict(fanout=[4]), {}, "one layer"),
+        ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
+        ({}, {}, dict(first_hop=False), "float32 or bfloat16"),
+        ({}, {}, dict(labels=torch.zeros(3, 2)), "several labels"),
+        ({}, {}, {}, "the sampler's kernels are not there"),
+    ):
+        net = GNN(8, 8, 3, num_layers=2, **model_options)
+        args = argparse.Namespace(**{**dict(model=model_options.get("conv", "sage"), precision="fp32", accumulate=1, fanout=[4, 3],
+                                            mode="cpu-cuda"), **flags_})  # fmt: skip
+        s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
+        said = step_graph.obstacle(ddp.Ranks(gpus=1), args, s, types.SimpleNamespace(**{**vars(ring), **changed}), net)
+        assert why in said, said
+    assert step_graph.obstacle(ddp.Ranks(), args, s, ring, net) == "there is no GPU"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("mode", ["cuda-cuda", "pinned-cuda"])
+def test_a_cuda_step_graph_on_a_gpu_gives_the_losses_of_a_run_without(mode, tmp_path, capsys):
+    losses = {}
+    for how in ("off", "on"):
+        log = tmp_path / how
+        words = ["--dataset", TINY, "--root", tmp_path, "--mode", mode, "--cuda-graph", how, "--fanout", "5,4,3", "--batch-size", 32]
+        assert train.main([str(word) for word in (*words, "--epochs", 3, "--precision", "fp32", "--log", log)]) == 0
+        losses[how] = [entry["loss"] for entry in map(json.loads, log.read_text().splitlines()) if "epoch" in entry]
+    assert "CUDA graphs with room for" in capsys.readouterr().out
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
 
 
 def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
@@ -2913,6 +3461,18 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
         assert torch.equal(row, row.sort().values)
 
 
+def test_store_edges_are_gone_over_twice_however_many_ranges_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(csc, "EDGE_CHUNK", 50)
+    whole, passes = _sums(build_store(tmp_path / "whole", **_graph())), []
+    for sort_edges in (2000, 300, 20):
+        monkeypatch.setattr(csc, "SORT_EDGES", sort_edges)
+        edges = store.edge_chunks
+        with monkeypatch.context() as counted:
+            counted.setattr(store, "edge_chunks", lambda *args: passes.append(sort_edges) or edges(*args))
+            assert _sums(build_store(tmp_path / f"{sort_edges}", **_graph())) == whole
+        assert passes.count(sort_edges) == 2 and not list((tmp_path / f"{sort_edges}").glob("spilled*"))
+
+
 @pytest.mark.parametrize("sort_edges", [500, 1 << 27])
 @pytest.mark.parametrize("form", ["edge_index", "csc"])
 @pytest.mark.parametrize("options", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
@@ -3591,7 +4151,7 @@ def _refused_npz():
     splits = np.stack([mask, ~mask, mask])
     return [
         ("no array edge_index or edges or adj_t; its arrays are x, y", "", {"edge_index": None}),
-        ("no array labels or y", "", {"y": None}),
+        ("split .train. holds node 0, which has no label", "", {"y": None, "train_idx": np.arange(3)}),
         (r"y is \[200, 4\].*one-hot", "", {"y": np.eye(4)[np.arange(200) % 4]}),
         (r"y\[7\] is 2.5: labels are whole", "", {"y": np.where(np.arange(200) == 7, 2.5, 1)}),
         (r"y\[7\] is inf", "", {"y": np.where(np.arange(200) == 7, np.inf, 1)}),
@@ -3872,10 +4432,13 @@ def _plain_reading(file):
     labels = [arrays[name] for name in names["labels"] if name in arrays]
     features = [arrays[name] for name in names["features"] if name in arrays]
     edges = [np.asarray(arrays[name]) for name in ("edge_index", "edges") if name in arrays]
-    if len(labels) != 1 or len(edges) != 1 or len(features) + ("feat_indptr" in arrays) > 1:
+    has_features = len(features) + ("feat_indptr" in arrays)
+    if len(labels) > 1 or len(edges) != 1 or has_features > 1 or not (labels or has_features):
         return None
-    y = []
-    for value in labels[0].reshape(-1).tolist():
+    if not labels and any("_idx" in name or "_mask" in name for name in arrays):
+        return None
+    y = [] if labels else [-1] * (len(features[0]) if features else len(arrays["feat_indptr"]) - 1)
+    for value in labels[0].reshape(-1).tolist() if labels else ():
         if value != value:
             y.append(-1)
         elif int(value) != value or value < -1:
@@ -3994,7 +4557,7 @@ def _reads_npz_inputs(folder):
         else:
             assert _edges(graph) == expected["edges"], number
             want = torch.tensor(expected["x"], dtype=torch.float64).to(graph.features.dtype)
-            assert torch.equal(graph.features.gather(torch.arange(60)), want), number
+            assert torch.equal(graph.features.gather(torch.arange(graph.num_nodes)), want), number
         split = {part: ids.tolist() for part, ids in graph.split.items() if len(ids)}
         if not expected["split"]:
             outcomes["split drawn"] += 1
@@ -5481,7 +6044,7 @@ def test_store_build_from_csv_files(tmp_path, capsys):
     assert {**_sums(tmp_path / "g"), "meta.json": 0} == {**_sums(same), "meta.json": 0}
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["g", "same"]
     csv["x"].write_bytes(gzip.compress(b"1,2\n3\n"))
-    for bad, complaint in (([tmp_path / "e.doc", "h"], "is no source"), ([csv["edges"], tmp_path / "h"], "features and labels"),
+    for bad, complaint in (([tmp_path / "e.doc", "h"], "is no source"), ([csv["edges"], tmp_path / "h"], "features are needed"),
                            ([csv["edges"], tmp_path / "h", *words], r"x.csv.gz, line 2: '3' has 1 column"),
                            ([csv["edges"], tmp_path / "h", "--features", tmp_path / "none.csv", *words[2:]], "cannot read .*none.csv: No such"),
                            ([csv["x"], tmp_path / "g", *words], "g exists already")):  # fmt: skip
@@ -5608,7 +6171,7 @@ def test_store_flags_without_effect_are_refused(tmp_path, monkeypatch, capsys):
         (["build", "m.npz:radius=3", "s"], "radius has no effect: it holds many small graphs"),
         (["build", "m.npz:row_normalize=0", "s"], "row_normalize has no effect: it holds many small graphs"),
         (["build", "e.csv", "s", "--features", "NOSUCH.csv", "--labels", "e.csv"], "NOSUCH.csv"),
-        (["build", "NOSUCH.csv", "s"], "NOSUCH.csv holds edges alone: features and labels are needed"),
+        (["build", "NOSUCH.csv", "s"], "NOSUCH.csv holds edges alone: features are needed"),
         (["build", "NOSUCH.npz", "s"], "cannot read NOSUCH.npz"),
         (["info", "s", "--features", "x"], "unrecognized arguments: --features x"),
         (["verify", "s", "--gpus", "1"], "unrecognized arguments: --gpus 1"),
@@ -5945,6 +6508,17 @@ assert allocator.trim_memory(level) == level and resident() < grown - 80e6, (lev
 """
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(allocator, "_loads", lambda library: there and library == "libnvidia-ml.so.1")
+    allocator.before_torch()
+    assert [os.environ.get(name) for name in names] == ["expandable_segments:True" if there else None] * 2
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 def test_memory_that_is_free_is_given_back_once_the_process_has_grown():
     done = subprocess.run([sys.executable, "-c", _TRIMS.format(here=str(HERE))], capture_output=True, text=True)
@@ -6001,6 +6575,108 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
             printed = process.communicate()[0] if isinstance(process, subprocess.Popen) else process.output.read_text()
             pytest.fail(f"{'it has ended' if ended else f'waited {seconds} s in vain'}: {printed}")
         time.sleep(pause)
+
+
+def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
+    common = ["--dataset", tiny, "--model", "gcn", "--fanout", "5,5", "--hidden", 16, "--epochs", 2, "--batch-size", 50]
+    log, expected = _run_here(tmp_path, *common)
+    for words in (["--cache", "20KiB"], ["--cache", "100KiB", "--lookahead", 3, "--sample-threads", 3],
+                  ["--cache", "1MiB", "--lookahead", 0, "--prefetch", 0]):  # fmt: skip
+        cached, model = _run_here(tmp_path, *common, *words)
+        assert [a["loss"] for a in log[:2]] == [b["loss"] for b in cached[:2]] and log[-1]["exact"] == cached[-1]["exact"]
+        assert all(torch.equal(expected[name], model[name]) for name in expected), words
+        last = cached[1]
+        assert 0 < last["cache_hit_rate"] < 1 and 0 < last["bytes_min"] <= 64 * (last["rows"] - last["hits"]) <= last["bytes_read"]
+    _train(*common, "--procs", 2, "--cache", "30KiB", "--checkpoint", tmp_path / "two.pt")
+    _train(*common, "--procs", 2, "--checkpoint", tmp_path / "plain.pt")
+    two, plain = _parameters(tmp_path / "two.pt"), _parameters(tmp_path / "plain.pt")
+    assert all(torch.equal(two[name], plain[name]) for name in two)
+
+
+def test_runs_on_disk_that_are_killed_go_on_to_the_same_bits(tiny, tmp_path):
+    """SIGKILL at random moments, resumed with another cache, window and number of threads each time."""
+    rng, moments = np.random.default_rng(int.from_bytes(os.urandom(4), "little")), []
+    common = ["--dataset", tiny, "--model", "gcn", "--gpus", 0, "--batch-size", 25, "--fanout", "5,5", "--epochs", 12]
+
+    def start(*words):
+        return _start_fork(tmp_path / "out", *common, *words, cwd=tmp_path)
+
+    _end(start("--checkpoint", "straight.pt"))  # features in memory
+    resumed = ["--checkpoint", "resumed.pt", "--checkpoint-every", 5, "--resume", "auto"]
+    while len(moments) < 5:
+        process = start(*resumed, "--cache", 1000 * int(rng.integers(1, 150)), "--lookahead", rng.integers(40),
+                        "--prefetch", rng.integers(4), "--sample-threads", rng.integers(1, 3))  # fmt: skip
+        _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2, process, pause=0.005)
+        moments.append(round(rng.uniform(0.05, 0.4), 3))
+        time.sleep(moments[-1])
+        os.kill(process.pid, signal.SIGKILL)
+        _end(process, 0, -signal.SIGKILL)
+    output = _end(start(*resumed, "--cache", "50KiB"))
+    assert len(set(re.findall(r"resume  from (epoch \d+, step \d+)", output))) > 1, moments
+    straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight), moments
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int turn;
+
+ssize_t pread(int file, void *to, size_t count, off_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off_t);
+  if (!real) real = dlsym(RTLD_NEXT, "pread");
+  if (!(fcntl(file, F_GETFL) & O_DIRECT) || offset == 0) return real(file, to, count, offset);
+  int now = __sync_fetch_and_add(&turn, 1), fails_at = atoi(getenv("FAILS_AT"));
+  if (now % 7 == 3) usleep(20000);  // slow
+  if (now % 7 == 5) { errno = EINTR; return -1; }
+  if (fails_at && now >= fails_at) { errno = EIO; return -1; }
+  return real(file, to, now % 3 ? count : (count + 1023) / 1024 * 512, offset);  // short
+}
+
+long syscall(long number, ...) {
+  static long (*real)(long, ...);
+  if (!real) real = dlsym(RTLD_NEXT, "syscall");
+  if (number == SYS_io_uring_setup) { errno = EPERM; return -1; }
+  va_list more;
+  va_start(more, number);
+  long a[6];
+  for (int i = 0; i < 6; i++) a[i] = va_arg(more, long);
+  va_end(more);
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
+    """A shim between the reader's threads and the kernel: slow, short and interrupted reads, then EIO."""
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim, straight = tmp_path / "shim.so", tmp_path / "straight.pt"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", tmp_path / "shim.c", "-o", shim, "-ldl"], check=True)
+    with open(GraphStore.open(tiny).path / "features.npy", "rb") as file:
+        try:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            pytest.skip("this file system has no direct reads, by which the shim knows the reader's")
+    words = ["--dataset", tiny, "--model", "gcn", "--fanout", "3,3", "--epochs", 1, "--batch-size", 200, "--cache", "20KiB"]
+    _train(*words[:-2], "--checkpoint", straight)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(shim)}
+    for fails_at, code in ((0, 0), (10, 2)):
+        command = [sys.executable, HERE / "train.py", *map(str, words), "--checkpoint", tmp_path / f"{code}.pt"]
+        done = subprocess.run(command, env={**environment, "FAILS_AT": str(fails_at)}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        if code:
+            assert re.fullmatch(r"train.py: .*features.npy cannot be read at byte [0-9,]+: Input/output error\n", done.stderr)
+        else:
+            ours, plain = _parameters(tmp_path / "0.pt"), _parameters(straight)
+            assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
 def _epochs(path):
@@ -6348,7 +7024,7 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults():
     environment = {**os.environ, "COLUMNS": "110"}
     done = subprocess.run([sys.executable, HERE / "train.py", "--help"], capture_output=True, text=True, env=environment)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) <= 100 and max(map(len, lines)) <= 110
+    assert done.returncode == 0 and len(lines) <= 112 and max(map(len, lines)) <= 110
     groups = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
     assert groups == ["options:", "data:", "sampling:", "model:", "links:", "optimisation:", "processes and placement:", "files:"]
     for action in flags.make_parser()._actions:
@@ -6758,6 +7434,18 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     _end(process, 0, -signal.SIGKILL)
     _, resumed = _run_here(tmp_path, "--resume", tmp_path / "half.pt")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
+    file = tmp_path / "run.pt"
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    state = torch.load(file, weights_only=True)
+    state["flags"]["precision"] = "tf32"  # as on a GPU
+    torch.save(state, file)
+    out = _train("--resume", file, "--epochs", 2, "--gpus", 0, "--checkpoint", file)
+    assert "fp32, for tf32 needs a GPU" in out and "epoch   2/2" in out
+    assert checkpoint.read_checkpoint(file)["flags"]["precision"] == "tf32"  # for a GPU that takes it up again
+    assert "needs a CUDA GPU" in _train("--resume", file, "--epochs", 3, "--gpus", 0, "--precision", "tf32", code=2)
 
 
 @pytest.mark.parametrize("before", [(), ("--epochs", "2")])
@@ -7285,6 +7973,7 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--batch-size", "0"], "--batch-size.*'0'"),
         (["--lr", "nan"], "--lr.*'nan'"),
         (["--precision", "tf32", "--gpus", "0"], "--precision tf32 needs a CUDA GPU"),
+        (["--cuda-graph", "on", "--gpus", "0"], "--cuda-graph on needs a CUDA GPU"),
         (["--timeline", "steps.gif"], "--timeline steps.gif: .* ends in .png"),
         (["--gpu-cache", "lots"], "'lots' is no size; write it as 4GiB"),
         (["--dropout", "1"], "--dropout 1"),
@@ -7473,6 +8162,29 @@ def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
     assert f"model   {moved}:Net is not the text that the checkpoint was made with" in output and ran.read_text() == "xx"
     moved.write_text(OWN_LAYERS.replace("self.classify", "self.head"))
     assert "does not fit the model" in _train(*predict, "--model", f"{moved}:Net", code=2)
+
+
+def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_path):
+    graph = GraphStore.open(tiny)
+    dst = torch.repeat_interleave(graph.indptr.diff())
+    arrays = {"edge_index": torch.stack([graph.indices.long(), dst]).numpy(), "x": graph.features.tensor.numpy()}
+    np.savez(tmp_path / "bare.npz", **arrays)
+    for name in ("valid", "train"):
+        np.savez(tmp_path / f"{name}.npz", **arrays, train_idx=graph.split[name].numpy())
+    run = ["--root", tmp_path / "root", "--gpus", 0]
+    _train("--dataset", tiny, "--fanout", "3,3", "--epochs", 2, "--checkpoint", tmp_path / "c.pt", "--gpus", 0)
+    for name, dataset in (("own", tiny), ("bare", tmp_path / "bare.npz")):
+        output = _train("--resume", tmp_path / "c.pt", "--dataset", dataset, "--predict", tmp_path / f"{name}.npy", *run)
+        assert ("it has no labels: a trained model can predict" in output) == (name == "bare")
+    assert np.array_equal(np.load(tmp_path / "own.npy"), np.load(tmp_path / "bare.npy"))
+    assert "has no labels to learn from: --resume FILE --predict" in _train("--dataset", tmp_path / "bare.npz", *run, code=2)
+    assert "which has no label" in _train("--dataset", tmp_path / "valid.npz", *run, code=2)
+    built = next((tmp_path / "root").glob("bare-*"))
+    assert verify(built) == [] and "no labels" in store.info(built) and not GraphStore.open(built).labelled
+    (tmp_path / "e.csv").write_text("0,1\n1,2\n")
+    (tmp_path / "x.csv").write_text("1.5\n2\n3\n")
+    assert store.main(["build", str(tmp_path / "e.csv"), str(tmp_path / "s"), "--features", str(tmp_path / "x.csv")]) == 0
+    assert not GraphStore.open(tmp_path / "s").labelled
 
 
 def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
@@ -7768,6 +8480,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
     absent = [name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there]
+    np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
     assert len(commands) > 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -7878,7 +8591,7 @@ if __name__ == "__main__":
 }
 
 TAKEN_ALONG = {  # what the first lines of a file say it needs
-    "store": ("disk", "csc", "columns", "lmdb_file"),
+    "store": ("disk", "csc", "columns", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
     "model": ("exact",),
 }

@@ -4,6 +4,7 @@
     python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
+    python train.py --task link --dataset cora --model gcn           # edges: which are there that are not known
     python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
@@ -34,7 +35,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
 import datasets
@@ -42,30 +42,38 @@ import ddp
 import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
-from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
-from disk import StoreError, write_whole
+import lookahead
+import step_graph
+from checkpoint import build_network, check_graph, common_state, complete, restore, save_checkpoint
+from disk import StoreError, readable_size, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from edge_data import EdgeData, degrees_at, edge_data
-from graphs import GraphDataset, GraphReader, Regressor
+from graphs import GraphDataset, GraphReader
 from link import Links, Scorer, read_pairs, score_pairs, split_edges
 from loader import AtSeedTimes, NodeLoader
-from metrics import binary_cross_entropy, score, scores_line
-from model import EDGE_CONVS, GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
+from lookahead import LookaheadCache
+from metrics import binary_cross_entropy, score
+from model import GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
-from plan import advice, choose_mode
+from plan import advice, choose_mode, spare_gpu_bytes
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
-from store import GraphStore
+from store import GraphStore, MmapFeatures, free_host_bytes
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
 WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
-def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
-    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
+def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, graphs, epoch, first):
+    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps).
+
+    graphs: the step as CUDA graphs, see step_graph.py; None without.
+    """
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
+    if graphs:
+        sampler, ring, loss_sum = graphs, graphs, graphs.begin()
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
@@ -76,22 +84,27 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
         clock.add("stall", waiting, time.perf_counter())
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
-        t0 = clock.mark("forward")
-        output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
-        loss = summed_loss(ring, model, output, batch.y)
-        t1 = clock.mark("backward")
-        with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
-            # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
-            (loss * (ranks.world / batch.total)).backward()
-        t2 = clock.mark("optimizer" if batch.last else None)
-        clock.lap("forward", t0, t1)
-        clock.lap("backward", t1, t2)
-        loss_sum += loss.detach()
+        t0 = clock.mark("step" if graphs else "forward")
+        if graphs:  # all that follows, up to the optimizer's step
+            graphs.step(batch)
+            clock.lap("step", t0, clock.mark())
+        else:
+            output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
+            loss = summed_loss(ring, model, output, batch.y)
+            t1 = clock.mark("backward")
+            with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
+                # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
+                (loss * (ranks.world / batch.total)).backward()
+            t2 = clock.mark("optimizer" if batch.last else None)
+            clock.lap("forward", t0, t1)
+            clock.lap("backward", t1, t2)
+            loss_sum += loss.detach()
         count += len(batch.y)
         if batch.last:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            clock.lap("optimizer", t2, clock.mark())
+            if not graphs:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                clock.lap("optimizer", t2, clock.mark())
             done = batch.step + 1
             bar.update()
             if args.checkpoint_every and (batch.key + 1) % args.checkpoint_every == 0:
@@ -103,7 +116,7 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
-    if ranks.world > 1:
+    if ranks.world > 1 and not graphs:
         stages["exchange"] = ranks.exchange(model) * (done - first)
     figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
@@ -116,7 +129,7 @@ def summed_loss(ring, model, output, y):
         return ring.loss(output, y)
     if isinstance(ring, Links):
         return ring.loss(unwrapped(model).scorer, output, y)
-    return F.cross_entropy(output, y, reduction="sum") if y.dim() == 1 else binary_cross_entropy(output, y)
+    return cross_entropy(output, y) if y.dim() == 1 else binary_cross_entropy(output, y)
 
 
 def unwrapped(model):
@@ -177,7 +190,7 @@ def exact_logits(ranks, args, store, model, layers=None):
     if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
         return logits_in_batches(ranks, args, store, model, layers)
     features = getattr(store.features, "tensor", store.features)
-    total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
+    total = ranks.sum_here if ranks.local_world > 1 else None
     try:
         with reading_all_edges():
             return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, edges=used.features,
@@ -211,14 +224,6 @@ def logits_in_batches(ranks, args, store, model, layers=None):
             x = model(batch.blocks, batch.x)
         logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
-
-
-def machine_sum(ranks, *values):
-    """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
-    machine, n = ranks.rank // ranks.local_world, len(values)
-    everyones = [0.0] * (ranks.world // ranks.local_world * n)
-    everyones[machine * n : (machine + 1) * n] = values
-    return ranks.sum(*everyones)[machine * n : (machine + 1) * n]
 
 
 @contextmanager
@@ -287,11 +292,16 @@ def open_data(ranks, args, path):
     if links:
         with reading_all_edges():
             store = split_edges(store, args.edge_split, args.seed)
-        store.num_classes, seeds = args.hidden, 2 + args.negatives  # of a pair, at most
+        store.num_classes, seeds = args.hidden, 2 + args.negatives  # the width of embeddings; nodes of a pair, at most
+        if args.pairs:
+            read_pairs(args.pairs, store.num_nodes)  # what is wrong with it is said before anything is trained
     else:
         datasets.choose_split(store, args.split, seed=args.seed, turn=args.turn, say=print if ranks.leads else lambda line: None)
         store.check_split()
     args.metric = args.metric or ("mrr" if links else "accuracy" if store.labels.dim() == 1 else "f1")
+    if not links and not store.labelled and args.trains:
+        raise StoreError(f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task link "
+                         "learns from edges")
     settle(ranks, args, store.split["train"].numel())
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
                                   batch_size=seeds * args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
@@ -304,18 +314,16 @@ def open_data(ranks, args, path):
         for line in lines:
             print(f"edges   {line}")
     columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
-    arrays = [store.indptr, store.indices, store.labels, store.features, *columns.values()]
+    arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
     if args.mode == "pinned-cuda":
+        spare = spare_gpu_bytes(store, args.mode, args.fanout, seeds * args.batch_size, args.hidden, args.prefetch) - args.cache
         if ranks.local_world < ranks.world:
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
-    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:])
+    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
     placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
-    if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
-        with reading_all_edges():
-            nodes = torch.arange(store.num_nodes) if links else store.split["train"]
-            visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, seeds * args.batch_size)
-        features = CachedFeatures(features, visits, args.cache, ranks.device)
+    features = cached(ranks, args, store, features, torch.arange(store.num_nodes) if links else store.split["train"],
+                      seeds * args.batch_size)  # fmt: skip
     sampler = make_sampler(args, indptr, indices, args.fanout, placed, used.strict)
     dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
     in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
@@ -337,9 +345,34 @@ def make_sampler(args, indptr, indices, fanout, used, strict):
     return AtSeedTimes(timed, used.seed_time)
 
 
+def cached(ranks, args, store, features, nodes, batch_size):
+    """The features behind the cache of --cache, which every process has; without one, as they are.
+
+    On CPU, before a memory-mapped table, it holds the rows that the next batches use soonest; on a GPU and before LMDB,
+    whose rows may change, the rows that are used most often by batches of these nodes, chosen once.
+    """
+    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    looks_ahead = mapped and lookahead.library() is not None
+    if looks_ahead and store.features.large and not args.cache:
+        args.cache = free_host_bytes() // (4 * ranks.local_world)
+        if ranks.leads:
+            print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
+    if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
+        return features
+    if args.lookahead is not None and not looks_ahead:
+        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
+                         f"are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
+    with reading_all_edges():
+        visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
+    if looks_ahead:
+        return LookaheadCache(store.features, args.cache, args.lookahead, visits)
+    return CachedFeatures(features, visits, args.cache, ranks.device)
+
+
 def settle(ranks, args, examples):
     """Fill in what depends on the number of training examples, and on nothing that more processes would change."""
     args.total_batch = args.batch_size * args.accumulate * ranks.world
+    examples = max(examples, 1)  # without labels there are none, and nothing is trained
     args.steps = -(-examples // args.total_batch)
     if args.epochs is None:
         args.epochs = max(10, -(-LEAST_STEPS // args.steps))
@@ -352,10 +385,11 @@ def tune(ranks, args):
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
         args.precision = "tf32" if has_tf32 else "fp32"
-    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" and ranks.gpus else "highest")
     said = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
-        said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
+        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
     elif args.allocator == "tuned":
         said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
         said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
@@ -366,21 +400,15 @@ def tune(ranks, args):
 def build_model(ranks, args, store, ring):
     """The model with the initial weights of --seed, the same on every rank."""
     torch.manual_seed(args.seed)
-    if args.task == "graph":
-        mean, std = (0.0, 1.0) if ring.binary else (ring.mean, ring.std)
-        return Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
-                         edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean,
-                         std=std).to(ranks.device)  # fmt: skip
     if is_own(args.model):
         sizes = store.feature_dim, store.num_classes
         model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
+        if args.task == "link":
+            model.scorer = Scorer(args.scorer, store.num_classes)
     else:
-        model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
-                    dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
-                    residual=args.residual, recompute=args.checkpoint_activations,
-                    edge_dim=store.edge_dim if args.model in EDGE_CONVS else 0)  # fmt: skip
-    if args.task == "link":
-        model.scorer = Scorer(args.scorer, args.hidden)
+        model = build_network(args, {**store.meta, **{name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}})
+    if args.task == "graph" and not ring.binary:
+        model.mean.copy_(ring.mean), model.std.copy_(ring.std)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
@@ -407,7 +435,11 @@ def run(ranks, args, path):
     best = {"score": -1.0, "epoch": 0, "model": None}  # of --early-stop
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state
-    parallel = ranks.wrap(model)
+    graphs, said = None, ""
+    if args.trains and args.task == "node" and start < args.epochs:
+        forward = functools.partial(predict, ranks, args, ring, model)
+        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
+    parallel = model if graphs else ranks.wrap(model)  # the graphs average the gradients themselves
     if ranks.leads:
         describe(ranks, args, store, model)
         if file and args.trains and start < args.epochs:
@@ -418,6 +450,8 @@ def run(ranks, args, path):
             print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
+    if ranks.leads and said and (graphs or args.cuda_graph == "on"):
+        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
 
     def save(epoch, step):
@@ -433,7 +467,7 @@ def run(ranks, args, path):
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
             with profile(report, ranks.rank) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
-                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, epoch, first
+                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, graphs, epoch, first
                 )
             if args.timeline and second and ranks.leads:
                 with report.attempt("timeline"):
@@ -470,8 +504,10 @@ def validate(ranks, args, store, sampler, ring, model):
         h = exact_logits(ranks, args, store, model) if len(store.split["valid"]) else None
         return {"valid": ring.evaluation(model.scorer, h, "valid", ranks)}
     figures = {"valid_sampled": sampled_score(ranks, args, sampler, ring, model, store.split["valid"])}
-    if isinstance(ring.features, CachedFeatures):
+    if isinstance(ring.features, (CachedFeatures, LookaheadCache)):
         figures["cache_hit_rate"] = ring.features.hit_rate
+    if isinstance(ring.features, LookaheadCache):
+        figures.update(ring.features.counts())
     return figures
 
 
@@ -496,18 +532,18 @@ def finish(ranks, args, store, ring, model, best, report):
             print(f"best    weights of epoch {best['epoch']}: valid {how}")
     if args.task == "graph":
         scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
-        tell_scores(args, report, scores)
+        report.scores(scores)
         ranks.barrier()
         return None
     metric = args.metric.replace("_", " ")
-    if ranks.sum(store.features.large)[0] and not args.predict:  # on any rank: each saw what was free at its start
+    if args.task == "node" and not args.predict and ranks.sum(store.features.large)[0]:  # on any rank: each saw what was free at its start
         line = f"exact layer-wise {metric}  n/a: the features do not fit into memory; --predict computes it"
         report.tell(line, {"exact": None})
         return dict.fromkeys(store.split)
     logits = exact_logits(ranks, args, store, model)
     if args.task == "link":
         scores = {name: ring.evaluation(model.scorer, logits, name, ranks) for name in ("valid", "test")}
-        exact = tell_scores(args, report, scores)
+        exact = report.scores(scores)
         if args.predict and ranks.leads:
             scorer = copy.deepcopy(model.scorer).to("cpu", logits.dtype)
             array = score_pairs(scorer, logits, read_pairs(args.pairs, store.num_nodes)) if args.pairs else logits
@@ -525,14 +561,6 @@ def finish(ranks, args, store, ring, model, best, report):
             array = predictions(args.predict_what, logits, several=store.labels.dim() == 2).numpy()
             write_whole(args.predict, lambda file: np.save(file, array))
     ranks.barrier()
-    return exact
-
-
-def tell_scores(args, report, scores):
-    """Report the figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
-    report.tell("\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items()), {"scores": scores})
-    exact = {f"{part} {name}": value for part, values in scores.items() if values for name, value in values.items()}
-    report.results({f"exact/{name.replace(' ', '_')}": value for name, value in exact.items()}, args.epochs)
     return exact
 
 
