@@ -3292,6 +3292,13 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
 
 
+def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes():
+    """A layer norm of two numbers leaves their signs: its gradient is zero."""
+    for classes, norm, kind in ((2, "layer", ()), (1, "layer", ()), (3, "layer", torch.nn.LayerNorm), (2, "batch", model.BatchNorm)):
+        inner = [type(part) for part in GNN(6, 8, classes, conv="gin", num_layers=2, norm=norm).layers[-1].mlp]
+        assert len(inner) == 3 + bool(kind) and (not kind or inner[1] is kind)
+
+
 def test_model_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="width 10 cannot be shared by 4 heads"):
         GNN(6, 10, 3, conv="gat", heads=4)
@@ -3680,6 +3687,7 @@ def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(csc, "EDGE_CHUNK", int(rng.integers(1, 200)))
     monkeypatch.setattr(csc, "SORT_EDGES", int(rng.integers(8, 2000)))
+    monkeypatch.setattr(csc, "FEW_EDGES", int(rng.integers(1, 100)))
     monkeypatch.setattr(columns, "ROW_BYTES", int(rng.integers(8, 4000)))
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
     src, dst = edge_index = rng.integers(0, V, (2, M))

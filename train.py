@@ -182,7 +182,7 @@ def exact_logits(ranks, args, store, model, layers=None):
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     used, _ = edge_data(args, store)
     if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
-        return logits_in_batches(ranks, args, store, model, used, layers)
+        return logits_in_batches(ranks, args, store, model, layers)
     features = getattr(store.features, "tensor", store.features)
     total = ranks.sum_here if ranks.local_world > 1 else None
     try:
@@ -194,11 +194,12 @@ def exact_logits(ranks, args, store, model, layers=None):
 
 
 @torch.no_grad()
-def logits_in_batches(ranks, args, store, model, used, layers=None):
+def logits_in_batches(ranks, args, store, model, layers=None):
     """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers,
     or those that a node may see at its time: all nodes at once where the graph is small and without times, else
     --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first layers."""
     model.eval()
+    used, _ = edge_data(args, store)
     small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
     sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None), used.strict)
     features = getattr(store.features, "tensor", store.features)
