@@ -241,8 +241,10 @@ class Arrays:
 
     def labels(self):
         """Class labels int64 [V], or several a node [V, C] of 0 and 1: -1 (of several a row) is no label, and so is NaN;
-        whole numbers may come as floats, and classes as [V, 1]."""
-        name = self.find(*LABELS, needed=True)
+        whole numbers may come as floats, and classes as [V, 1]. None where there is no such array."""
+        name = self.find(*LABELS)
+        if name is None:
+            return None
         values = self[name]
         if values.ndim == 0 or values.ndim > 2 and values.size != max(values.shape):
             raise self.error(f"{name} is {list(values.shape)}: a label for each node, [V], is needed, or [V, C] of 0 and 1")

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from disk import StoreError, integers
 
 EDGE_CHUNK = 1 << 22  # edges handled at a time
+FEW_EDGES = 1 << 14  # edges that are sorted with their numbers and times in the cache
 SORT_EDGES = 1 << 27  # so many edges are sorted in memory, 1 GiB of keys; more by way of the disk
 
 
@@ -126,21 +127,40 @@ def sorted_edges(edges, indptr, folder, num_edges, times, drop_duplicates, progr
         Iterator over chunks of (sorted sources, numbers of these edges in the input).
     """
     bits = _bits(indptr)
-    for low, high, keys, numbers in _ranges(edges, indptr, max(1, SORT_EDGES >> 2), folder, progress):
-        time = [] if times is None else [np.asarray(times[numbers % num_edges])]
-        order = np.lexsort((numbers, *time, keys))
-        if drop_duplicates:
-            ordered = keys[order]
-            order = order[np.concatenate([ordered[:1] == ordered[:1], ordered[1:] != ordered[:-1]])]
-        if time:
-            order = order[np.lexsort((time[0][order], keys[order] >> np.uint64(bits)))]
-        dst = (keys[order] >> np.uint64(bits)).view(np.int64) - low
-        indptr[low + 1:high + 1] = np.bincount(dst, minlength=high - low)
-        for a in range(0, len(order), EDGE_CHUNK):
-            some = order[a:a + EDGE_CHUNK]
-            yield keys[some] & np.uint64((1 << bits) - 1), numbers[some] % num_edges
-        keys = numbers = time = order = some = dst = None
+    for _, _, keys, numbers in _ranges(edges, indptr, max(1, SORT_EDGES >> 2), folder, progress):
+        for some in _few_destinations(keys, bits):
+            few, number = keys[some], numbers[some]
+            time = [] if times is None else [np.asarray(times[number % num_edges])]
+            order = np.lexsort((number, *time, few))
+            if drop_duplicates:
+                ordered = few[order]
+                order = order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
+            if time:
+                order = order[np.lexsort((time[0][order], few[order] >> np.uint64(bits)))]
+            few = few[order]
+            dst = (few >> np.uint64(bits)).view(np.int64)
+            indptr[dst[0] + 1:dst[-1] + 2] += np.bincount(dst - dst[0])
+            yield few & np.uint64((1 << bits) - 1), number[order] % num_edges
+        keys = numbers = None
     np.cumsum(indptr, out=indptr)
+
+
+def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
+    """Cut edges, given by their keys [n], by destination -> positions of so few at a time that they are sorted in the cache.
+
+    Numbers of 16 bits are sorted by their digits: in a few passes over the edges, however many there are.
+    """
+    if not len(keys):
+        return
+    low, high = (int(key >> np.uint64(bits)) for key in (keys.min(), keys.max()))
+    parts = min(max(1, len(keys) // FEW_EDGES), 1 << 14)
+    shift = max(0, (high - low).bit_length() - parts.bit_length())
+    part = ((keys >> np.uint64(bits + shift)) - np.uint64(low >> shift)).astype(np.uint16)
+    ends = np.cumsum(np.bincount(part))
+    order = np.argsort(part, kind="stable")
+    for a, b in zip([0, *ends[:-1]], ends):
+        if a < b:
+            yield order[a:b]
 
 
 def spooled_bytes(num_edges, numbered) -> int:

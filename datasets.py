@@ -215,7 +215,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
 
     An .npz file, a PyG `Data` and a DGLGraph hold arrays under these names (DGL has its own for edges): `edge_index`
     [2, M], or `edges` [M, 2]; `features`, `x`, `feat` or `node_features` [V, F], or a CSR matrix in `feat_indptr`,
-    `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; and perhaps
+    `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; perhaps what
+    edges carry, by the names in `arrays.OF_EDGES`, and `node_time` [V] (in DGL's ndata `time` as well); and perhaps
     `train_idx`, `train_mask` or `train_masks` [K, V], with `val_...` or `valid_...`, and `test_...`; all K splits are
     kept. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file without features, half of
     the training nodes get their label as a one-hot feature, the other half stay for training. A file with
@@ -318,7 +319,7 @@ def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progr
         more: dict, what meta.json keeps of the source beside that. options: of `build_store`.
     """
     drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
-    later = not many and not drawn and not arrays.part("train")
+    later = not many and not drawn and not arrays.part("train") and arrays.find(*LABELS) is not None
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: ["row_normalize"], "node_offsets": [], "atom_offsets": ["radius"]}[many]
@@ -336,16 +337,21 @@ def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progr
 
 def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetrize=False, **options) -> Path:
     """Build a store of the `Arrays` of one graph, and say what was drawn and what messages cannot do."""
-    labels = arrays.labels()
-    num_nodes, num_classes = len(labels), check_labels(labels, len(labels), num_classes)[1]
-    features, edge_index = arrays.features(given.get("row_normalize")), arrays.edge_index(num_nodes)
+    labels, features = arrays.labels(), arrays.features(given.get("row_normalize"))
+    if labels is None and features is None:
+        arrays.find(*FEATURES, needed=True)
+    what, rows = ("rows of features", features) if labels is None else ("labels", labels)
+    num_nodes = (*rows.shape, 0)[0]
+    num_classes, edge_index = check_labels(labels, num_nodes, num_classes)[1], arrays.edge_index(num_nodes)
     split = arrays.split(num_nodes, given.get("split"))
     if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
-        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} labels")
+        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} {what}")
     columns = arrays.columns(num_nodes, edge_index.shape[-1])
     arrays.close(num_nodes, edge_index.shape[-1])
     random = np.random.default_rng(seed)
-    if not split:
+    if labels is None:
+        arrays.say("it has no labels: a trained model can predict on it, and --task link can learn from its edges")
+    elif not split:
         split = _split_per_class(labels, random)
         arrays.say(f"it has no split: {DRAWN} are drawn ({'by --seed of train.py' if 'split' in source else f'seed {seed}'})")
     if features is None:
@@ -384,12 +390,12 @@ def _split_per_class(labels, random) -> dict:
 
 def _build_tables(path, file, own, more, seed, options) -> Path:
     """Build a store of a table of edges; `own` names the files of the other tables, `more` files or columns."""
-    if not {"features", "labels"} <= own.keys():
-        raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
+    if "features" not in own:
+        raise StoreError(f"{file} holds edges alone: features are needed as well, a line for each node")
     try:
         with scratch_folder(path) as folder:
             rows, nodes = graph_tables.features(own["features"], folder / "features")
-            labels, classes = graph_tables.labels(own["labels"], nodes)
+            labels, classes = graph_tables.labels(own["labels"], nodes) if "labels" in own else (None, None)
             node_time = more.pop("node_time", None)
             files = {name: value for name, value in more.items() if os.path.isfile(value)}
             keep = {name: value.split(",") if name == "edge_features" else [value] for name, value in more.items()
@@ -401,7 +407,7 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
             if nodes.names is not None:
                 nodes.save(folder / "nodes.txt")
-            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split, **columns))
+            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, **({} if labels is None else {"labels": labels}), **split, **columns))
             _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
             if nodes.names is not None:
                 os.replace(folder / "nodes.txt", path / "nodes.txt")

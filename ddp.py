@@ -89,6 +89,13 @@ class Ranks(NamedTuple):
         """Sum numbers over all ranks -> list of floats, the same on every rank."""
         return self.reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
+    def sum_here(self, *values):
+        """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
+        machine, n = self.rank // self.local_world, len(values)
+        everyones = [0.0] * (self.world // self.local_world * n)
+        everyones[machine * n : (machine + 1) * n] = values
+        return self.sum(*everyones)[machine * n : (machine + 1) * n]
+
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:

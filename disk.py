@@ -588,6 +588,6 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         bad = np.flatnonzero(labels[ids] < 0)
         if len(bad):
             raise StoreError(f"split {name!r} holds {what} {ids[bad[0]]}, which has no label (-1)")
-    if what == "node" and not len(split["train"]):
+    if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split

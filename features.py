@@ -171,16 +171,13 @@ class FeatureRing:
             said = f"slot {slot} of a ring with slots={len(self.buffers)}: prefetch(depth=d) uses d + 1 slots"
             raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
-        edge_ids = torch.cat([block.edge_ids for block in blocks]) if self.edge_ring else None
-        counts = [block.num_edges for block in blocks]
         if not self.copies:
             x = self._fetch(slot, outer.src_nodes, outer)
-            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
-            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=edges)
+            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
         with self.copies.stream(slot, blocks):
+            edges = self._edges(slot, blocks)
             blocks, y = self._move(slot, blocks, self.labels.index_select(0, seeds.to(self.labels.device)))
             x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
-            edges = self.edge_ring._fetch(slot, edge_ids).split(counts) if self.edge_ring else ()
             ready = self.copied[slot] = self.copies.event()
             return Batch(blocks, x, y, ready, self.began[slot], edges)
 
@@ -207,6 +204,15 @@ class FeatureRing:
             for (values, name), t, a in zip(mine, tensors, starts):
                 values[name] = part(there, t, a)
         return [type(block)(**values) for block, values in zip(blocks, fields)], fields[-1]["y"]
+
+    def _edges(self, slot, blocks):
+        """For each block the features [E, D] of its edges, where the ring has some."""
+        if not self.edge_ring:
+            return ()
+        if any(block.edge_ids is None for block in blocks):
+            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
+        rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
+        return rows.split([block.num_edges for block in blocks])
 
     def _fetch(self, slot, ids, block=None):
         """Rows ids of the features, or what a block makes of them, on the ring's device -> [N, F] of its dtype."""

@@ -138,11 +138,10 @@ def make_parser():
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for feature rows, the others "
-        "stay behind: of each GPU in modes cpu-cuda and pinned-cuda, of each process in mode cpu-cpu (default: none; for features that "
-        "exceed memory, a quarter of what is free)")  # fmt: skip
-    add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU the cache keeps the rows that the next N "
-        "batches use soonest (default: as many as use 10 caches full)")  # fmt: skip
+    add("--cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process "
+        "(cpu-cpu); others stay behind (default: none; half of what is free if features exceed it)")  # fmt: skip
+    add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU keep rows used soonest in the next N batches "
+        "(default: 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
     add("--cuda-graph", default="auto", choices=["auto", "on", "off"], help="a step as CUDA graphs, without the host: for sage "
@@ -211,6 +210,9 @@ def check_network(parser, args):
             parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task node")
     if args.task == "link" and args.split is not None:
         parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
+    if args.task == "link" and args.temporal not in ("auto", "off"):
+        parser.error(f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time")
+    args.temporal = "off" if args.task == "link" else args.temporal
     if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
         parser.error(f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none")
     if args.task == "graph" and args.precision == "fp64":
@@ -300,14 +302,15 @@ def text_of(value):
 
 
 def spelled_out(argv):
-    """--batch_size 8 -> --batch-size 8; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
+    """--batch_size 8 -> --batch-size 8; --gpu-cache -> --cache; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
     words = []
     for word in argv:
         if words and words[-1] == "--fanout":
             words[-1] += f"={word}"
         else:
             name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+            name = name.replace("_", "-").replace("--gpu-cache", "--cache")  # what it is called elsewhere
+            words.append(name + equals + value if word.startswith("--") else word)
     return words
 
 

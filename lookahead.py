@@ -32,7 +32,7 @@ import torch
 from disk import StoreError, gather_target
 from features import prefetch
 
-RAMP = 4  # batches sampled for each one fetched until the window is full, so that training need not wait for that
+RAMP = 2  # batches sampled for each one fetched until the window is full, so that training need not wait for that
 WINDOW = 10  # a window asks for so many times the rows of the cache, unless --lookahead says otherwise
 
 SOURCE = r"""
@@ -137,7 +137,8 @@ static int count_for_min(cache_t *cache, const batch_t *batch, i64 now) {  // no
   i64 earliest = now;
   for (i64 i = 0; i < batch->n; i++) {
     i64 since = batch->previous[i] ? (batch->previous[i] - 1) >> 32 : 0;
-    if (since <= cache->full) continue;  // never used, or at some moment since then the cache was full
+    if (since == now) cache->min_hits++;  // a row of this batch, once more
+    if (since == now || since <= cache->full) continue;  // never used, or at some moment since then the cache was full
     cache->starts[since]++;
     earliest = MIN(earliest, since);
   }
@@ -183,8 +184,8 @@ cache_t *la_open(i64 V, i64 C, i64 lookahead, const unsigned char *level) {  // 
   return cache;
 }
 
-// The next batch after those expected so far asks for these n distinct rows; ids stays where it is until it is planned
-// or forgotten. -> nonzero: no memory.
+// The next batch after those expected so far asks for these n rows; ids stays where it is until it is planned or
+// forgotten. A row that comes twice is known by its last place in the batch. -> nonzero: no memory.
 int la_expect(cache_t *cache, const i64 *ids, i64 n) {
   i64 now = cache->newest + 1;
   batch_t *batch = &cache->window[now & (cache->ring - 1)];
@@ -198,6 +199,7 @@ int la_expect(cache_t *cache, const i64 *ids, i64 n) {
     i64 node = ids[i], last = cache->last[node];
     batch->previous[i] = last;
     cache->last[node] = 1 + (now << 32 | i);
+    if (last && (last - 1) >> 32 == now) continue;
     if (last && (last - 1) >> 32 > cache->planned) {
       cache->window[(last - 1) >> 32 & (cache->ring - 1)].next[(last - 1) & 0xffffffff] = (int32_t)now;
     } else if (cache->place[node]) {
@@ -226,7 +228,9 @@ i64 la_plan(cache_t *cache, int32_t *from, int32_t *keep) {
     if (from[i] >= 0) continue;
     reads++;
     i64 node = batch->ids[i];
-    int32_t place = make_place(cache, node, batch->next[i]);
+    int32_t place = cache->place[node] - 1;
+    if (place >= 0) unlink_place(cache, place);  // it comes twice
+    else place = make_place(cache, node, batch->next[i]);
     if (place < 0) continue;
     cache->places[place].node = node;
     cache->place[node] = place + 1;
@@ -308,7 +312,7 @@ class Planner:
         self.expected = deque()  # ids int64 [n] of the batches that are not planned
 
     def expect(self, ids):
-        """A later batch asks for these distinct rows."""
+        """A later batch asks for these rows, some of them perhaps twice (as a node at two times)."""
         ids = ids.to(torch.int64).contiguous()
         if library().la_expect(self.state, ids.data_ptr(), len(ids)):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
@@ -371,7 +375,7 @@ class LookaheadCache:
             self.level = hot.clamp(2.0**-31, 1).log2().mul_(2).add_(63).clamp_(0, 63).to(torch.uint8)
         self.planner = None  # made when the first batch tells how large a window is
         self.plans = deque()  # not carried out
-        self.lookups = self.hits = 0
+        self.lookups = self.hits = self.min_hits = 0
 
     @property
     def hit_rate(self):
@@ -381,7 +385,7 @@ class LookaheadCache:
     def counts(self):
         """Counts since the start: rows asked for and hit; bytes read from the disk, and that MIN would have to read."""
         row_bytes = self.shape[1] * self.dtype.itemsize
-        least = (self.lookups - (self.planner.min_hits if self.planner else 0)) * row_bytes
+        least = (self.lookups - self.min_hits) * row_bytes
         return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read, "bytes_min": least}
 
     @contextmanager
@@ -398,7 +402,7 @@ class LookaheadCache:
             with closing(planned), closing(ahead):
                 yield itertools.takewhile(lambda batch: batch is not None, ahead)
         finally:
-            for _, _, keep in self.plans:
+            for _, _, keep, _ in self.plans:
                 self.planner.release(keep)
             self.plans.clear()
             if self.planner:
@@ -420,7 +424,7 @@ class LookaheadCache:
 
     def _decided(self, batch):
         _, source, keep = self.planner.plan()
-        self.plans.append((batch.blocks[0].src_nodes, source, keep))
+        self.plans.append((batch.blocks[0].src_nodes, source, keep, self.planner.min_hits))
         return batch
 
     def _window(self, batch):
@@ -442,12 +446,12 @@ class LookaheadCache:
         out = gather_target(self, ids, out)
         if not self.plans or self.plans[0][0] is not ids:
             return self.reader.read(ids, out)
-        _, source, keep = self.plans[0]
+        _, source, keep, min_hits = self.plans[0]
         row_bytes, copy = self.shape[1] * self.dtype.itemsize, library().la_copy
         copy(out.data_ptr(), self.cache.data_ptr(), source.data_ptr(), len(ids), row_bytes, True)
         missing = (source < 0).nonzero().squeeze(1)
         self.reader.read(ids[missing], out, missing)
         copy(self.cache.data_ptr(), out.data_ptr(), keep.data_ptr(), len(ids), row_bytes, False)
         self.plans.popleft()  # not before: what failed is not in the cache
-        self.lookups, self.hits = self.lookups + len(ids), self.hits + len(ids) - len(missing)
+        self.lookups, self.hits, self.min_hits = self.lookups + len(ids), self.hits + len(ids) - len(missing), min_hits
         return out

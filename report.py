@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk import StoreError, write_whole
+from disk import StoreError, readable_size, write_whole
 from metrics import scores_line
 from own_model import is_own
 
@@ -180,6 +180,13 @@ class Report:
                             self.board.add_scalar(name, value, figures["epoch"])
                     self.board.flush()
 
+    def scores(self, scores):
+        """Tell the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
+        self.tell("\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items()), {"scores": scores})
+        exact = {f"{part} {name}": value for part, values in scores.items() if values for name, value in values.items()}
+        self.results({f"exact/{name.replace(' ', '_')}": value for name, value in exact.items()}, self.args.epochs)
+        return exact
+
     def results(self, figures, epoch):
         """Give the final figures of each split, {name: value}, to TensorBoard, beside the flags that led to them."""
         if self.board:
@@ -247,6 +254,8 @@ def describe(ranks, args, store, model):
             f"{store.feature_dim} features; pairs: {split} ({args.edge_split})",
             f"model   {args.model}, {network}, scorer {args.scorer}, {parameters}; {fanout}; {args.negatives} negatives a pair, "
             f"{args.negatives_by}{', unchecked' if args.unchecked_negatives else ''}, {args.link_loss}",
+            args.total_batch * 2 > len(store.split["train"]) and f"advice  a step leaves the {args.total_batch:,} pairs that it is "
+            f"to predict out of the messages, and there are {len(store.split['train']):,}: give a smaller --batch-size",
         )
     elif args.task == "graph":
         lines = (
@@ -282,6 +291,8 @@ def epoch_line(args, figures):
     line = (f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  "
             f"{figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s")  # fmt: skip
     rest = {"": f"{figures['peak_bytes'] / 2**30:.2f} GiB "}
+    if "bytes_read" in figures:
+        rest["read"] = f"{readable_size(figures['bytes_read'])}, MIN {readable_size(figures['bytes_min'])} "
     for stage in ("stall", "sample", "fetch", "forward", "backward", "step", "exchange", "transfer"):
         if stage in figures:
             rest[stage] = f"{figures[stage]:.2f}"

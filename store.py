@@ -61,8 +61,8 @@ MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 # building
 
 
-def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels, split, edge_weight=None,
-                edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
+def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels=None, split=None,
+                edge_weight=None, edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
                 drop_self_loops=False, drop_duplicates=False, block_rows=None, source="", progress=False) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
@@ -78,7 +78,7 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or of several labels a node [V, C] of 0 and 1; -1, or a row of it, for a node
-            without a label, which no split may hold.
+            without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
         edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
@@ -106,8 +106,9 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     features = array_like("features", features)
     num_nodes, width, dtype = _check_features(features)
+    labelled = labels is not None
     labels, num_classes = check_labels(labels, num_nodes, num_classes)
-    split = check_splits(split, labels)
+    split = check_splits({} if split is None else split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
     columns, widths = check_columns(num_edges, num_nodes, edge_weight=edge_weight, edge_time=edge_time,
                                     edge_features=edge_features, node_time=node_time)  # fmt: skip
@@ -119,7 +120,8 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
     meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
             "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
-            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)), **widths}
+            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)),
+            "labelled": labelled, **widths}
     arrays = dict(indptr=indptr, labels=labels, **split)
     edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
@@ -189,7 +191,9 @@ def _check_features(features) -> tuple[int, int, str]:
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None; StoreError for what cannot be
-    meant."""
+    meant. Of None, -1 for all nodes."""
+    if labels is None:
+        return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
         raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features, or "
@@ -310,7 +314,8 @@ class GraphStore:
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
         node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled: False
+            where no node has a label.
         path: the directory.
         meta: the contents of meta.json.
     """
@@ -319,7 +324,7 @@ class GraphStore:
         self.path, self.meta = Path(path), meta
         self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
-        self.edge_dim = meta.get("edge_dim", 0)
+        self.edge_dim, self.labelled = meta.get("edge_dim", 0), meta.get("labelled", True)
         self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
         self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
             self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
@@ -510,7 +515,8 @@ def _problems_of_a_graph(path) -> Iterator[str]:
     except StoreError as error:
         yield f"indices.npy: {error}"
     try:
-        labels, _ = check_labels(graph.labels.numpy(), graph.num_nodes, graph.num_classes)
+        given = graph.labels.numpy() if graph.labelled else None
+        labels, _ = check_labels(given, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
             check_splits({name: ids.numpy() for name, ids in graph.split.items()}, labels)
@@ -529,7 +535,8 @@ def info(path) -> str:
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": described(graph),
-        "classes": f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
+        "classes": "no labels" if not graph.labelled else
+                   f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
         "options": ", ".join(name for name, on in options.items() if on) or "none",
     }
     return info_lines(lines, graph)
