@@ -75,13 +75,14 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
         predict: function (batch, key) -> logits float32 [S, C].
 
     Returns:
-        (StepGraphs, a line about them), or (None, why there are none). The same on all ranks, which call it together.
+        (StepGraphs, a line about them), or (None, why there are none, where they were asked for or failed). The same on
+        all ranks, which call it together.
     """
     if args.cuda_graph == "off":
         return None, ""
     why = obstacle(ranks, args, sampler, ring, model)
     if ranks.sum(bool(why))[0]:
-        return None, why or ELSEWHERE
+        return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     if ranks.world > 1:
         ranks.check_equal(model)
     stream = torch.cuda.current_stream()

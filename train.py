@@ -284,7 +284,7 @@ def run(ranks, args, path):
             print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
-    if ranks.leads and said and (graphs or args.cuda_graph == "on"):
+    if ranks.leads and said:
         print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
 
