@@ -11,11 +11,21 @@ from pathlib import Path
 
 
 def before_torch():
-    """Set the variables that torch and oneDNN read when they are loaded, unless the user has; spawned ranks inherit them."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+    """Set the variables that torch and oneDNN read when they are loaded, unless the user has; spawned ranks inherit them.
+
+    CUDA segments that grow need NVIDIA's libnvidia-ml: without it torch 2.13 ends with a segmentation fault.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ) and _loads("libnvidia-ml.so.1"):
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # products compiled for one batch's size are not kept:
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # see linear() in model.py; 0 is more than this one bears
+
+
+def _loads(library):
+    try:
+        return bool(ctypes.CDLL(library))
+    except OSError:
+        return False
 
 
 def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):

@@ -33,6 +33,11 @@ from store import free_host_bytes
 EDGES = ("edge_index", "edges", "adj_t")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels")
+OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." before them
+    "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
+    "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
+    "edge_features": ("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
+}
 PARTS = {part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]
          for part, words in zip(SPLITS, (["train"], ["val", "valid"], ["test"]))}  # fmt: skip
 MATTERS = re.compile("edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index")
@@ -134,7 +139,7 @@ class Arrays:
     """
 
     def __init__(self, source, values, ignore=()):
-        self.source, self._values, self._taken = str(source), values, set()
+        self.source, self._values, self._taken, self._adjacent = str(source), values, set(), None
         self._there = [name for name in values if isinstance(values, Npz) or values[name] is not None]
         for name in ignore:
             self.find(name, needed=True)
@@ -208,28 +213,56 @@ class Arrays:
         if len(indptr) != num_nodes + 1:
             raise self.error(f"adj_t has {len(indptr) - 1} rows, there are {num_nodes} nodes")
         if values is not None and not bool((values == 1).all()):
-            raise self.error("adj_t has values other than 1, and edge weights are not used: make them 1 to go on")
+            self._adjacent = values.detach().cpu()
         return torch.stack([indices, torch.repeat_interleave(indptr.diff())]).cpu().numpy()
 
+    def columns(self, num_nodes, num_edges):
+        """What edges carry, by the names that a store has for it, and `node_time`; `edge_index` comes before this."""
+        found = {column: name for column, names in OF_EDGES.items() if (name := self.find(*names))}
+        if self._adjacent is not None and "edge_weight" in found:
+            raise self.error(f"adj_t has values other than 1, and there is {found['edge_weight']}: keep one of them")
+        if self.find("node_time"):
+            found["node_time"] = "node_time"
+        columns = {column: self[name] for column, name in found.items()}
+        for column, name in found.items():
+            shape, count = list(columns[column].shape), num_nodes if column == "node_time" else num_edges
+            if shape[:1] != [count]:
+                things = "nodes" if column == "node_time" else "edges"
+                raise self.error(f"{name} is {shape}: a row for each of the {count} {things} is needed; drop the array, or "
+                                 f"{self._do_without(name)}")
+            if column != "edge_features" and shape[1:] == [1]:
+                columns[column] = columns[column].reshape(-1)
+        if self._adjacent is not None:
+            found["edge_weight"], columns["edge_weight"] = "values of adj_t", self._adjacent
+        if found:
+            names = (column if column == name else f"{column} (called {name})" for column, name in found.items())
+            self.say(f"it has {', '.join(names)}")
+        return columns
+
     def labels(self):
-        """Class labels int64 [V]: -1 is no label, and so is NaN; whole numbers may come as floats, and as [V, 1]."""
-        name = self.find(*LABELS, needed=True)
+        """Class labels int64 [V], or several a node [V, C] of 0 and 1: -1 (of several a row) is no label, and so is NaN;
+        whole numbers may come as floats, and classes as [V, 1]. None where there is no such array."""
+        name = self.find(*LABELS)
+        if name is None:
+            return None
         values = self[name]
-        if values.ndim == 0 or values.size != max(values.shape):
-            raise self.error(f"{name} is {list(values.shape)}: a label for each node, [V], is needed; of one-hot rows "
-                             f"take {name}.argmax(1)")
-        values = values.reshape(-1)
+        if values.ndim == 0 or values.ndim > 2 and values.size != max(values.shape):
+            raise self.error(f"{name} is {list(values.shape)}: a label for each node, [V], is needed, or [V, C] of 0 and 1")
+        if values.size == max(values.shape):
+            values = values.reshape(-1)
+        elif (values.sum(1) == 1).all() and ((values == 0) | (values == 1)).all():
+            raise self.error(f"{name} is {list(values.shape)}, one-hot rows: of one class a node take {name}.argmax(1)")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(f"{self.source}: {name}", values)
         values = values.astype(np.float64)
         missing = np.isnan(values)
-        bad = np.flatnonzero(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
+        bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
         if len(bad):
-            raise self.error(f"{name}[{bad[0]}] is {values[bad[0]]}: labels are whole numbers, or NaN where there is "
+            raise self.error(f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where there is "
                              "none")
         if missing.any():
-            self.say(f"{missing.sum():,} of {len(values):,} in {name} are NaN: these nodes have no label (-1)")
+            self.say(f"{missing.sum():,} of {values.size:,} in {name} are NaN: these nodes have no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)
 
     def features(self, row_normalize=None):
@@ -293,17 +326,21 @@ class Arrays:
         return self.find(*PARTS[part])
 
     def split(self, count, choice=None):
-        """The split of `count` nodes or graphs, {part: ids}; empty where there is none.
+        """The split of `count` nodes or graphs, {part: ids}; a list of them where there are several, empty where none.
 
-        Ids are [n]. Masks are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
+        Ids are [n], of several splits [K, n] (or [n, K] where that fits all parts), short rows filled up with -1. Masks
+        are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
 
         Args:
-            choice: which of several splits, from 0; None: the first, and a line says so.
+            choice: which of several splits to take alone, from 0.
         """
         names = {part: name for part in SPLITS if (name := self.part(part))}
         if names and "train" not in names:
             raise self.error(f"it has {' and '.join(names.values())}, but no {' or '.join(PARTS['train'])} to train on")
-        splits = {part: self._splits(name, count) for part, name in names.items()}  # [K or 1, n] each
+        lists = [self[name].shape for name in names.values() if self._of_ids(name)]
+        lists = [shape for shape in lists if len(shape) == 2 and min(shape) > 1]
+        turned = len({shape[1] for shape in lists}) == 1 < len({shape[0] for shape in lists})
+        splits = {part: self._splits(name, count, turned) for part, name in names.items()}  # [K or 1, n] each
         several = sorted({len(rows) for rows in splits.values()} - {1})
         if len(several) > 1:
             raise self.error(f"it has {' and '.join(map(str, several))} splits in {', '.join(names.values())}: the "
@@ -312,18 +349,27 @@ class Arrays:
             raise self.error(f"split={choice} has no effect: it has {'one' if names else 'no'} split")
         if choice is not None and not 0 <= choice < several[0]:
             raise self.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
-        if several and choice is None:
-            self.say(f"it has {several[0]} splits, and the first is taken (split=0); split=1 takes the next")
-        rows = {part: rows[(choice or 0) if several and len(rows) > 1 else 0] for part, rows in splits.items()}
-        return {part: np.flatnonzero(row) if row.dtype == bool else row for part, row in rows.items()}
 
-    def _splits(self, name, count):
-        """A part of one split or of K as [K, n]: ids, or bool where they are masks."""
+        def ids(row, several):
+            return np.flatnonzero(row) if row.dtype == bool else row[row != -1] if several else row
+
+        def split(number):
+            return {part: ids(rows[number if len(rows) > 1 else 0], len(rows) > 1) for part, rows in splits.items()}
+
+        return [split(number) for number in range(several[0])] if several and choice is None else split(choice or 0)
+
+    def _of_ids(self, name):
+        return "mask" not in name and self[name].dtype != bool
+
+    def _splits(self, name, count, turned):
+        """A part of one split or of K as [K, n]: ids (`turned`: given as [n, K]), or bool where they are masks."""
         values = self[name]
         shape = list(values.shape)
-        if "mask" not in name and values.dtype != bool:
+        if self._of_ids(name):
+            if values.ndim == 2 and min(shape) > 1:
+                return values.T if turned else values
             if values.ndim == 0 or values.size != max(shape):
-                raise self.error(f"{name} is {shape}: ids have one dimension, and several splits come as masks")
+                raise self.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
             return values.reshape(1, -1)
         if count not in shape or len(shape) > 2 or shape == [count, count] != [1, 1]:
             raise self.error(f"{name} is {shape}: a mask is [{count}], of K splits [K, {count}] or [{count}, K]")
@@ -339,7 +385,7 @@ class Arrays:
             shape = value.shape(name) if isinstance(value, Npz) else getattr(value[name], "shape", ())
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or MATTERS.search(str(name).lower()):
-                why = "edges have no weights, features or times here"
+                why = "what edges carry is called edge_weight, edge_time or edge_features"
                 why = why if of_edges or "edge" in name else "its name is not understood"
                 raise self.error(f"{name} is not used: {why}; drop the array, or {self._do_without(name)}")
         if rest:

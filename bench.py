@@ -3,6 +3,8 @@
     python bench.py sampler                      # this sampler beside DGL's, pyg-lib's, torch-sparse's, GraphBolt's
     python bench.py sampler --json sampler.json --larger synthetic:nodes=24490290,degree=50,features=1,classes=47
     python bench.py step                         # a training step beside DGL's, and what each trick is worth
+    python bench.py link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # link prediction beside DGL's
+    python bench.py overlap                      # batches prepared ahead beside one after the other; draws both
     python bench.py features                     # the ring beside a plain copy; four processes on one store
     python bench.py scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
     python bench.py store                        # building, training from disk, many small graphs
@@ -33,10 +35,11 @@ import torch
 from bench_accuracy import bench_accuracy
 from bench_attack import bench_attack
 from bench_gpu import bench_gpu, gpu_machine
+from bench_link import bench_link
 from bench_sampler import bench_sampler
 from bench_store import bench_store
 from bench_tools import hardware, keep_figures, settle
-from bench_training import bench_features, bench_inference, bench_scaling, bench_step
+from bench_training import bench_features, bench_inference, bench_overlap, bench_scaling, bench_step
 from disk import StoreError
 from model import CONVS
 
@@ -94,16 +97,17 @@ def bench_picture(args):
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("times a second (longer is faster)", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(args.png, dpi=110)
+    path = args.png or "results/throughput.png"
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
-    print(f"drawn: {args.png}")
+    print(f"drawn: {path}")
     return {}
 
 
 def main(argv=None):
     """Run the command line -> exit code."""
-    runs = {"sampler": bench_sampler, "step": bench_step, "features": bench_features, "scaling": bench_scaling,
-            "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
+    runs = {"sampler": bench_sampler, "step": bench_step, "link": bench_link, "overlap": bench_overlap, "features": bench_features,
+            "scaling": bench_scaling, "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
             "gpu": bench_gpu, "attack": bench_attack, "picture": bench_picture}  # fmt: skip
     numbers = lambda text: [int(k) for k in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -116,7 +120,7 @@ def main(argv=None):
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
     add("--threads", type=int, help="threads of every contender (default: 2; gpu: one for each core)")
-    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs; gpu: 5)")
+    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs; gpu, overlap: 5)")
     add("--json", metavar="FILE", help="write the figures here as well")
     add("--larger", metavar="DATASET", help="sampler: also compare the cost of an edge on this larger graph")
     add("--shared", default="synthetic:nodes=2500000,degree=1,features=400", metavar="DATASET",
@@ -127,7 +131,8 @@ def main(argv=None):
     add("--edges", type=int, default=10_000_000, help="store: edges to build from; their reverses are added")
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
-    add("--batches", type=int, default=10, help="store: batches of the training run")
+    add("--batches", type=int, default=40, help="store: batches of a training run, of which the first quarter is not timed")
+    add("--reads", type=int, default=100_000, help="store: rows to read from random places, each time")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     add("--data", default="../shared/data", metavar="DIR", help="accuracy: folder of the real graphs")
     add("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin,labels")
@@ -135,9 +140,9 @@ def main(argv=None):
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; files go to gpu-quick under --root")
     add("--minutes", type=float, default=15, help="gpu, attack: time for all parts")
     add("--seed", type=int, default=0, help="attack: of the cases")
-    add("--parts", metavar="A,B", help="gpu: only these, of those that bench_gpu.py lists")
+    add("--parts", metavar="A,B", help="gpu, store: only these, of those that bench_gpu.py and bench_store.py list")
     add("--out", metavar="DIR", help="gpu: folder of gpu-*.json (default: results)")
-    add("--png", default="results/throughput.png", metavar="FILE", help="picture: where it goes")
+    add("--png", metavar="FILE", help="where the picture goes (default: results/throughput.png; overlap: results/timeline.png)")
     args = parser.parse_args(argv)
     if args.files and args.what != "picture":
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
@@ -146,7 +151,7 @@ def main(argv=None):
     if unknown := set((args.models or "mlp").split(",")) - {"mlp", "labels", *CONVS}:
         parser.error(f"--models {','.join(sorted(unknown))}: choose from mlp,{','.join(CONVS)},labels")
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
-    args.rounds = args.rounds or {"scaling": 5, "gpu": 5}.get(args.what, 20)
+    args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "overlap": 5}.get(args.what, 20)
     args.threads = args.threads or (torch.get_num_threads() if args.what == "gpu" else 2)
     settle(args.threads)
     on_gpu = torch.cuda.is_available() and (args.what == "gpu" or (args.what == "scaling" and args.gpus))
@@ -154,7 +159,7 @@ def main(argv=None):
     if args.what != "picture" and (on_gpu or args.what != "gpu"):
         where = "measured on the GPU" if on_gpu else "measured on the CPU"
         print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
-    if args.what in ("sampler", "step", "features", "inference"):
+    if args.what in ("sampler", "step", "link", "overlap", "features", "inference"):
         print(f"{args.dataset}  batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads  "
               f"n = {args.rounds}")  # fmt: skip
     try:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import datasets
 import flags
 import fused
+import step_graph
 import train
 from bench_tools import opened, print_table
 from ddp import Ranks, StopSignal
@@ -192,6 +193,11 @@ class Ours:
         self.store, self.sampler, self.ring = train.open_data(self.ranks, self.flags, path)
         self.model = train.build_model(self.ranks, self.flags, self.store, self.ring)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.flags.lr, fused=True)
+        forward = functools.partial(train.predict, self.ranks, self.flags, self.ring, self.model)
+        run = self.ranks, self.flags, self.store, self.sampler, self.ring, self.model
+        self.graphs, why = step_graph.build(*run, self.optimizer, forward)
+        if self.flags.cuda_graph == "on" and not self.graphs:
+            raise RuntimeError(f"no CUDA graphs: {why}")
 
     def __call__(self, epoch, steps):
         torch.set_float32_matmul_precision("high" if self.flags.precision == "tf32" else "highest")
@@ -199,7 +205,7 @@ class Ours:
         with StopSignal(self.ranks) as stop:
             _, _, self.figures, _ = train.train_epoch(
                 self.ranks, self.flags, self.store, self.sampler, self.ring, self.model, self.optimizer, stop,
-                lambda epoch, step: None, epoch, 0,
+                lambda epoch, step: None, self.graphs, epoch, 0,
             )  # fmt: skip
 
 
@@ -318,17 +324,13 @@ def training(args, record, size):
 
 
 def training_contenders(args, size):
-    """{name: function that makes it}; eager and graph: --cuda-graph off and on, where train.py has the flag."""
-    graphs = {"eager": [], "graph": ["--cuda-graph", "on"]}
-    if "--cuda-graph" in flags.make_parser()._option_string_actions:
-        graphs["eager"] = ["--cuda-graph", "off"]
-    else:
-        del graphs["graph"]
+    """{name: function that makes it}; eager and graph: --cuda-graph off and on, where the GPU can read the features."""
     makers = {}
     for mode in GPU_MODES:
         for precision in ("fp32", "tf32", "bf16"):
-            for how, words in graphs.items():
-                makers[f"{mode} {precision} {how}"] = functools.partial(Ours, args, size, mode, precision, *words)
+            for how, word in (("eager", "off"), ("graph", "on"))[: 1 if mode == "cpu-cuda" else 2]:
+                more = "--cuda-graph", word
+                makers[f"{mode} {precision} {how}"] = functools.partial(Ours, args, size, mode, precision, *more)
         makers[f"{mode} fp32 plain"] = functools.partial(Plain, args, size, mode)
     return makers | {"cpu-cuda fp32 PyG": functools.partial(PyG, args, size)}
 

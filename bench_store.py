@@ -1,7 +1,14 @@
-"""python bench.py store: building a store, training from features on disk, writing and reading many small graphs."""
+"""python bench.py store: building a store, reading rows and training from features on disk, writing and reading many small
+graphs.
+"""
 
+import contextlib
+import ctypes
 import functools
+import itertools
+import os
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -11,11 +18,62 @@ import torch
 
 import datasets
 from allocator import keep_freed_memory
-from bench_tools import OwnProcess, forget_pages, print_table, watch
+import native
+from bench_tools import OwnProcess, forget_pages, interleave, print_table, watch
 from bench_training import Ours
-from features import CachedFeatures, expected_visits, prefetch
+from disk import StoreError
+from features import CachedFeatures, expected_visits
 from graphs import GraphDataset, block_diagonal, build_graphs
-from store import GraphStore, build_store
+from loader import NodeLoader
+from lookahead import LookaheadCache
+from row_reader import open_rows
+from store import GraphStore, MmapFeatures, build_store
+
+PARTS = ("build", "reads", "train", "lmdb", "graphs")
+
+# A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into a buffer of its own.
+PLAIN = r"""
+#define _GNU_SOURCE
+#include <linux/aio_abi.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+long plain_read(int file, const long *offsets, long n, long bytes, long depth) {  // -> bytes read
+  aio_context_t context = 0;
+  struct iocb requests[depth], *submitted[depth];
+  struct io_event events[depth];
+  long idle[depth], num_idle = 0, next = 0, done = 0, total = 0;
+  char *buffers;
+  if (syscall(SYS_io_setup, depth, &context) || posix_memalign((void **)&buffers, 4096, depth * bytes)) return -1;
+  while (num_idle < depth) idle[num_idle] = num_idle, num_idle++;
+  while (done < n) {
+    long count = 0;
+    for (; num_idle && next < n; count++) {
+      long slot = idle[--num_idle];
+      memset(&requests[slot], 0, sizeof requests[slot]);
+      requests[slot].aio_fildes = file;
+      requests[slot].aio_lio_opcode = IOCB_CMD_PREAD;
+      requests[slot].aio_buf = (unsigned long)(buffers + slot * bytes);
+      requests[slot].aio_nbytes = bytes;
+      requests[slot].aio_offset = offsets[next++];
+      requests[slot].aio_data = slot;
+      submitted[count] = &requests[slot];
+    }
+    if (count && syscall(SYS_io_submit, context, count, submitted) != count) return -1;
+    long found = syscall(SYS_io_getevents, context, 1, depth, events, 0);
+    for (long i = 0; i < found; i++) {
+      idle[num_idle++] = events[i].data;
+      total += events[i].res;
+    }
+    done += found > 0 ? found : 0;
+  }
+  syscall(SYS_io_destroy, context);
+  free(buffers);
+  return total;
+}
+"""
 
 
 def build_edges(folder, num_edges):
@@ -34,24 +92,71 @@ def build_edges(folder, num_edges):
             "input_edges_per_s": num_edges / seen.seconds, "peak_anonymous": seen.peak}  # fmt: skip
 
 
-def train_from_disk(path, args, cache):
-    """Train --batches batches on features that stay on disk, `cache` bytes of them in memory -> figures."""
+def read_rows(folder, args):
+    """Rows from random places of a file on disk, beside a plain reader of blocks of their size, in turn -> figures."""
+    file, size, alone = folder / "table", int(args.features_gb * 1e9) // 4096 * 4096, torch.Generator().manual_seed(0)
+    block = np.random.default_rng(0).bytes(1 << 24)
+    with open(file, "wb") as out:  # of random bytes: a file with holes would not be read from the disk
+        for a in range(0, size, len(block)):
+            out.write(block[: size - a])
+        os.fsync(out.fileno())
+    plain = native.load_c("plain_read", PLAIN, ["-O2", "-fPIC", "-shared"],
+                          {"plain_read": (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3)})  # fmt: skip
+    handle, figures = os.open(file, os.O_RDONLY | os.O_DIRECT), {}
+    for row_bytes, run in ((400, 1), (1024, 1), (4096, 1), (1024, 8), (1024, 32)):
+        rows, count = (size - 4096) // row_bytes, args.reads // run
+        span = -(-row_bytes * run // 512) * 512
+        starts = lambda end: torch.randint(end, (count,), generator=alone)  # noqa: E731
+        out = torch.zeros(count * run, row_bytes, dtype=torch.uint8)
+
+        def ours(reader):
+            ids = (starts(rows - run).unsqueeze(1) + torch.arange(run)).flatten()
+            return lambda i: reader.read(ids, out)
+
+        def theirs(i):
+            offsets = starts((size - span) // 512) * 512
+            if plain.plain_read(handle, offsets.data_ptr(), count, span, 64) != count * span:
+                raise StoreError(f"the plain reader could not read {file}")
+
+        readers = {engine: open_rows(file, 4096, row_bytes, rows, engine=engine) for engine in ("io_uring", "threads")}
+        contenders = {"plain": theirs, **{engine: ours(reader) for engine, reader in readers.items()}}
+        times = interleave(contenders, args.rounds, warmup=1)
+        name = f"{row_bytes} B" if run == 1 else f"{run} x {row_bytes} B side by side"
+        figures[name] = {contender: count / statistics.median(seconds) for contender, seconds in times.items()}
+    os.close(handle)
+    file.unlink()
+    return figures
+
+
+def train_from_disk(path, args, how, cache):
+    """Train --batches batches on features that stay on disk, `cache` bytes of them in memory -> figures of all but the
+    first quarter, by which caches are full; the bytes read are those of the whole run.
+
+    how: "map" reads through the memory map, "disk" with many reads in flight, "lookahead" behind a cache that looks ahead.
+    """
     keep_freed_memory()
     store = GraphStore.open(path)
-    table, nodes = getattr(store.features, "tensor", store.features), store.split["train"]
+    table, nodes = store.features, store.split["train"]
+    if isinstance(table, MmapFeatures):  # also where they would fit
+        table = MmapFeatures(table._table, True, *([] if how == "map" else [store.path, table._head]))
     if cache:
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
-        table = CachedFeatures(store.features, visits, cache)
-    torch.manual_seed(0)
-    order = nodes[torch.randperm(len(nodes))].repeat(-(-args.batches * args.batch_size // len(nodes)))
-    seeds = [batch.unique() for batch in order.split(args.batch_size)[: args.batches]]
-    ours = Ours(store, seeds, args, features=table, slots=3)
+        table = CachedFeatures(table, visits, cache) if how != "lookahead" else LookaheadCache(table, cache, None, visits)
+        del visits
+    ours = Ours(store, [], args, features=table, slots=3)
+    loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=ours.sampler, ring=ours.ring)
     forget_pages(path)
-    with watch() as seen:
-        for batch in prefetch(ours.load, range(args.batches), depth=2):
-            loss = ours.train(batch)
-    return {"batches_per_s": args.batches / seen.seconds, "peak_anonymous": seen.peak, "mapped": seen.mapped,
-            "major_faults": seen.faults, "loss": loss, "cache_hit_rate": getattr(table, "hit_rate", None)}  # fmt: skip
+    losses, first = [], args.batches // 4
+    with contextlib.closing(iter(loader)) as batches:
+        for batch in itertools.islice(batches, first):
+            losses.append(ours.train(batch))
+        with watch() as seen:
+            for batch in itertools.islice(batches, args.batches - first):
+                losses.append(ours.train(batch))
+    counts = table.counts() if how == "lookahead" else {}
+    return {"batches_per_s": (args.batches - first) / seen.seconds, "peak_anonymous": seen.peak, "mapped": seen.mapped,
+            "major_faults": seen.faults, "losses": losses, "cache_hit_rate": getattr(table, "hit_rate", None),
+            "lookahead": getattr(table, "lookahead", None), **counts}  # fmt: skip
 
 
 def write_graphs(path, count):
@@ -89,37 +194,74 @@ def read_graphs(path, batch_size=256):
     return {"graphs_per_s": rate, "peak_anonymous": seen.peak, "grown": seen.grown, "mapped": seen.mapped}
 
 
+def _print_training(trained, args):
+    gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
+    rows = [[name, f"{f['batches_per_s']:.2f}", gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}",
+             "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"] for name, f in trained.items()]  # fmt: skip
+    print_table(rows, [f"{args.features_gb:g} GB of features", "batches/s", "anonymous", "mapped", "major page faults", "hits"])
+    curves = [f["losses"] for f in trained.values()]
+    print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, "
+          f"{'the same bits' if all(curve == curves[0] for curve in curves) else 'NOT the same bits'} in all")  # fmt: skip
+    for name, f in trained.items():
+        if "bytes_min" in f:
+            print(f"{name}: {gb(f['bytes_read'])} read, MIN must read {gb(f['bytes_min'])}: "
+                  f"{f['bytes_read'] / f['bytes_min']:.3f} times as much; looked {f['lookahead']:,} batches ahead")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _store_for(dataset, root, backend):
+    """The store of a data set under `root`, removed at the end unless it was there before."""
+    there = set(Path(root).iterdir())
+    path = datasets.prepare(dataset, root, backend=backend)
+    try:
+        yield path
+    finally:
+        if path not in there:
+            shutil.rmtree(path)
+
+
 def bench_store(args):
-    """Build, train from disk, write and read small graphs, each in a process of its own; returns the figures."""
+    """Build, read rows, train from disk, write and read small graphs, each in a process of its own; returns the figures."""
     alone = lambda function, *words: OwnProcess(args.threads, functools.partial, function, *words)()  # noqa: E731
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
+    parts, figures = set(args.parts.split(",")) if args.parts else set(PARTS), {}
+    if unknown := parts - set(PARTS):
+        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(PARTS)}")
     Path(args.root).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
         folder = Path(folder)
-        built = alone(build_edges, folder, args.edges)
-        print(f"build: {built['input_edges']:,} edges -> {built['stored_edges']:,} in {built['seconds']:.1f} s, "
-              f"{built['input_edges_per_s'] / 1e6:.1f} M input edges/s, "
-              f"at most {gb(built['peak_anonymous'])} anonymous memory")  # fmt: skip
-        shutil.rmtree(folder / "built")
-        (folder / "edges").unlink()
+        if "build" in parts:
+            built = figures["build"] = alone(build_edges, folder, args.edges)
+            print(f"build: {built['input_edges']:,} edges -> {built['stored_edges']:,} in {built['seconds']:.1f} s, "
+                  f"{built['input_edges_per_s'] / 1e6:.1f} M input edges/s, "
+                  f"at most {gb(built['peak_anonymous'])} anonymous memory")  # fmt: skip
+            shutil.rmtree(folder / "built")
+            (folder / "edges").unlink()
+        if "reads" in parts:
+            read = figures["reads"] = alone(read_rows, folder, args)
+            rows = [[name, *(f"{f[how]:,.0f}" for how in f), *(f"{f[how] / f['plain']:.2f}" for how in f if how != "plain")]
+                    for name, f in read.items()]  # fmt: skip
+            names = list(next(iter(read.values())))
+            print_table(rows, ["rows", *(f"{name}, reads/s" for name in names), *(f"{name} / plain" for name in names[1:])])
 
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
-        trained, sizes = {}, {}
-        for backend, ways in (("mmap", {"mmap": 0, "mmap, RAM cache": cache}), ("lmdb", {"LMDB": 0})):
-            dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-            path = datasets.prepare(dataset, folder, backend=backend)  # one at a time: both may not fit on the disk
-            sizes[backend] = sum(file.stat().st_size for file in path.iterdir())
-            for name, budget in ways.items():
-                trained[name] = alone(train_from_disk, path, args, budget)
-            shutil.rmtree(path)
-        rows = [[name, f"{f['batches_per_s']:.2f}", gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
-                for name, f in trained.items()]  # fmt: skip
-        title = f"{args.features_gb:g} GB of features"
-        print_table(rows, [title, "batches/s", "anonymous", "mapped", "major page faults"])
+        dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
+        ways = {"train": {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache), "disk": ("disk", 0),
+                          "disk, RAM cache": ("disk", cache), "disk, cache that looks ahead": ("lookahead", cache)},
+                "lmdb": {"LMDB": ("lmdb", 0)}}  # fmt: skip
+        trained = figures["training"] = {}
+        for part in ways:  # one store at a time: both may not fit on the disk
+            if part in parts:
+                with _store_for(dataset, args.root, "lmdb" if part == "lmdb" else "mmap") as path:
+                    for name, way in ways[part].items():
+                        trained[name] = alone(train_from_disk, path, args, *way)
+        if trained:
+            _print_training(trained, args)
 
-        graphs = {"write": alone(write_graphs, folder / "many", args.graphs)}
-        graphs["read"] = alone(read_graphs, folder / "many")
-        for name, f in graphs.items():
-            print(f"graphs: {name} {f['graphs_per_s']:,.0f}/s of {args.graphs:,}, anonymous memory at most "
-                  f"{gb(f['peak_anonymous'])}, {f['grown'] / 1e6:+.0f} MB from first to last")  # fmt: skip
-    return {"build": built, "training": trained, "store_bytes": sizes, "cache_bytes": cache, "graphs": graphs}
+        if "graphs" in parts:
+            graphs = figures["graphs"] = {"write": alone(write_graphs, folder / "many", args.graphs)}
+            graphs["read"] = alone(read_graphs, folder / "many")
+            for name, f in graphs.items():
+                print(f"graphs: {name} {f['graphs_per_s']:,.0f}/s of {args.graphs:,}, anonymous memory at most "
+                      f"{gb(f['peak_anonymous'])}, {f['grown'] / 1e6:+.0f} MB from first to last")  # fmt: skip
+    return {**figures, "cache_bytes": cache}

@@ -1,5 +1,5 @@
-"""python bench.py step | features | scaling | inference: a training step and exact inference beside DGL's, the ring
-beside a plain copy, several processes beside one.
+"""python bench.py step | overlap | features | scaling | inference: a training step and exact inference beside DGL's,
+batches prepared ahead beside one after the other, the ring beside a plain copy, several processes beside one.
 """
 
 import functools
@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -15,13 +16,16 @@ from torch.nn import functional as F
 
 import model
 from allocator import keep_freed_memory
-from bench_tools import OwnProcess, dgl_graph, in_memory, interleave, made, medians, memory_of_process, opened
+from bench_tools import OwnProcess, dgl_graph, forget_pages, in_memory, interleave, made, medians, memory_of_process, opened
 from bench_tools import print_table, print_times
 from ddp import Ranks
 from features import FeatureRing
 from fused import use_native
+from loader import NodeLoader
 from model import gather_rows, self_and_mean
+from report import Clock, draw_timeline
 from sampler import Block, NeighborSampler, import_dgl
+from store import GraphStore
 
 # ---------------------------------------------------------------------------------------------------------------------
 # step; a contender is a function of the number of a batch that takes a training step and returns the loss
@@ -288,6 +292,54 @@ def epochs_of(args, procs):
         command = [sys.executable, Path(__file__).with_name("train.py"), *map(str, words)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return [entry for entry in map(json.loads, open(f"{folder}/log")) if "epoch" in entry][1:4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# overlap
+
+
+def bench_overlap(args):
+    """Train on features that lie on the disk, with batches prepared ahead and without, and draw the median epoch of each.
+
+    Their pages are dropped from the page cache before each epoch, which is 12 batches; blocks and labels stay in memory.
+    """
+    store = opened(args.dataset, args.root)
+    path, nodes = store.path, torch.randperm(store.num_nodes, generator=torch.Generator().manual_seed(0))
+    nodes = nodes[: 12 * args.batch_size].clone()
+    del store
+    laps = {0: [], 2: []}
+
+    def epoch(depth):
+        forget_pages(path)  # those that are mapped would stay: the store is opened anew
+        store = GraphStore.open(path)
+        run, clock = Ours(store, [], args, slots=depth + 1), Clock(False)
+        loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, depth=depth, sampler=run.sampler,
+                            ring=run.ring, timed=clock.timed)  # fmt: skip
+        waiting = time.perf_counter()
+        for batch in loader:
+            clock.add("stall", waiting, time.perf_counter())
+            with clock.timed("forward"):
+                logits = run.model(batch.blocks, batch.x, aggregated=run.ring.first_hop)
+                loss = F.cross_entropy(logits, batch.y)
+            with clock.timed("backward"):
+                loss.backward()
+            with clock.timed("optimizer"):
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            waiting = time.perf_counter()
+        laps[depth].append(clock.laps)
+
+    names = {0: "one after the other", 2: "2 batches prepared ahead"}
+    times = interleave({names[depth]: lambda i, depth=depth: epoch(depth) for depth in laps}, args.rounds, warmup=1)
+    median, least = print_times("12 steps", times, "s", 2)
+    ratio = median[names[0]] / median[names[2]]
+    print(f"overlap makes them {ratio:.2f} times as fast")
+    middle = {}
+    for depth, name in names.items():
+        order = sorted(range(args.rounds), key=times[name].__getitem__)
+        middle[name] = laps[depth][1:][order[args.rounds // 2]]  # without the one that warmed up
+    draw_timeline(middle, args.png or "results/timeline.png", steps=12)
+    return {"median_s": median, "min_s": least, "ratio": ratio}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

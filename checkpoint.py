@@ -10,6 +10,9 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
     --task --fanout --accumulate --model --hidden     the checkpoint's; another value is refused. --model FILE.py:NAME
     --model-args --num-layers --heads --norm          is given again, because code is only run where it is typed; a
     --residual --dropout --input-dropout --seed       changed file is reported in a line
+    --split --metric --edge-split --scorer            --edge-split may be another one where --predict only predicts
+    --negatives --negatives-by --unchecked-negatives
+    --link-loss --sampler --temporal
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
     --lr --lr-schedule --weight-decay --precision     the checkpoint's unless given again: then another one from the
@@ -23,7 +26,7 @@ once it has, it is no longer compared.
 
 A checkpoint is input that a stranger may have made. Its pickle may name tensors and dicts alone; its flags pass through
 the parser of the command line, none names code or a file to write; the network that they describe is compared with the
-tensors before either takes memory. This file needs disk.py, flags.py, model.py, own_model.py and graphs.py.
+tensors before either takes memory. This file needs disk.py, flags.py, model.py, own_model.py, graphs.py and link.py.
 """
 
 import io
@@ -38,21 +41,24 @@ import torch
 from disk import DTYPES, StoreError, write_whole
 from flags import check_network, checkpoint_to_resume, make_parser, spelled, text_of
 from graphs import Regressor
-from model import GNN
+from link import Scorer
+from model import EDGE_CONVS, GNN
 from own_model import is_own
 
 FIXED = ("task", "fanout", "accumulate", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual",
-         "dropout", "input_dropout", "seed")  # fmt: skip
+         "dropout", "input_dropout", "sampler", "temporal", "seed", "split", "metric", "edge_split", "scorer", "negatives",
+         "negatives_by", "unchecked_negatives", "link_loss")  # fmt: skip
 KEPT = ("dataset", "symmetrize", "batch_size", "lr", "lr_schedule", "weight_decay", "epochs", "early_stop", "precision",
         "checkpoint_activations")  # fmt: skip
-WIDTHS = {"node": ("feature_dim", "num_classes"),  # what a network has to know of a graph, by --task
+WIDTHS = {"node": ("feature_dim", "num_classes", "edge_dim"),  # what a network has to know of a graph, by --task
+          "link": ("feature_dim", "edge_dim"),
           "graph": ("node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype")}  # fmt: skip
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"  # what a pickle may name
 
 
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    graph = {name: store.meta[name] for name in WIDTHS[args.task]}
+    graph = {name: store.meta.get(name, 0) for name in WIDTHS[args.task]}
     graph["path"] = str(Path(store.path).absolute())
     graph["files"] = {name: record.get("sha256") for name, record in store.meta["files"].items()}
     state = {"flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)}, "total_batch": args.total_batch,
@@ -79,14 +85,19 @@ def load_model(path, model=None):
 
 
 def build_network(args, widths):
-    """The network of the flags, with initial weights, for a graph of these widths (a dict with the names in WIDTHS)."""
+    """The built-in network of the flags, with initial weights, for a graph of these widths (a dict with the names in WIDTHS)."""
     if args.task == "graph":
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
         return Regressor(widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"],
                          num_layers=args.num_layers, dropout=args.dropout, **dtypes)  # fmt: skip
-    return GNN(widths["feature_dim"], args.hidden, widths["num_classes"], conv=args.model, num_layers=args.num_layers,
-               dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
-               residual=args.residual, recompute=args.checkpoint_activations)  # fmt: skip
+    width = args.hidden if args.task == "link" else widths["num_classes"]
+    net = GNN(widths["feature_dim"], args.hidden, width, conv=args.model, num_layers=args.num_layers, heads=args.heads,
+              dropout=args.dropout, input_dropout=args.input_dropout, norm=args.norm, residual=args.residual,
+              recompute=args.checkpoint_activations,
+              edge_dim=widths["edge_dim"] if args.model in EDGE_CONVS else 0)  # fmt: skip
+    if args.task == "link":
+        net.scorer = Scorer(args.scorer, width)
+    return net
 
 
 def load_weights(model, weights, path):
@@ -141,7 +152,7 @@ def check_state(state):
         is_word(name) and (digest is None or is_word(digest)) for name, digest in files.items()))  # fmt: skip
     for name in WIDTHS[flags["task"]]:
         need(graph, **{name: DTYPES.__contains__ if name.endswith("dtype") else within(name != "edge_dim", 1 << 32)})
-    need(best, accuracy=lambda value: type(value) is float, epoch=within(0, 1 << 24), model=lambda value: True)
+    need(best, score=lambda value: type(value) is float, epoch=within(0, 1 << 24), model=lambda value: True)
     if flags["num_layers"] > len(weights):
         raise ValueError(f"--num-layers is {flags['num_layers']}, and there are {len(weights)} tensors")
     if not is_own(flags["model"]):
@@ -226,7 +237,7 @@ def adopt(args, state, path):
         typed = getattr(args, name)
         if name not in args.typed:
             setattr(args, name, value)
-        elif name in FIXED and typed != value and not (is_own(typed) and is_own(value)):
+        elif name in FIXED and typed != value and not (is_own(typed) and is_own(value) or name == "edge_split" and not args.trains):
             made = f"{spelled(name)} {text_of(value)}"
             raise StoreError(f"checkpoint {path} was made with {made}, this run has {text_of(typed)}")
     if is_own(args.model) and "model" not in args.typed:
@@ -258,8 +269,9 @@ def common_state(ranks, args):
 def check_graph(state, path, args, store):
     """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
     graph of the same widths will do, and one in which some classes do not occur."""
-    for name in WIDTHS[args.task]:
-        there, was = store.meta[name], state["graph"][name]
+    blind = args.task == "node" and args.model not in EDGE_CONVS
+    for name in (name for name in WIDTHS[args.task] if not (blind and name == "edge_dim")):
+        there, was = store.meta.get(name, 0), state["graph"][name]
         if there != was and (args.trains or name != "num_classes" or there > was):
             raise StoreError(f"checkpoint {path} was trained on a graph with {name} {was}, {store.path} has {there}")
     if not args.trains:

@@ -4,13 +4,14 @@
     path = prepare("synthetic:nodes=2449029,degree=50,features=100,classes=47")
     path = prepare("ogbn-products", root="data")                 # ogbn-arxiv, ogbn-products, ogbn-papers100M
     path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
-    path = prepare("mine.npz:split=3")                           # edge_index, features, labels, train_idx, ...
+    path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
     path = build(dgl_graph_or_pyg_data, "some/store")            # or mine.npz, or edges.csv.gz with features, labels
 
     python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize]
 
-`prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own.
+`prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a graph
+once, with all the splits that it came with, or with none: `choose_split` takes one of them, or draws one by a seed.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, arrays.py,
 synthetic.py, molecules.py, graph_tables.py and downloads.py.
@@ -36,16 +37,17 @@ import torch
 import graph_tables
 from arrays import FEATURES, LABELS, PARTS, Arrays, Npz
 from csc import without_reverse
-from disk import VERSION, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
+from disk import READABLE, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
 from downloads import OGB, PLANETOID, build_ogb, build_planetoid
 from molecules import build_crystals, build_molecules
 from store import BACKENDS, GraphStore, build_store, check_labels, command
 from synthetic import SYNTHETIC, build_synthetic
 
+DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
 NPZ = dict(  # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
     row_normalize=int,  # 1: divide each row of a CSR matrix by its sum, 0: leave it; by default counts are divided
     radius=float,  # of the neighbourhood of an atom in a crystal, angstrom
-    split=int,  # which of several splits, from 0
+    split=int,  # keep one of several splits alone, from 0
     ignore=lambda names: names.split("+"),  # arrays to do without
 )
 
@@ -58,7 +60,8 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", symmetrize=False, p
             `SYNTHETIC`); the path of an .npz file (see `build`), with parameters of `NPZ`; or one of the names in
             `known_datasets()`.
         root: directory for downloads and for the stores built here.
-        seed: draws what an .npz file leaves open; a synthetic graph has its own seed parameter.
+        seed: draws what an .npz file leaves open, except the split of a graph (`choose_split` draws that); a synthetic
+            graph has its own seed parameter.
         backend: "mmap" or "lmdb", for the features.
         symmetrize: add the reverse of every edge, for .npz files of one graph.
         progress: show bars.
@@ -80,7 +83,7 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", symmetrize=False, p
     if file := _npz_file(name):
         file, given = file
         arrays = Arrays(file, Npz(file), given.get("ignore", ()))
-        drawn = int(seed) if _draws(arrays) else None
+        drawn = int(seed) if _draws(arrays) else None  # the split of one graph alone is drawn when it is opened
         content = sha256_of(file).hexdigest()  # a changed file is another data set
         key = f"{Path(file).stem[:100]}-{_digest([content, given, drawn, bool(symmetrize)])}"
         build = functools.partial(_build_arrays, arrays=arrays, given=given, seed=drawn, symmetrize=symmetrize)
@@ -102,6 +105,32 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", symmetrize=False, p
                 with _layout(dataset):
                     build(target, backend=backend, progress=progress)
     return target
+
+
+def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
+    """Have an open GraphStore hold the split to train with.
+
+    Args:
+        graph: of `prepare`.
+        number: which of the splits it came with, counted from 0; None: the one whose turn it is.
+        seed: draws the split of a graph that came without one.
+        turn: the number of the run, from 0: each takes another of the splits, the first again after the last.
+        say: function of a line that says what was taken, where there was a choice.
+
+    Raises:
+        StoreError: for a number that is not there.
+    """
+    drawn = isinstance(graph.meta.get("source"), dict) and graph.meta["source"].get("split") == DRAWN
+    if number is not None and (drawn or graph.num_splits == 1):
+        raise StoreError(f"--split {number} has no effect: {graph.path} has {'no' if drawn else 'one'} split")
+    if drawn:
+        graph.split = {name: torch.from_numpy(np.ascontiguousarray(ids))
+                       for name, ids in _split_per_class(graph.labels.numpy(), np.random.default_rng(seed)).items()}
+        say(f"split   {DRAWN}, by seed {seed}")
+    elif graph.num_splits > 1:
+        taken = turn % graph.num_splits if number is None else number
+        graph.take_split(taken)
+        say(f"split   number {taken} of {graph.num_splits}, counted from 0{'' if number is not None else '; --split K takes another'}")
 
 
 def known_datasets() -> list[str]:
@@ -172,22 +201,23 @@ def _parse(text, types, name) -> dict:
 
 
 def _digest(value) -> str:
-    """Eight characters that stand for a JSON value and for the format of the store."""
-    return hashlib.sha256(json.dumps([VERSION, value], sort_keys=True).encode()).hexdigest()[:8]
+    """Eight characters that stand for a JSON value and for the oldest format of a store that can still be read."""
+    return hashlib.sha256(json.dumps([READABLE[0], value], sort_keys=True).encode()).hexdigest()[:8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a graph of one's own: .npz, csv, DGL, PyG
 
 
-def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options) -> Path:
+def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, weights=None, times=None,
+          edge_features=None, node_times=None, **options) -> Path:
     """Build a store at a path of your own.
 
     An .npz file, a PyG `Data` and a DGLGraph hold arrays under these names (DGL has its own for edges): `edge_index`
     [2, M], or `edges` [M, 2]; `features`, `x`, `feat` or `node_features` [V, F], or a CSR matrix in `feat_indptr`,
     `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; and perhaps
-    `train_idx`, `train_mask` or `train_masks` [K, V], with `val_...` or `valid_...`, and `test_...`. Without a split,
-    20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file without features, half of
+    `train_idx`, `train_mask` or `train_masks` [K, V], with `val_...` or `valid_...`, and `test_...`; all K splits are
+    kept. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file without features, half of
     the training nodes get their label as a one-hot feature, the other half stay for training. A file with
     `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`. Arrays that
     are not understood are named, and refused where they seem to say something of edges, splits, features or labels.
@@ -199,9 +229,12 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         features: [V, F] instead of the graph's; for csv the file of a table (see `graph_tables.features`).
         labels: [V] instead of the graph's; for csv such a file.
         split: dict of node ids or masks instead of the graph's, for csv of files of ids; or the number, from 0, of
-            one of the graph's splits.
+            the one of the graph's splits that is kept.
         ignore: names of arrays to do without.
         seed: draws the split where there is none; 0 when None.
+        weights, times, edge_features: for csv: columns of the table of edges, by name or by number from 1 (several,
+            with commas between them, for features), or the file of a table with a row for each edge.
+        node_times: for csv: the file of a table with a time for each node.
         options: of `build_store`: backend, symmetrize, drop_self_loops, drop_duplicates, num_classes, progress.
 
     Returns:
@@ -214,6 +247,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     refuse_existing(path)
     given = {"ignore": list(ignore)} if ignore else {}
     own = {name: value for name, value in (("features", features), ("labels", labels)) if value is not None}
+    tables = {"edge_weight": weights, "edge_time": times, "edge_features": edge_features, "node_time": node_times}
+    tables = {name: value for name, value in tables.items() if value is not None}
+    if tables and (kind != str(source) or _npz_file(kind)):
+        raise StoreError(f"{kind}: weights, times and edge_features are for tables: it brings its own arrays")
     if isinstance(split, dict):
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
@@ -238,7 +275,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         elif given:
             raise StoreError(f"{kind}: {min(given)} has no effect on tables: leave it out")
         else:
-            return _build_tables(path, kind, own, seed, options)
+            return _build_tables(path, kind, own, tables, seed, options)
         return _build_arrays(path, arrays, given, seed, **options)
 
 
@@ -256,26 +293,32 @@ def _arrays_of(source) -> dict:
                              "of edges: one of each is needed (dgl.to_homogeneous)")
         edges = source.formats(["coo", "csr", "csc"]).edges()  # a graph may be there in some of them only
         edata = {f"edata.{name}": value for name, value in source.edata.items() if name != "_ID"}  # DGL's own numbers
-        return {"edge_index": torch.stack(edges), "num_nodes": source.num_nodes(), **source.ndata, **edata}
+        ndata = {"node_time" if name == "time" else name: value for name, value in source.ndata.items()}
+        return {"edge_index": torch.stack(edges), "num_nodes": source.num_nodes(), **ndata, **edata}
     if not hasattr(source, "edge_index") and not hasattr(source, "adj_t"):
         raise StoreError(f"a {type(source).__name__} is no source: give an .npz or .csv file, a DGLGraph or a PyG Data")
     return dict(source.to_dict() if hasattr(source, "to_dict") else vars(source))
 
 
-def _draws(arrays) -> bool:
-    """Whether a seed decides on something: a part of the split, or which training nodes show their label."""
+def _draws(arrays, split=False) -> bool:
+    """Whether a seed decides on what is in a store: a part of the split of many graphs, or which training nodes of a graph
+    show their label; with `split`, whether on the split of one graph."""
     many = arrays.find("node_offsets", "atom_offsets")
-    return not (arrays.part("train") and (arrays.part("valid") if many else arrays.find(*FEATURES)))
+    if many:
+        return not (arrays.part("train") and arrays.part("valid"))
+    return not arrays.find(*FEATURES) or split and not arrays.part("train")
 
 
 def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progress=False, **options) -> Path:
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
-        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for.
+        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for: then the split of
+            a graph is drawn when it is opened.
         more: dict, what meta.json keeps of the source beside that. options: of `build_store`.
     """
-    drawn, many = _draws(arrays), arrays.find("node_offsets", "atom_offsets")
+    drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
+    later = not many and not drawn and not arrays.part("train") and arrays.find(*LABELS) is not None
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: ["row_normalize"], "node_offsets": [], "atom_offsets": ["radius"]}[many]
@@ -283,8 +326,8 @@ def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progr
     idle |= {name for name, value in options.items() if many and value}
     if idle:
         raise arrays.error(f"{min(idle)} has no effect: it holds {'many small graphs' if many else 'one graph'}")
-    seed = seed or 0
-    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {}), **(more or {})}
+    seed, more = seed or 0, {**(more or {}), **({"split": DRAWN} if later else {})}
+    source = {"dataset": Path(arrays.source).name, **given, **({"seed": seed} if drawn else {}), **more}
     if many:
         build = build_molecules if many == "node_offsets" else build_crystals
         return build(path, arrays, given, seed, source, progress=progress)
@@ -293,20 +336,27 @@ def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progr
 
 def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetrize=False, **options) -> Path:
     """Build a store of the `Arrays` of one graph, and say what was drawn and what messages cannot do."""
-    labels = arrays.labels()
-    num_nodes, num_classes = len(labels), check_labels(labels, len(labels), num_classes)[1]
-    features, edge_index = arrays.features(given.get("row_normalize")), arrays.edge_index(num_nodes)
+    labels, features = arrays.labels(), arrays.features(given.get("row_normalize"))
+    if labels is None and features is None:
+        arrays.find(*FEATURES, needed=True)
+    what, rows = ("rows of features", features) if labels is None else ("labels", labels)
+    num_nodes = (*rows.shape, 0)[0]
+    num_classes, edge_index = check_labels(labels, num_nodes, num_classes)[1], arrays.edge_index(num_nodes)
     split = arrays.split(num_nodes, given.get("split"))
     if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
-        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} labels")
+        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} {what}")
+    columns = arrays.columns(num_nodes, edge_index.shape[-1])
     arrays.close(num_nodes, edge_index.shape[-1])
     random = np.random.default_rng(seed)
-    if not split:
+    if labels is None:
+        arrays.say("it has no labels: a trained model can predict on it, and --task link can learn from its edges")
+    elif not split:
         split = _split_per_class(labels, random)
-        arrays.say("it has no split: 20 nodes per class are drawn for training, 30 for validation, the rest is for "
-                   f"testing (seed {seed})")
-    split = check_split(split, labels)
+        arrays.say(f"it has no split: {DRAWN} are drawn ({'by --seed of train.py' if 'split' in source else f'seed {seed}'})")
     if features is None:
+        if labels.ndim == 2 or isinstance(split, list):
+            raise arrays.error("it has no features, and labels stand for them only with one label a node and one split")
+        split = check_split(split, labels)
         symmetrize = options["drop_duplicates"] = True
         known, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
         features = np.zeros((num_nodes, num_classes), np.float32)
@@ -315,10 +365,10 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetr
         arrays.say(f"it has no features: half of the training nodes ({len(known):,}) show their label as feature, the "
                    f"other {len(split['train']):,} are trained on; edges are made symmetric")
     build_store(path, edge_index=edge_index, features=features, labels=labels, split=split, num_classes=num_classes,
-                source=source, symmetrize=symmetrize, **options)
+                source=source, symmetrize=symmetrize, **columns, **options)
     if not symmetrize:
         graph = GraphStore.open(path)
-        alone, of = without_reverse(graph.indptr.numpy(), graph.indices.numpy())
+        alone, of = without_reverse(graph.indptr.numpy(), graph.indices.numpy(), ascending=graph.edge_time is None)
         if alone:
             drawn = "" if of == graph.num_edges else " drawn at random"
             arrays.say(f"{alone:,} of {of:,} edges{drawn} have no reverse: messages go one way, from source to "
@@ -328,6 +378,8 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetr
 
 def _split_per_class(labels, random) -> dict:
     """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
+    if labels.ndim == 2:
+        raise StoreError("nodes with several labels each need a split of their own: train_idx, val_idx, test_idx")
     order = np.argsort(labels, kind="stable")
     order = order[np.searchsorted(labels[order], 0):]
     classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
@@ -335,19 +387,26 @@ def _split_per_class(labels, random) -> dict:
     return dict(train=np.concatenate(train), valid=np.concatenate(valid), test=np.sort(np.concatenate(test)))
 
 
-def _build_tables(path, file, own, seed, options) -> Path:
-    """Build a store of a table of edges; `own` names the files of the other tables."""
-    if not {"features", "labels"} <= own.keys():
-        raise StoreError(f"{file} holds edges alone: features and labels are needed as well, a line for each node")
+def _build_tables(path, file, own, more, seed, options) -> Path:
+    """Build a store of a table of edges; `own` names the files of the other tables, `more` files or columns."""
+    if "features" not in own:
+        raise StoreError(f"{file} holds edges alone: features are needed as well, a line for each node")
     try:
         with scratch_folder(path) as folder:
             rows, nodes = graph_tables.features(own["features"], folder / "features")
-            labels, classes = graph_tables.labels(own["labels"], nodes)
-            edge_index, _ = graph_tables.edges(file, folder / "edges", nodes)
+            labels, classes = graph_tables.labels(own["labels"], nodes) if "labels" in own else (None, None)
+            node_time = more.pop("node_time", None)
+            files = {name: value for name, value in more.items() if os.path.isfile(value)}
+            keep = {name: value.split(",") if name == "edge_features" else [value] for name, value in more.items()
+                    if name not in files}  # fmt: skip
+            edge_index, columns = graph_tables.edges(file, folder / "edges", nodes, keep)
+            columns |= {name: graph_tables.edge_rows(table, folder / name, name) for name, table in files.items()}
+            if node_time is not None:
+                columns["node_time"] = graph_tables.node_times(node_time, nodes)
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
             if nodes.names is not None:
                 nodes.save(folder / "nodes.txt")
-            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, labels=labels, **split))
+            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, **({} if labels is None else {"labels": labels}), **split, **columns))
             _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
             if nodes.names is not None:
                 os.replace(folder / "nodes.txt", path / "nodes.txt")

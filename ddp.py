@@ -89,11 +89,28 @@ class Ranks(NamedTuple):
         """Sum numbers over all ranks -> list of floats, the same on every rank."""
         return self.reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
+    def sum_here(self, *values):
+        """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
+        machine, n = self.rank // self.local_world, len(values)
+        everyones = [0.0] * (self.world // self.local_world * n)
+        everyones[machine * n : (machine + 1) * n] = values
+        return self.sum(*everyones)[machine * n : (machine + 1) * n]
+
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def rows(self, tensor):
+        """The rows of every rank's tensor [n, ...], one below the other, in the order of the ranks -> [sum of n, ...]."""
+        if self.world == 1:
+            return tensor
+        counts = [int(n) for n in self.gather(len(tensor))]
+        before = sum(counts[: self.rank])
+        everyones = tensor.new_zeros(sum(counts), *tensor.shape[1:])
+        everyones[before : before + len(tensor)] = tensor
+        return self.reduce(everyones)
 
     def gather(self, number):
         """Every rank's number (exact below 2^53), in the order of the ranks -> list of floats, on every rank."""

@@ -37,7 +37,10 @@ from torch import Tensor
 
 SPLITS = ("train", "valid", "test")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)  # 2 has no columns of edges, no node times, one split and one label a node
+MAX_SPLITS = 1 << 16
+HEADS = (128, 4096)  # bytes in front of an array's data
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
@@ -224,9 +227,10 @@ def _remove_parts(path):
                 os.close(handle)
 
 
-def write_npy(path, dtype, shape, chunks) -> dict:
-    """Write chunks of rows as one .npy file; returns its record for meta.json. shape[0] may come out smaller."""
-    header = npy_header(dtype, shape)
+def write_npy(path, dtype, shape, chunks, head=128) -> dict:
+    """Write chunks of rows, behind a header of `head` bytes, as one .npy file; returns its record for meta.json. shape[0]
+    may come out smaller."""
+    header = npy_header(dtype, shape, head)
     digest, rows = hashlib.sha256(header), 0
     with open(path, "wb") as file:
         file.write(header)
@@ -237,8 +241,8 @@ def write_npy(path, dtype, shape, chunks) -> dict:
             rows += len(chunk)
         shape = [rows, *shape[1:]]
         file.seek(0)
-        file.write(npy_header(dtype, shape))
-    if npy_header(dtype, shape) != header:
+        file.write(npy_header(dtype, shape, head))
+    if npy_header(dtype, shape, head) != header:
         digest = sha256_of(path)
     return file_record(path, dtype, shape, digest)
 
@@ -249,11 +253,16 @@ def file_record(path, dtype, shape, digest) -> dict:
     return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 
 
-def npy_header(dtype, shape) -> bytes:
-    """The 128 bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
+def npy_header(dtype, shape, head=128) -> bytes:
+    """The `head` bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
     shape = tuple(int(n) for n in shape)
     text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape})
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", head - 10) + text.encode().ljust(head - 11) + b"\n"
+
+
+def head_of(record) -> int:
+    """Bytes in front of the data of the .npy file with this record in meta.json."""
+    return record["bytes"] - math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize
 
 
 def sha256_of(path):
@@ -306,9 +315,9 @@ def read_meta(path, form=None, describe=None) -> dict:
         raise StoreError(f"{path}: meta.json does not describe a store (its format is none of {', '.join(FORMATS)})")
     if form and meta["format"] != form:
         raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
-    if meta.get("format_version") != VERSION:
-        raise StoreError(f"{path}: store format {meta.get('format_version')!r:.200}; this code reads {VERSION}; "
-                         "rebuild it")
+    if meta.get("format_version") not in READABLE:
+        raise StoreError(f"{path}: store format {meta.get('format_version')!r:.200}; this code reads "
+                         f"{' and '.join(map(str, READABLE))}; rebuild it")
 
     def need(name, test):
         if name not in meta or not test(meta[name]):
@@ -344,13 +353,15 @@ def within(low, high):
 
 
 def split_files(need, count):
-    """What the files of a split have to be: each as long as recorded, with at most `count` ids."""
-    files, shapes = need("files", bool), {}
+    """What the files of a split have to be: each as long as recorded, with at most `count` ids; of K splits K rows."""
+    files, shapes, rows = need("files", bool), {}, set()
     for name in SPLITS:
         shape = files.get(f"{name}.npy", {}).get("shape")
-        sane = isinstance(shape, list) and len(shape) == 1 and within(0, count)(shape[0])
+        sane = isinstance(shape, list) and len(shape) in (1, 2) and within(0, count)(shape[-1])
+        sane = sane and within(1, MAX_SPLITS)(shape[0] if len(shape) == 2 else 1)
         shapes[f"{name}.npy"] = ("int64", shape if sane else None)
-    return shapes
+        rows.add(tuple(shape[:-1]) if sane else None)
+    return shapes if len(rows) == 1 else dict.fromkeys(shapes, ("int64", None))
 
 
 def _fits(name, record, dtype, shape):
@@ -358,7 +369,7 @@ def _fits(name, record, dtype, shape):
     if shape is None or (record.get("dtype"), record.get("shape")) != (dtype, shape):
         return False
     size = record.get("bytes")
-    if name.endswith(".npy") and ("sha256" not in record or size != 128 + math.prod(shape) * np.dtype(dtype).itemsize):
+    if name.endswith(".npy") and ("sha256" not in record or type(size) is not int or head_of(record) not in HEADS):
         return False
     digest = record.get("sha256", "0" * 64)
     return within(1, 1 << 60)(size) and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
@@ -370,7 +381,8 @@ def _fits(name, record, dtype, shape):
 
 def map_npy(path, name, record, ahead=True) -> Tensor:
     """Map a .npy file whose header is known; no header is parsed, so a damaged one cannot do harm."""
-    array = np.memmap(check_npy(path, name, record), record["dtype"], "r", offset=128, shape=tuple(record["shape"]))
+    file, head = check_npy(path, name, record), head_of(record)
+    array = np.memmap(file, record["dtype"], "r", offset=head, shape=tuple(record["shape"]))
     if not ahead and hasattr(mmap, "MADV_RANDOM"):  # read what is asked for, not what lies beside it
         array._mmap.madvise(mmap.MADV_RANDOM)
     with warnings.catch_warnings():
@@ -399,7 +411,8 @@ def check_npy(path, name, record) -> Path:
     file = check_size(path, name, record)
     try:
         with open(file, "rb") as data:
-            if data.read(128) == npy_header(record["dtype"], record["shape"]):
+            head = head_of(record)
+            if data.read(head) == npy_header(record["dtype"], record["shape"], head):
                 return file
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror}; rebuild the store") from error
@@ -454,7 +467,8 @@ def check_ids(path, split, count, what="node"):
 def info_lines(lines, graph) -> str:
     """{name: value} and what every format has (split, source, files), a line each."""
     meta = graph.meta
-    lines = {**lines, "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()),
+    several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
+    lines = {**lines, "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()) + several,
              "source": meta.get("source") or "unknown", "format": meta["format_version"],
              **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())}}
     return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
@@ -485,6 +499,27 @@ def integers(name, values) -> np.ndarray:
     return values.astype(np.int64, copy=False)
 
 
+def whole_numbers(name, values) -> np.ndarray:
+    """`values` [n] as int64; they may be floats that are whole."""
+    values = np.asarray(values)
+    if values.dtype.kind != "f":
+        return integers(name, values)
+    bad = np.flatnonzero(~(np.abs(values) <= 1 << 53) | (values != np.rint(values)))
+    if len(bad):
+        raise StoreError(f"{name}[{bad[0]}] is {values[bad[0]]}: whole numbers are needed; of finer times give a multiple")
+    return values.astype(np.int64)
+
+
+def row_dtype(name, rows) -> str:
+    """The dtype in which rows are stored, by name; StoreError where it is none of DTYPES."""
+    dtype = rows.dtype
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+    dtype = "uint8" if dtype == "bool" else dtype
+    if dtype not in DTYPES:
+        raise StoreError(f"{name} has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
+    return dtype
+
+
 def check_finite(name, rows, first=0):
     """Raise StoreError for NaN or infinity in rows [r, F], the first of which is row `first` of `name`."""
     if rows.is_floating_point() and not torch.isfinite(rows).all():
@@ -501,6 +536,32 @@ def _ids(name, values, labels, what) -> np.ndarray:
         raise StoreError(f"split {name!r} is a mask of shape {list(values.shape)}: one of [{len(labels)}], or {what} ids, "
                          "are needed")
     return np.flatnonzero(values)
+
+
+def check_splits(splits, labels) -> dict[str, np.ndarray]:
+    """A split of nodes as int64 ids [n] for each of SPLITS, or a list of K of them as [K, n], rows filled up with -1."""
+    known = labels if labels.ndim == 1 else labels.min(1)
+    if isinstance(splits, dict):
+        return check_split(splits, known)
+    if not 1 <= len(splits) <= MAX_SPLITS:
+        raise StoreError(f"split is a list of {len(splits)}: from 1 to {MAX_SPLITS} are possible")
+    checked = []
+    for number, split in enumerate(splits):
+        try:
+            checked.append(check_split(split, known))
+        except StoreError as error:
+            raise StoreError(f"of {len(splits)} splits, number {number}: {error}") from error
+    rows = {}
+    for name in SPLITS:
+        rows[name] = np.full((len(checked), max(len(split[name]) for split in checked)), -1)
+        for row, split in zip(rows[name], checked):
+            row[: len(split[name])] = split[name]
+    return rows
+
+
+def row_of_split(ids, number):
+    """The ids of split `number` out of [K, n], or out of [n] where there is one -> int64 [n]."""
+    return ids if ids.ndim == 1 else ids[number][ids[number] >= 0]
 
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
@@ -527,6 +588,6 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         bad = np.flatnonzero(labels[ids] < 0)
         if len(bad):
             raise StoreError(f"split {name!r} holds {what} {ids[bad[0]]}, which has no label (-1)")
-    if what == "node" and not len(split["train"]):
+    if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split

@@ -52,13 +52,14 @@ class Batch(NamedTuple):
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
     began: Any = None  # CUDA event: the copy of x to the GPU began; None where nothing is copied
+    edges: tuple = ()  # for each block the features [E, D] of its edges, where the ring has them
 
     def wait(self):
         """Make the current CUDA stream wait for the copies, and keep their memory until that stream has used them."""
         if self.ready is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.ready)
-            for tensors in (self.x, self.y, *self.blocks):
+            for tensors in (self.x, self.y, *self.edges, *self.blocks):
                 tensors.record_stream(stream)
         return self
 
@@ -120,13 +121,15 @@ class FeatureRing:
             model.py; torch.index_select when None.
         reuse: False gives every batch on CPU a tensor of its own, for callers who keep batches.
         copies: what stands for the GPU in a test.
+        edge_features: [M, D], a row for each of the graph's edges, where batches are to bring those of their edges: blocks
+            then need edge_ids. They go through a ring of their own, of the same slots.
 
     Attributes:
         first_hop: True when x is aggregated: `aggregate` is given and the features are a tensor of floats.
     """
 
     def __init__(self, features, labels, *, slots, device="cpu", streams=1, log=None, aggregate=None, dtype=None,
-                 gather=None, reuse=True, copies=None):  # fmt: skip
+                 gather=None, reuse=True, copies=None, edge_features=None):  # fmt: skip
         self.features, self.labels, self.device, self.reuse = features, labels, torch.device(device), reuse
         self.copies = copies or (CudaCopies(self.device, streams) if self.device.type == "cuda" else None)
         home = getattr(features, "device", torch.device("cpu")).type
@@ -143,6 +146,8 @@ class FeatureRing:
         self.copied = [None] * slots  # event: the copy out of the slot is done
         self.began = [None] * slots  # event: it began
         self.rows, self.lock = 0, threading.Lock()  # rows of the next buffer to be allocated
+        self.edge_ring = None if edge_features is None else FeatureRing(
+            edge_features, None, slots=slots, device=device, log=log, dtype=dtype, gather=gather, reuse=reuse, copies=self.copies)
 
     def stream(self, slot):
         """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
@@ -166,20 +171,35 @@ class FeatureRing:
             raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
         if not self.copies:
-            x = (self._gather(slot, self.features, outer.src_nodes, outer) if self.reuse else
-                 self._read(self.features, outer.src_nodes, outer))  # fmt: skip
-            return Batch(blocks, x.to(self.dtype), self.labels.index_select(0, seeds))
+            x = self._fetch(slot, outer.src_nodes, outer)
+            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
         with self.copies.stream(slot, blocks):
+            edges = self._edges(slot, blocks)
             blocks = [block.to(self.device, non_blocking=True) for block in blocks]
-            if self.on_device:
-                x = self._read(self.features, blocks[0].src_nodes, blocks[0])
-            elif self.cached:
-                missing = lambda ids: self._upload(slot, self.features.features, ids)
-                x = self.features.gather(outer.src_nodes, missing=missing)
-            else:
-                x = self._upload(slot, self.features, outer.src_nodes, outer)
+            x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
             y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
-            return Batch(blocks, x.to(self.dtype), y, self.copies.event(), self.began[slot])
+            return Batch(blocks, x, y, self.copies.event(), self.began[slot], edges)
+
+    def _edges(self, slot, blocks):
+        """For each block the features [E, D] of its edges, where the ring has some."""
+        if not self.edge_ring:
+            return ()
+        rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
+        return rows.split([block.num_edges for block in blocks])
+
+    def _fetch(self, slot, ids, block=None):
+        """Rows ids of the features, or what a block makes of them, on the ring's device -> [N, F] of its dtype."""
+        if self.on_device:
+            rows = self._read(self.features, ids.to(self.device, non_blocking=True), block)
+        elif self.cached and self.copies:
+            rows = self.features.gather(ids, missing=lambda some: self._upload(slot, self.features.features, some))
+        elif self.copies:
+            rows = self._upload(slot, self.features, ids, block)
+        elif self.reuse:
+            rows = self._gather(slot, self.features, ids, block)
+        else:
+            rows = self._read(self.features, ids, block)
+        return rows.to(self.dtype)
 
     def _upload(self, slot, features, ids, block=None):
         """Send rows to the device through the slot's buffer -> [N, F]; the event `copied` releases the buffer."""
@@ -208,6 +228,8 @@ class FeatureRing:
 
     def _read(self, features, ids, block, out=None):
         if self.first_hop:
+            if out is None and self.stored != features.dtype:  # sums are float32 within, rounded once
+                out = torch.empty(len(ids), self.width, dtype=self.stored, device=features.device)
             return self.aggregate(block.indptr, block.indices, features, ids, out)
         return self.gather(features, ids, out)
 
@@ -254,18 +276,22 @@ def prefetch(make, items, *, depth=2, threads=1):
 # placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu"):
+def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
     """Put a graph and its features where a mode keeps them.
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors.
         features: features in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": all in host memory that the GPU reads in
-            place; pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
+            place, but for indptr and indices where `spare` says so; pass what `share` returned. "cpu-cuda" and
+            "cpu-cpu": all stays; rows go through the ring.
         device: the GPU of the first two.
+        more: further host tensors, such as times of the edges.
+        spare: bytes of GPU memory that "pinned-cuda" may take for indptr and, if that leaves enough, indices: sampling
+            reads them at random places.
 
     Returns:
-        (indptr, indices, labels, features): for the first two modes tensors on the device.
+        (indptr, indices, labels, features, *more): for the first two modes tensors on the device.
 
     Raises:
         ValueError: for an unknown mode, or host memory that `share` did not allocate.
@@ -273,11 +299,13 @@ def place(indptr, indices, labels, features, mode, device="cpu"):
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
-    arrays = [indptr, indices, labels, getattr(features, "tensor", features)]
+    arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
         return tuple(_copy_rows(a, torch.empty(a.shape, dtype=a.dtype, device=device)) for a in arrays)
     if mode == "pinned-cuda":
-        return tuple(gpu_view(a, device) for a in arrays)
+        copied = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
+        graph = (a.to(device) if near else gpu_view(a, device) for a, near in zip(arrays, copied))
+        return *graph, *(gpu_view(a, device) for a in arrays[2:])
     return tuple(arrays)
 
 

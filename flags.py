@@ -1,7 +1,7 @@
 """The command line of train.py: every flag, what depends on what, and what cannot work.
 
 `parse_args` ends with code 2 and one sentence on bad input, before anything is loaded. This file needs features.py,
-model.py and own_model.py.
+link.py, model.py and own_model.py.
 """
 
 import argparse
@@ -17,10 +17,13 @@ from pathlib import Path
 import torch
 
 from features import MODES
-from model import CONVS, NORMALISED, NORMS
+from link import shares, split_type
+from model import CONVS, EDGE_CONVS, NORMALISED, NORMS
 from own_model import is_own, name_of, words_of
 
 _NOT_GIVEN = object()
+METRICS = {"node": ["accuracy", "roc_auc", "f1"], "link": ["mrr", "hits@1", "hits@10", "roc_auc", "ap"], "graph": []}
+LINK_FLAGS = ("edge_split", "scorer", "negatives", "negatives_by", "unchecked_negatives", "link_loss", "pairs")
 
 def parse_args(argv, complete):
     """Parse the command line.
@@ -32,7 +35,8 @@ def parse_args(argv, complete):
 
     Returns:
         The flags, and beside them `typed`, the names of those that were given; `trains`, False where a checkpoint only
-        predicts; `again`, the command that goes on with this run; `run`, a name for its lines in --log.
+        predicts; `again`, the command that goes on with this run; `run`, a name for its lines in --log; `turn`, which of
+        --runs it is.
 
     Raises:
         SystemExit: with code 2 after one sentence, for flags that cannot work.
@@ -44,7 +48,7 @@ def parse_args(argv, complete):
     args.typed = [name for name, value in given.items() if value is not _NOT_GIVEN]
     from_file = args.resume not in (None, "auto")
     args.trains = not (args.predict and from_file) or not {"epochs", "checkpoint"}.isdisjoint(args.typed)
-    args.run, args.again = secrets.token_hex(4), command_again(argv)
+    args.run, args.again, args.turn = secrets.token_hex(4), command_again(argv), 0
     if from_file and not Path(args.resume).is_file():
         parser.error(f"--resume {args.resume}: no such file")
     if args.resume == "auto" and not args.checkpoint:
@@ -72,21 +76,27 @@ def make_parser():
     count, number, from_zero = positive(int), positive(float), positive(float, zero=True)
 
     add = parser.add_argument_group("data").add_argument
-    add("--task", default="node", choices=["node", "graph"], help="classes of nodes, or targets of many small graphs")
+    add("--task", default="node", choices=["node", "link", "graph"], metavar="KIND", help="node: classes of nodes; link: edges; graph: targets "
+        "of many small graphs")  # fmt: skip
     add("--dataset", default="synthetic", metavar="NAME", help="synthetic, synthetic:nodes=..., a store folder, an .npz file, "
         "cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M (default: %(default)s)")  # fmt: skip
     add("--root", default="data", metavar="DIR", help="folder for downloads and built stores")
     add("--backend", default="mmap", choices=["mmap", "lmdb"], help="how a newly built store keeps features")
+    add("--split", type=positive(int, zero=True), metavar="K", help="which of several splits to take, from 0 (default: the first; "
+        "--runs: each in turn)")  # fmt: skip
     add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
 
     add = parser.add_argument_group("sampling").add_argument
     add("--fanout", type=fanout, metavar="15,10,5", help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
         "PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
+    add("--sampler", default="uniform", choices=["uniform", "weighted"], metavar="KIND", help="uniform, weighted: by the edges' weights")
+    add("--temporal", default="auto", choices=["auto", "at", "before", "off"], metavar="WHEN", help="edges that a seed sees: at its "
+        "time or before, only before, off: all (default: at, where edges and nodes have times)")  # fmt: skip
     add("--batch-size", type=count, default=1024, metavar="N", help="seeds of a process in one pass")
     add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=name_of(CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS)}, or your own: FILE.py:NAME")
+    add("--model", type=name_of(CONVS | EDGE_CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS | EDGE_CONVS)}, or yours: FILE.py:NAME")
     add("--model-args", type=words_of, metavar="A=1,B=x", help="your own is NAME(features, classes, A=1, B='x') (default: none)")
     add("--hidden", type=count, default=128, metavar="N", help="width of the inner layers, all heads together")
     add("--num-layers", type=count, metavar="N", help="layers (default: one for each fanout, else 3)")
@@ -97,12 +107,24 @@ def make_parser():
     add("--dropout", type=from_zero, default=0.5, metavar="P", help="probability after each inner layer and of gat's attention")
     add("--input-dropout", type=from_zero, default=0.0, metavar="P", help="probability of the features (default: 0)")
 
+    add = parser.add_argument_group("links").add_argument
+    add("--edge-split", type=split_type, default="85/5/10", metavar="A/B/C", help="percent of edges to train, validate and test on, "
+        "drawn by --seed; time:A/B/C by their time; none: train on all; or FILE.npz with valid and test [n, 2]")  # fmt: skip
+    add("--scorer", default="dot", choices=["dot", "distmult", "mlp"], metavar="KIND", help="of two embeddings: dot, distmult, mlp")
+    add("--negatives", type=count, default=1, metavar="N", help="drawn for each edge in training, none of them an edge")
+    add("--negatives-by", default="uniform", choices=["uniform", "degree"], metavar="KIND", help="uniform, or degree: by degree^0.75")
+    add("--unchecked-negatives", action="store_true", help="negatives may be edges")
+    add("--link-loss", default="bce", choices=["bce", "softmax"], metavar="KIND", help="bce: one by one; softmax: edge among negatives")
+    add("--pairs", metavar="FILE.npy", help="node ids [n, 2] whose scores --predict writes instead of embeddings")
+
     add = parser.add_argument_group("optimisation").add_argument
     add("--lr", type=number, default=0.003, metavar="RATE", help="Adam's learning rate")
     add("--lr-schedule", default="constant", choices=["constant", "cosine"], help="cosine: falls to 0 over --epochs")
     add("--weight-decay", type=from_zero, metavar="X", help="Adam's L2 term (default: 0.07 / training nodes)")
     add("--epochs", type=count, metavar="N", help="passes over the training nodes (default: 10, or 200 optimizer steps)")
-    add("--early-stop", type=count, metavar="N", help="end after N epochs without a better sampled validation accuracy and take "
+    add("--metric", choices=list(dict.fromkeys(sum(METRICS.values(), []))), metavar="NAME", help="accuracy, roc_auc, f1 "
+        "(default: accuracy, of several labels a node f1); of links mrr, hits@1, hits@10, roc_auc, ap (default: mrr)")  # fmt: skip
+    add("--early-stop", type=count, metavar="N", help="end after N epochs without a better validation --metric and take "
         "the best epoch's weights (default: off)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="fixes weights, order, sampling and dropout")
     add("--runs", type=count, default=1, metavar="N", help="train with N seeds from --seed on; mean and standard deviation")
@@ -116,10 +138,15 @@ def make_parser():
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--gpu-cache", "--cache", dest="cache", type=size, default=0, metavar="4GiB", help="memory for the hottest feature rows: "
-        "of each GPU in mode cpu-cuda, of the host before an lmdb store in mode cpu-cpu (default: none)")  # fmt: skip
+    add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU "
+        "(cpu-cuda, pinned-cuda) or process (cpu-cpu); others stay behind (default: none; a quarter of what is free if "
+        "features exceed it)")  # fmt: skip
+    add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU keep rows used soonest in the next N batches "
+        "(default: 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
+    add("--cuda-graph", default="auto", choices=["auto", "on", "off"], help="a step as CUDA graphs, without the host: for sage "
+        "with features that GPUs read; on: say so where it cannot be")  # fmt: skip
     add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
         "can grow; system: left alone")  # fmt: skip
 
@@ -130,8 +157,8 @@ def make_parser():
         "flags; auto: from that of --checkpoint, once it is there")  # fmt: skip
     add("--predict", metavar="FILE.npy", help="write exact predictions for every node; with --resume FILE nothing is "
         "trained unless --epochs or --checkpoint is given")  # fmt: skip
-    add("--predict-what", default="classes", choices=["classes", "logits", "embeddings"], help="int64 [V], float32 "
-        "[V, classes], or float32 [V, hidden]: what the last layer is given")  # fmt: skip
+    add("--predict-what", default="classes", choices=["classes", "scores", "logits", "embeddings"], metavar="KIND", help="classes, "
+        "int64 [V]; scores (probabilities), logits, float32 [V, classes]; embeddings: what the last layer is given, [V, hidden]")  # fmt: skip
     add("--log", "--log-file", metavar="FILE", help="append JSON lines: the flags, then each epoch (under torchrun "
         "write --log-file)")  # fmt: skip
     add("--tensorboard", metavar="DIR", help="write the epochs' figures for TensorBoard")
@@ -143,7 +170,7 @@ def make_parser():
 def check_network(parser, args):
     """Fill in what depends on other flags; refuse a network and a way to train it that cannot work, on any machine."""
     if is_own(args.model):
-        for flag in ("hidden", "heads", "norm", "residual", "dropout", "input_dropout", "checkpoint_activations"):
+        for flag in ("hidden",) * (args.task != "link") + ("heads", "norm", "residual", "dropout", "input_dropout", "checkpoint_activations"):
             if getattr(args, flag) not in (parser.get_default(flag), "none"):
                 parser.error(f"{spelled(flag)} is for the built-in models; give {args.model} what it needs by --model-args")
         if args.task == "graph":
@@ -166,18 +193,37 @@ def check_network(parser, args):
         parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}; give a multiple of {args.heads}")
     if args.norm == "batch" and args.checkpoint_activations:
         parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
+    for flag, off in (("sampler", "uniform"), ("temporal", "auto")):
+        if args.task == "graph" and getattr(args, flag) != off:
+            parser.error(f"--{flag} {getattr(args, flag)} is for --task node")
+    if args.task == "link" and args.temporal in ("at", "before"):
+        parser.error(f"--temporal {args.temporal} is for --task node; --edge-split time:85/5/10 splits links by their time")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
-    if args.task == "graph" and args.early_stop:
-        parser.error(f"--early-stop {args.early_stop} is for --task node")
+    for flag in LINK_FLAGS:
+        if args.task != "link" and getattr(args, flag) != parser.get_default(flag):
+            parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task link, --task is {args.task}")
+    if args.metric and args.metric not in METRICS[args.task]:
+        known = ", ".join(METRICS[args.task]) or "none"
+        parser.error(f"--metric {args.metric}: --task {args.task} has {known}")
+    for flag in ("early_stop", "split"):
+        if args.task == "graph" and getattr(args, flag) is not None:
+            parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task node")
+    if args.task == "link" and args.split is not None:
+        parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
+    if args.task == "link" and args.temporal not in ("auto", "off"):
+        parser.error(f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time")
+    args.temporal = "off" if args.task == "link" else args.temporal
+    if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
+        parser.error(f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none")
     if args.task == "graph" and args.precision == "fp64":
         parser.error("--precision fp64 is for --task node; use fp32 or bf16")
 
 
 def check_machine(parser, args):
     """Decide on GPUs; refuse what this machine or this place for the features cannot do."""
-    if args.cache and args.mode in ("cuda-cuda", "pinned-cuda"):
-        parser.error(f"--gpu-cache is for --mode cpu-cuda, or on CPU for features on a slow disk or in LMDB; {args.mode} reads features in place")
+    if args.cache and args.mode == "cuda-cuda":
+        parser.error("--cache is for features outside of GPU memory; --mode cuda-cuda has all of them there")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.gpus is None:
         args.gpus = min(there, 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
@@ -186,11 +232,13 @@ def check_machine(parser, args):
         parser.error(f"--gpus {args.gpus}: this machine has {there} usable; give {works}")
     if args.gpus and args.procs > 1:
         parser.error(f"--procs {args.procs} is for --gpus 0; with GPUs there is one process for each")
+    if args.cuda_graph == "on" and not args.gpus:
+        parser.error("--cuda-graph on needs a CUDA GPU and --gpus 1 or more; leave it out on CPU")
     if args.mode.endswith("cuda") and not args.gpus:
         parser.error(f"--mode {args.mode} needs a CUDA GPU and --gpus 1 or more; --mode cpu-cpu works here")
     if args.mode == "cpu-cpu" and args.gpus:
         parser.error(f"--mode cpu-cpu trains on CPU: give --gpus 0 instead of --gpus {args.gpus}")
-    if args.precision == "tf32" and not args.gpus:
+    if args.precision == "tf32" and not args.gpus and "precision" in args.typed:  # a checkpoint's means fp32 on CPU
         parser.error("--precision tf32 needs a CUDA GPU; use fp32 or bf16 on CPU")
 
 
@@ -205,6 +253,10 @@ def check_files(parser, args):
     for flag in ("timeline", "profile"):
         if getattr(args, flag) and not args.trains:
             parser.error(f"--{flag} {getattr(args, flag)} shows training; --resume FILE with --predict trains nothing")
+    if args.pairs and not args.predict:
+        parser.error(f"--pairs {args.pairs} needs --predict FILE.npy to write their scores to")
+    if args.task == "link" and "predict_what" in args.typed:
+        parser.error(f"--predict-what {args.predict_what} is for --task node: --task link writes embeddings, or scores of --pairs")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         if getattr(args, flag) is None:
             continue
@@ -251,14 +303,15 @@ def text_of(value):
 
 
 def spelled_out(argv):
-    """--batch_size 8 -> --batch-size 8; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
+    """--batch_size 8 -> --batch-size 8; --gpu-cache -> --cache; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
     words = []
     for word in argv:
         if words and words[-1] == "--fanout":
             words[-1] += f"={word}"
         else:
             name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+            name = name.replace("_", "-").replace("--gpu-cache", "--cache")  # what it is called elsewhere
+            words.append(name + equals + value if word.startswith("--") else word)
     return words
 
 

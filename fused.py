@@ -63,6 +63,11 @@ def _load(ids, source, target):
     })
 
 
+def has_kernels(indices):
+    """Whether CUDA kernels serve blocks of this integer type on this GPU."""
+    return bool(_on and fused_cuda and indices.is_cuda and fused_cuda._load(indices.dtype, indices.device))
+
+
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     """See model.py; None where neither C code nor CUDA can do it."""
     if h.is_cuda:
@@ -158,9 +163,9 @@ def attend(indptr, indices, source, *arguments):
     return fused_cuda.attend(indptr, indices, source, *arguments) if _on and fused_cuda and source.is_cuda else None
 
 
-def cross_entropy(logits, labels, weight):
+def cross_entropy(logits, labels):
     """See model.py; None where CUDA cannot do it."""
-    return fused_cuda.cross_entropy(logits, labels, weight) if _on and fused_cuda and logits.is_cuda else None
+    return fused_cuda.cross_entropy(logits, labels) if _on and fused_cuda and logits.is_cuda else None
 
 
 def sage(blocks, x, *arguments):

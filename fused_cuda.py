@@ -4,9 +4,10 @@ The kernels (fused_kernels.py) are compiled at first use by NVRTC (native_cuda.p
 function here returns None after one warning, and torch operations do the same with several times as many launches.
 
 The same input gives the same bits in every run. No function waits for the GPU, and all work in the capture of a CUDA
-graph. For static shapes a block may be padded: edge j of destination i at place i k + j of `indices`, -1 where there is
-none, `indptr` k times 0, 1, 2, ..., and ids of -1 for rows beyond the batch, which are zeros then. Dropout that differs
-from replay to replay takes its seed from the number of the step on the GPU: model.py's `layer_seed`.
+graph. For static shapes a block may be padded: -1 in `indices` behind the last edge, or behind those of each destination
+(edge j of destination i at place i k + j, `indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the batch, which
+are zeros then. Dropout that differs from replay to replay takes its seed from the number of the step on the GPU:
+model.py's `layer_seed`.
 
 Letters: S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes.
 """
@@ -300,17 +301,29 @@ class _ReluDropout(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def cross_entropy(logits, labels, weight):
+def cross_entropy(logits, labels):
     """See model.py; None where the kernels cannot do it."""
     fits = logits.dtype == torch.float32 and labels.dtype == torch.int64 and labels.is_contiguous()
     kernels = _kernels([], logits) if fits else None
-    if kernels is None:
-        return None
-    (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
-    kernels.run(
-        "cross_entropy", 32 * S, logits.data_ptr(), labels.data_ptr(), S, C, weight, loss.data_ptr(), grad.data_ptr()
-    )
-    return loss.sum(), grad
+    return None if kernels is None else _CrossEntropy.apply(logits, labels, kernels)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The gradient is computed beside the loss: the softmax is there."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, kernels):
+        (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
+        kernels.run(
+            "cross_entropy", 32 * S, logits.data_ptr(), labels.data_ptr(), S, C, loss.data_ptr(), grad.data_ptr()
+        )
+        ctx.save_for_backward(grad)
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx, weight):
+        (grad,) = ctx.saved_tensors
+        return grad * weight, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -180,9 +180,9 @@ FN float drop_one(float x, u64 bytes, int column, int drop, float scale) {
   return (int)(bytes >> 8 * column & 255) >= drop ? x * scale : 0.0f;
 }
 
-// The cross-entropy of each row of logits [S, C], and weight times its gradient; labels below 0 have none.
+// The cross-entropy of each row of logits [S, C], and its gradient; labels below 0 have none.
 // Each of 32 threads a row reads all of it, and writes every 32nd column of the gradient.
-KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float weight, float *loss, float *grad) {
+KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float *loss, float *grad) {
   THREAD((i64)S * 32);
   const i64 row = i / 32, label = labels[row];
   const float *x = logits + row * C;
@@ -190,9 +190,8 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
   for (int c = 1; c < C; c++) top = fmaxf(top, x[c]);
   for (int c = 0; c < C; c++) sum += expf(x[c] - top);
   if (i % 32 == 0) loss[row] = label < 0 ? 0.0f : logf(sum) - (x[label] - top);
-  if (label < 0) weight = 0;
   for (int c = (int)(i % 32); c < C; c += 32) {
-    grad[row * C + c] = weight * (expf(x[c] - top) / sum - (c == label ? 1.0f : 0.0f));
+    grad[row * C + c] = label < 0 ? 0.0f : expf(x[c] - top) / sum - (c == label ? 1.0f : 0.0f);
   }
 }
 """

@@ -2,7 +2,8 @@
 
     x, nodes = features("x.csv.gz", "spool-x")                # float32 [V, F]; a column of ids names the nodes
     y, classes = labels("y.csv", nodes)                       # int64 [V], -1: no label; the names of text classes
-    edge_index, more = edges("edges.csv", "spool-e", nodes)   # int64 [2, M]
+    edge_index, more = edges("edges.csv", "spool-e", nodes, {"edge_weight": ["w"]})     # int64 [2, M]
+    times = edge_rows("times.csv", "spool-t", "edge_time")    # int64 [M], of a table of its own
     train = ids("train.csv", nodes)                           # int64 [n]
 
 The features come first, for their rows are the nodes 0 to V-1, unless they have a column of ids. Ids that are 0 to V-1
@@ -29,8 +30,8 @@ SOURCES = {"source", "src", "from", "u"}  # names of columns, in the forms that 
 DESTINATIONS = {"destination", "dest", "dst", "target", "to", "v"}
 LABELS = {"label", "labels", "class", "category", "target", "y"}
 IDS = {"id", "node", "nodeid", "nid", "index", "unnamed0", "indexlevel0"}  # the last two are pandas'
-MORE = {"weight": {"weight", "w"}, "time": {"time", "timestamp", "t"}}  # what edges may have besides their ends
-KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | MORE["weight"] | MORE["time"]
+MORE = {"weight", "w", "time", "timestamp", "t"}  # what edges may have besides their ends
+KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | MORE
 LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
 
 
@@ -143,12 +144,7 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
             nonlocal perhaps
             kinds = {} if node is None else {"text" if text else "whole": [node]}
             for lines, whole, numbers, strings in table.chunks(real=real, **kinds):
-                with np.errstate(over="ignore"):
-                    chunk = numbers.astype(np.float32)
-                if not np.isfinite(chunk).all():
-                    row, j = np.argwhere(~np.isfinite(chunk))[0]
-                    what = f"{table.column(real[j])} is {numbers[row, j]}, which is too large for float32"
-                    raise table.error(lines[row], what)
+                chunk = _float32(table, lines, numbers, real)
                 first = numbers[:, 0] if perhaps else np.zeros(1)
                 perhaps &= bool((first == np.floor(first)).all() and first.min() >= 0 and first.max() < 1 << 53)
                 if node is not None or perhaps:
@@ -291,41 +287,121 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
     Args:
         file: path of a table with a row for each edge. target: path of a file to write; others get it as a prefix.
         nodes: `Nodes`, as `features` returns them.
-        keep: which of the further columns "weight" and "time" to read; every other column is refused.
+        keep: {"edge_weight", "edge_time" or "edge_features": further columns to read, each a name or a number from 1};
+            every other column is refused.
 
     Returns:
-        (a memmap of int64 [2, M], sources over destinations; what was kept: weight float64 [M], time int64 [M] or, if
-        the first times are no integers, float64).
+        (a memmap of int64 [2, M], sources over destinations; what was kept: edge_weight float64 [M], edge_time int64 [M]
+        or, if the first times are no integers, float64, edge_features float32 [M, D]).
 
     Raises:
-        StoreError: for nodes that are not there, for columns that nobody asked for.
+        StoreError: for nodes that are not there, for columns that are not there or that nobody asked for.
     """
     with opened(file, _known) as table, contextlib.ExitStack() as files:
         ends = _end_columns(table)
-        more = {name: j for name in keep for j in _named(table, MORE[name]) if j not in ends}
-        extra = [table.column(j) for j in range(table.width) if j not in (*ends, *more.values())]
+        more = {name: [_column(table, word) for word in words] for name, words in dict(keep).items()}
+        taken = [*ends, *(j for columns in more.values() for j in columns)]
+        if twice := [j for j in taken if taken.count(j) > 1]:
+            raise StoreError(f"{file}: {table.column(twice[0])} is taken for two things")
+        extra = [table.column(j) for j in range(table.width) if j not in taken]
         if extra:
             raise StoreError(f"{file} has more columns than are understood, {short(', '.join(extra), '')}: leave them "
-                             "out" + ("" if table.names else "; names in a header would tell which is which"))
-        whole = [name for name in more if name == "time" and table.kinds[more[name]] == "whole"]
-        real = [name for name in more if name not in whole]
+                             "out, or say what they are by --weights, --times, --edge-features"
+                             + ("" if table.names else "; names in a header would tell which is which"))
+        whole = [name for name, columns in more.items() if name == "edge_time" and table.kinds[columns[0]] == "whole"]
+        real = {name: columns for name, columns in more.items() if name not in whole}
         out = {name: files.enter_context(open(f"{target}-{name}", "wb")) for name in more}
+        cuts = np.cumsum([len(columns) for columns in real.values()])[:-1]
 
         def pairs():
-            kinds = dict(whole=[more[name] for name in whole], real=[more[name] for name in real])
-            for _, pair, integers, floats, _ in nodes.chunks(table, ends, **kinds):
-                for names, values in ((whole, integers), (real, floats)):
-                    for name, column in zip(names, values.T):
-                        out[name].write(column.tobytes())
+            kinds = dict(whole=[more[name][0] for name in whole], real=[j for columns in real.values() for j in columns])
+            for lines, pair, integers, floats, _ in nodes.chunks(table, ends, **kinds):
+                found = dict(zip(whole, integers.T)) | dict(zip(real, np.split(floats, cuts, axis=1)))
+                if "edge_features" in found:
+                    found["edge_features"] = _float32(table, lines, found["edge_features"], real["edge_features"])
+                for name, values in found.items():
+                    out[name].write(np.ascontiguousarray(values).tobytes())
                 yield pair
 
         found = spool(target, pairs(), np.int64, 2)
         if not len(found):
             raise StoreError(f"{file} has a header and no rows")
-        table.say()
+        table.say(*(f"{name} from {', '.join(map(table.column, columns))}" for name, columns in more.items()))
         files.close()
-        dtypes = {name: np.int64 if name in whole else np.float64 for name in more}
-        return found.T, {name: np.memmap(f"{target}-{name}", dtype, "r") for name, dtype in dtypes.items()}
+        dtypes = {name: np.int64 if name in whole else np.float32 if name == "edge_features" else np.float64 for name in more}
+        kept = {name: np.memmap(f"{target}-{name}", dtype, "r") for name, dtype in dtypes.items()}
+        if "edge_features" in kept:
+            kept["edge_features"] = kept["edge_features"].reshape(len(found), -1)
+        return found.T, kept
+
+
+def _column(table, word) -> int:
+    """The column of a name, or of a number from 1."""
+    if table.names and word in table.names:
+        return table.names.index(word)
+    if word.isdecimal() and 1 <= int(word) <= table.width:
+        return int(word) - 1
+    names = short(", ".join(table.names), "") if table.names else f"columns 1 to {table.width}, without names"
+    raise StoreError(f"{table.name} has no column {short(word)}, and there is no file of that name: it has {names}")
+
+
+def _float32(table, lines, numbers, columns) -> np.ndarray:
+    """float64 [r, len(columns)] as float32, refused where they are too large for it."""
+    with np.errstate(over="ignore"):
+        chunk = numbers.astype(np.float32)
+    if not np.isfinite(chunk).all():
+        row, j = np.argwhere(~np.isfinite(chunk))[0]
+        what = f"{table.column(columns[j])} is {numbers[row, j]}, which is too large for float32"
+        raise table.error(lines[row], what)
+    return chunk
+
+
+def edge_rows(file, target, name) -> np.ndarray:
+    """Spool a table of its own with a row for each edge, in the order of the table of edges.
+
+    Args:
+        file: path of the table. target: path of a file to write. name: "edge_weight", "edge_time" or "edge_features".
+
+    Returns:
+        A memmap: edge_features float32 [M, D], edge_time int64 [M] or, if the first are no integers, float64 [M],
+        edge_weight float64 [M].
+    """
+    with opened(file, _known) as table:
+        if name != "edge_features" and table.width != 1:
+            raise StoreError(f"{file} has {plural(table.width, 'column')}: one is needed, the {name} of each edge")
+        whole = name == "edge_time" and table.kinds[0] == "whole"
+        every = list(range(table.width))
+
+        def rows():
+            for lines, integers, floats, _ in table.chunks(**{"whole" if whole else "real": every}):
+                yield integers if whole else _float32(table, lines, floats, every) if name == "edge_features" else floats
+
+        dtype = np.int64 if whole else np.float32 if name == "edge_features" else np.float64
+        found = spool(target, rows(), dtype, table.width)
+        table.say(f"taken as {name}")
+        return found if name == "edge_features" else found[:, 0]
+
+
+def node_times(file, nodes) -> np.ndarray:
+    """Read a table of the nodes' times: a column of them, perhaps with a column of ids beside it -> int64 [V]."""
+    with opened(file, _known) as table:
+        node = _id_column(table) if table.width > 1 else None
+        node = 0 if node is None and table.width == 2 else node
+        if table.width > 2 or node is None and not nodes.by_row:
+            raise StoreError(f"{file} has {plural(table.width, 'column')}: a column of times is needed, "
+                             + ("and one of ids" if not nodes.by_row else "or one of ids and one of times"))
+        times, seen = np.zeros(nodes.count, np.int64), np.zeros(nodes.count, bool)
+        kinds, first = {"whole": [1 - node if node is not None else 0]}, 0
+        for lines, named, whole, *_ in nodes.chunks(table, [] if node is None else [node], **kinds):
+            rows = named[:, 0] if node is not None else np.arange(first, first + len(lines))
+            if table.rows > nodes.count:
+                raise table.error(lines[-1], f"there are more times than the {nodes.count:,} rows of {nodes.source}")
+            _once(table, lines, rows, seen)
+            times[rows], first = whole[:, 0], first + len(lines)
+        if not seen.all():
+            raise StoreError(f"{file} has no time for node {int((~seen).argmax())}, and every node needs one")
+        table.say("taken as the nodes' times")
+    return times
 
 
 def _end_columns(table) -> list[int]:

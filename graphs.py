@@ -8,8 +8,8 @@
     python train.py --task graph --dataset molecules.npz
 
 Letters: G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets;
-W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py and
-features.py.
+W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py, features.py
+and metrics.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, c
                   write_npy)
 from features import Batch, CudaCopies, prefetch
 from lmdb_file import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
+from metrics import binary_cross_entropy, errors, roc_auc
 
 FORMAT = "ringblock-graphs"
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])  # before each graph
@@ -469,10 +470,11 @@ class GraphReader:
             return Batch([graph], graph.x, graph.y, self.copies.event())
 
     def loss(self, output, y):
-        """Summed over the graphs: cross-entropy, or squared error in units of the targets' standard deviation."""
+        """Summed over the graphs, a mean over the targets of each: cross-entropy, or squared error in units of the
+        targets' standard deviation."""
         if self.binary:
-            return F.binary_cross_entropy_with_logits(output, y.float(), reduction="sum")
-        return ((output - y) / self.scale).square().sum()
+            return binary_cross_entropy(output, y)
+        return ((output - y) / self.scale).square().mean(1).sum()
 
     @torch.no_grad()
     def scores(self, args, model, ids):
@@ -489,21 +491,4 @@ class GraphReader:
         output, y = torch.cat(output), torch.cat(y)
         if self.binary:
             return {"roc_auc": roc_auc(output.flatten(), y.flatten())}
-        error, plain = output - y, self.mean - y
-        return {"rmse": error.square().mean().sqrt().item(), "mae": error.abs().mean().item(),
-                "rmse_of_the_mean": plain.square().mean().sqrt().item()}  # fmt: skip
-
-
-def roc_auc(score, y):
-    """Chance that a graph with target 1 scores higher than one with target 0, ties counting half; nan without both."""
-    values, rank = score.double().unique(return_inverse=True)
-    ones = torch.zeros(len(values), dtype=torch.float64).index_add_(0, rank, y.double())
-    zeros = rank.bincount(minlength=len(values)) - ones
-    below = zeros.cumsum(0) - zeros / 2
-    return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
-
-
-def scores_line(scores):
-    """{'rmse': 0.71, 'mae': 0.5} -> 'RMSE 0.7100  MAE 0.5000'; None -> 'n/a'."""
-    return "n/a" if scores is None else "  ".join(f"{name.replace('rmse', 'RMSE').replace('mae', 'MAE').replace('_', ' ')} "
-                                                  f"{value:.4f}" for name, value in scores.items())  # fmt: skip
+        return errors(output, y, self.mean)

@@ -1,13 +1,17 @@
-"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, and exact inference layer by layer.
+"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, and GATv2 and GINE with features of edges.
 
-This file stands alone: copy it into your own code. A block is anything with the fields of `sampler.Block`.
+Copy this file into your own code: it needs nothing but torch, and `inference`, layer by layer, exact.py beside it. A block
+is anything with the fields of `sampler.Block`.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
     logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> one row for each seed
     logits = inference(model, indptr, indices, x)   # all V nodes, all their neighbours
+    model = GNN(in_dim, hidden, num_classes, conv="gine", edge_dim=8, num_layers=3)     # or "gat"
+    logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
 
-Letters: V nodes of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes.
+Letters: V nodes, M edges of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C
+classes.
 
 Steps that are worth fusing (a gather of rows, own row and mean of the neighbours, ReLU with dropout) are torch
 operations here; fused.py has them as C code and CUDA kernels, which are used where it lies beside this file. With them
@@ -15,16 +19,22 @@ a run repeats to the last bit. Torch operations alone add with atomics on a GPU:
 attention, and its softmax, may then differ in the last bits from run to run.
 """
 
-import copy
-import mmap
-import os
-import tempfile
 from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+try:
+    from exact import graph_degrees, inference  # noqa: F401  users take them from here
+except ImportError:
+
+    def graph_degrees(*args, **options):
+        """Stands for exact.py, which is not beside this file."""
+        raise ImportError("exact inference, and the degrees of a whole graph, are in exact.py: copy it beside model.py")
+
+    inference = graph_degrees
 
 try:
     import fused  # and native.py, which compiles it
@@ -84,21 +94,10 @@ def linear(x, weight, bias=None):
     return fused.linear(x, weight, bias) if fused else F.linear(x, weight, bias)
 
 
-def cross_entropy(logits, labels, weight=1.0):
-    """The sum of the cross-entropy over rows, and `weight` times its gradient, for logits.backward(gradient).
-
-    That spares the graph of the loss: two launches on a GPU, where F.cross_entropy with its backward pass takes ten.
-
-    Args:
-        logits: float32 or float64 [S, C]. labels: int64 [S]; a row with one below 0 counts for nothing.
-    """
-    logits = logits.detach()
-    done = fused and fused.cross_entropy(logits, labels, weight)
-    if done is not None:
-        return done
-    logs, known, labels = F.log_softmax(logits, 1), labels >= 0, labels.clamp(min=0).unsqueeze(1)
-    gradient = logs.exp().scatter_add_(1, labels, torch.full_like(logs, -1.0)[:, :1])
-    return -(logs.gather(1, labels).squeeze(1) * known).sum(), gradient.mul_((weight * known).unsqueeze(1))
+def cross_entropy(logits, labels):
+    """The sum of the cross-entropy over the rows of logits [S, C]; labels int64 [S], a row with -1 counts for nothing."""
+    done = fused and fused.cross_entropy(logits, labels)
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1) if done is None else done
 
 
 def relu_dropout(h, p, training=True, nodes=None, seed=None):
@@ -182,6 +181,8 @@ def _finalise(z):  # splitmix64 on int64 [...]: products wrap exactly, a logical
     return z
 
 
+PIECE = 1 << 22  # numbers of a temporary for each edge and column
+
 # ---------------------------------------------------------------------------------------------------------------------
 # layers
 
@@ -194,48 +195,30 @@ class Conv(nn.Module):
 
         message(h, degree): [n, F] -> [n, message_dim]
         combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are the positions of
-            the destinations' own messages (None: the first S), h_dst [S, F] their rows.
+            the destinations' own messages (None: the first S), h_dst [S, F] their rows. Layers with an edge_dim are given
+            edges [E, edge_dim] as well, the features of the edges.
 
     degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with None, those in the
     block. Layers that take a mean, a maximum or attention ignore it. nodes [S] are ids of the destinations and seed is
     an int, as `relu_dropout` takes them, for a layer that drops something within.
     """
 
-    message_dim, uses_degree = None, False
+    message_dim, uses_degree, edge_dim = None, False, 0
 
-    def forward(self, block, h, degree=None, seed=None):
-        """h [N, F] of the block's sources -> [S, D] of its destinations."""
+    def forward(self, block, h, degree=None, seed=None, edges=None):
+        """h [N, F] of the block's sources, edges [E, edge_dim] for a layer that sees them -> [S, D] of its destinations."""
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
         own = None if degree is None else degree[:S]
         drawn = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
+        if self.edge_dim:
+            drawn["edges"] = edges
         return self.combine(block.indptr, block.indices, self.message(h, degree), None, h[:S], own, **drawn)
 
     def message(self, h, degree=None):
         """The row itself."""
         return h
-
-
-def graph_degrees(indptr, indices, step=1 << 24):
-    """Out- and in-degree of every node -> float32 [V, 2], in host memory; reads `step` edges at a time.
-
-    Raises:
-        IndexError: where indices holds what is no node.
-    """
-    out = torch.zeros(indptr.numel() - 1, dtype=torch.int64, device=indices.device)
-    for part in indices.split(step):
-        _check_nodes(part, out.numel())
-        out += torch.bincount(part, minlength=out.numel())
-    return torch.stack([out.cpu(), indptr.diff().cpu()], 1).float()
-
-
-def _check_nodes(ids, V):
-    """Raise IndexError unless ids [E], read from a graph that nobody has checked, are nodes."""
-    low, high = (int(node) for node in ids.aminmax()) if ids.numel() else (0, -1)
-    if low < 0 or high >= V:
-        bad = low if low < 0 else high
-        raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {V - 1}")
 
 
 def block_degrees(block):
@@ -257,7 +240,7 @@ class SAGEConv(Conv):
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
         self.message_dim = out_dim if in_dim > out_dim else None  # mean and W_neigh commute: send the narrower
 
-    def forward(self, block, h, degree=None, seed=None):
+    def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
@@ -350,18 +333,38 @@ class GINConv(Conv):
         return self.mlp((1 + self.eps) * own + mean * degree[:, 1:])
 
 
+class GINEConv(GINConv):
+    """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b))), eps learned.
+
+    In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GINConv`.
+    """
+
+    def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
+        super().__init__(in_dim, out_dim, norm)
+        self.edge_dim, self.edge_linear = edge_dim, nn.Linear(edge_dim, in_dim)
+
+    def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None):
+        """See `Conv`."""
+        count = indptr.diff()
+        dst = torch.repeat_interleave(count, output_size=indices.numel())
+        total = _EdgeSums.apply(message, edges, self.edge_linear.weight, self.edge_linear.bias, indices, dst, len(h_dst))
+        return self.mlp((1 + self.eps) * h_dst + total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1)))
+
+
 class GATv2Conv(Conv):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is its own neighbour too.
 
-    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
+    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v). With
+    features of edges, W_edge e_uv is added inside; the edge from v to itself has the mean of those of v's edges.
 
     Args:
         in_dim, out_dim: F, D. heads: K.
         mean: average the heads, each D wide; otherwise they stand side by side, each D / K wide.
         dropout: probability for each attention weight.
+        edge_dim: width of the edges' features; 0: without.
     """
 
-    def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0):
+    def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
         if not mean and out_dim % heads:
             raise ValueError(f"width {out_dim} cannot be shared by {heads} heads: give a multiple of {heads}")
@@ -370,6 +373,7 @@ class GATv2Conv(Conv):
         self.message_dim = heads * width
         self.src_linear, self.dst_linear = nn.Linear(in_dim, heads * width), nn.Linear(in_dim, heads * width)
         self.attn = nn.Parameter(torch.empty(heads, width))
+        self.edge_dim, self.edge_linear = edge_dim, nn.Linear(edge_dim, heads * width, bias=False) if edge_dim else None
         for weight in (self.src_linear.weight, self.dst_linear.weight, self.attn):
             nn.init.xavier_uniform_(weight)
 
@@ -377,21 +381,30 @@ class GATv2Conv(Conv):
         """W_src h."""
         return self.src_linear(h)
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
+    def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, edges=None):
         """See `Conv`; what is made for each edge has one number a head."""
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
         S, (K, D), target = h_dst.shape[0], self.attn.shape, self.dst_linear(h_dst)
-        out = fused and fused.attend(indptr, indices, message, target, self.attn, rows, nodes, seed, drop)
+        out = None
+        if fused and not self.edge_dim:
+            out = fused.attend(indptr, indices, message, target, self.attn, rows, nodes, seed, drop)
         if out is None:
-            out = self._attend(indptr, indices, message.view(-1, K, D), target.view(S, K, D), rows, nodes, seed, drop)
+            message, target = message.view(-1, K, D), target.view(S, K, D)
+            out = self._attend(indptr, indices, message, target, rows, nodes, seed, drop, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
 
-    def _attend(self, indptr, indices, source, target, rows, nodes, seed, drop):
-        """source [N, K, D], target [S, K, D] -> [S, K D], from torch operations; fused.py has the same for CUDA."""
+    def _attend(self, indptr, indices, source, target, rows, nodes, seed, drop, edges):
+        """source [N, K, D], target [S, K, D] -> [S, K D], from torch operations; fused.py has the same for CUDA, without
+        features of edges."""
+        weight = None
+        if self.edge_dim:
+            weight = self.edge_linear.weight
+            edges = with_means(indptr, edges.to(weight.dtype))
         indptr, indices, dst = with_self_loops(indptr, indices, rows)
         S, E, (K, D) = target.shape[0], indices.numel(), self.attn.shape
-        weights = edge_softmax(_EdgeScores.apply(source, target, self.attn, indices, dst), dst, S)
+        scores = _EdgeScores.apply(source, target, self.attn, indices, dst, edges, weight)
+        weights = edge_softmax(scores, dst, S)
         if drop:  # drawn by destination, position in its list and head
             ids = dst if nodes is None else nodes.index_select(0, dst)
             position = torch.arange(E, device=dst.device) - indptr.index_select(0, dst)
@@ -420,6 +433,18 @@ def with_self_loops(indptr, indices, rows=None):
     return looped, edges, torch.repeat_interleave(number[:-1], looped.diff(), output_size=E + S)
 
 
+def with_means(indptr, edges):
+    """Put the mean of its edges' rows [E, D] before those of each destination -> [E + S, D]; zero without edges."""
+    S, E = indptr.numel() - 1, len(edges)
+    indptr, number = indptr.long(), torch.arange(S + 1, device=edges.device)
+    dst = torch.repeat_interleave(number[:-1], indptr.diff(), output_size=E)
+    mean = edges.new_zeros(S, edges.shape[1]).index_add_(0, dst, edges) / indptr.diff().clamp(min=1).unsqueeze(1)
+    rows = edges.new_empty(E + S, edges.shape[1])
+    rows[(indptr + number)[:-1]] = mean
+    rows[torch.arange(E, device=edges.device) + dst + 1] = edges
+    return rows
+
+
 def edge_softmax(scores, dst, num_dst):
     """Softmax of scores [E, K] over the edges of each destination; dst int64 [E] -> [E, K]."""
     index = dst.unsqueeze(1).expand_as(scores)
@@ -432,38 +457,71 @@ def _at_least_float32(t):
     return torch.promote_types(t.dtype, torch.float32)
 
 
+def _edge_pieces(source, target, indices, dst, edges, weight, bias=None):
+    """Some edges at a time: (slice of the edges, positions of their sources and destinations, their rows of `edges`, and
+    source_u + target_v + weight e + bias, in float32 or more)."""
+    step = max(1, PIECE // max(1, source[:1].numel()))
+    for a in range(0, indices.numel(), step):
+        u, v, e = indices[a : a + step], dst[a : a + step], None
+        z = source.index_select(0, u).to(_at_least_float32(source))
+        if target is not None:
+            z = z + target.index_select(0, v)
+        if weight is not None:
+            e = edges[a : a + step].to(z.dtype)
+            with torch.autocast(z.device.type, enabled=False):
+                z = z + F.linear(e, weight.to(z.dtype), bias).view_as(z)
+        yield slice(a, a + step), u, v, e, z
+
+
 class _EdgeScores(torch.autograd.Function):
-    """attn . leaky_relu(source_u + target_v) of every edge, some at a time, in float32 or more: no [E, K, D] stays."""
+    """attn . leaky_relu(source_u + target_v + weight e) of every edge, some at a time: no [E, K, D] stays."""
 
     @staticmethod
-    def pieces(source, target, indices, dst):
-        """(slice of the edges, positions of their sources and destinations, source + target)."""
-        step = max(1, (1 << 22) // max(1, source[:1].numel()))
-        for a in range(0, indices.numel(), step):
-            u, v = indices[a : a + step], dst[a : a + step]
-            wide = source.index_select(0, u).to(_at_least_float32(source))
-            yield slice(a, a + step), u, v, wide + target.index_select(0, v)
-
-    @staticmethod
-    def forward(ctx, source, target, attn, indices, dst):  # [N, K, D], [S, K, D], [K, D], [E], [E] -> [E, K]
-        ctx.save_for_backward(source, target, attn, indices, dst)
+    def forward(ctx, source, target, attn, indices, dst, edges=None, weight=None):  # [N, K, D], [S, K, D], ... -> [E, K]
+        ctx.save_for_backward(source, target, attn, indices, dst, edges, weight)
         scores = source.new_empty(indices.numel(), attn.shape[0], dtype=_at_least_float32(source))
-        for part, _, _, z in _EdgeScores.pieces(source, target, indices, dst):
+        for part, _, _, _, z in _edge_pieces(source, target, indices, dst, edges, weight):
             scores[part] = F.leaky_relu(z, 0.2, inplace=True).mul_(attn).sum(2)
         return scores
 
     @staticmethod
     def backward(ctx, grad):
-        source, target, attn, indices, dst = ctx.saved_tensors
+        source, target, attn, indices, dst, edges, weight = ctx.saved_tensors
         zeros = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, target, attn))
         to_source, to_target, to_attn = zeros
-        for part, u, v, z in _EdgeScores.pieces(source, target, indices, dst):
+        to_weight = None if weight is None else torch.zeros_like(weight)
+        for part, u, v, e, z in _edge_pieces(source, target, indices, dst, edges, weight):
             g = grad[part].unsqueeze(2)
             to_attn += (F.leaky_relu(z, 0.2) * g).sum(0)
             g = torch.where(z > 0, 1.0, 0.2).to(z.dtype).mul_(attn).mul_(g)
             to_source.index_add_(0, u, g)
             to_target.index_add_(0, v, g)
-        return to_source.to(source.dtype), to_target.to(target.dtype), to_attn, None, None
+            if weight is not None:
+                to_weight += g.flatten(1).t() @ e
+        return to_source.to(source.dtype), to_target.to(target.dtype), to_attn, None, None, None, to_weight
+
+
+class _EdgeSums(torch.autograd.Function):
+    """sum(relu(source_u + weight e + bias)) over every destination's edges, some at a time: no [E, F] stays."""
+
+    @staticmethod
+    def forward(ctx, source, edges, weight, bias, indices, dst, num_dst):  # [N, F], [E, D], [F, D], [F], ... -> [S, F]
+        ctx.save_for_backward(source, edges, weight, bias, indices, dst)
+        total = source.new_zeros(num_dst, source.shape[1], dtype=_at_least_float32(source))
+        for _, _, v, _, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
+            total.index_add_(0, v, z.relu_())
+        return total.to(source.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        source, edges, weight, bias, indices, dst = ctx.saved_tensors
+        to_source, to_weight, to_bias = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, weight, bias))
+        for _, u, v, e, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
+            g = grad.index_select(0, v).to(z.dtype).mul_(z > 0)
+            to_source.index_add_(0, u, g)
+            to_weight += g.t() @ e
+            to_bias += g.sum(0)
+        return to_source.to(source.dtype), None, to_weight, to_bias, None, None, None
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -477,8 +535,9 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv, "gat": GATv2Conv, "gin": GINConv}
+EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # those that take features of edges; gine needs them
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
-NORMALISED = ("sage-pool", "gat", "gin")  # by default in train.py: without a norm they learn slowly or not at all
+NORMALISED = ("sage-pool", "gat", "gin", "gine")  # by default in train.py: without a norm they learn slowly or not at all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,46 +549,54 @@ class GNN(nn.Module):
 
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
-        conv: "sage", "sage-pool", "gcn", "gat" or "gin".
+        conv: "sage", "sage-pool", "gcn", "gat", "gin" or "gine".
         num_layers: one for each block.
         dropout: probability, applied after each inner layer, and to the attention weights of "gat". input_dropout:
             the same for the features.
         heads: of "gat": side by side in the inner layers, `hidden` wide together; averaged in the last.
-        norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin".
+        norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep only each layer's input for the backward pass and compute the rest again (Chen et al., arXiv
             1604.06174): less memory, more time.
+        edge_dim: width of the edges' features, which "gat" can take and "gine" needs; 0: without.
 
     Attributes:
-        degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn" and "gin" need for training on sampled
-            blocks; with None each block is taken for the whole graph. Not part of the state.
+        degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need for training on
+            sampled blocks; or a function of a block, which gives those of its sources. With None each block is taken for
+            the whole graph. Not part of the state.
 
     Raises:
-        ValueError: for an unknown conv or norm, no layers, or heads that do not divide the width.
+        ValueError: for an unknown conv or norm, no layers, heads that do not divide the width, or an edge_dim that the
+            layers do not take.
     """
 
     degrees = None
 
     def __init__(self, in_dim, hidden, out_dim, *, conv="sage", num_layers=3, dropout=0.5, heads=1, norm="none",
-                 residual=False, input_dropout=0.0, recompute=False):  # fmt: skip
+                 residual=False, input_dropout=0.0, recompute=False, edge_dim=0):  # fmt: skip
         super().__init__()
-        for name, value, known in (("conv", conv, CONVS), ("norm", norm, NORMS)):
+        convs = CONVS | EDGE_CONVS
+        for name, value, known in (("conv", conv, convs), ("norm", norm, NORMS)):
             if value not in known:
                 raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(known)}")
         if num_layers < 1 or heads < 1:
             raise ValueError(f"num_layers is {num_layers}, heads is {heads}: at least one of each is needed")
+        if edge_dim and conv not in EDGE_CONVS or conv not in CONVS and not edge_dim:
+            known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
+            raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {known}")
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
-        options = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}}.get(conv, {})
+        options = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}, "gine": {"norm": norm}}.get(conv, {})
+        options |= {"edge_dim": edge_dim} if edge_dim else {}
         last = {**options, "mean": True} if conv == "gat" else options
-        self.layers = nn.ModuleList(CONVS[conv](*pair, **options) for pair in pairs[:-1])
-        self.layers.append(CONVS[conv](*pairs[-1], **last))
+        self.layers = nn.ModuleList(convs[conv](*pair, **options) for pair in pairs[:-1])
+        self.layers.append(convs[conv](*pairs[-1], **last))
         self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
         straight = [nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
-        self.dropout, self.input_dropout, self.recompute = dropout, input_dropout, recompute
+        self.dropout, self.input_dropout, self.recompute, self.edge_dim = dropout, input_dropout, recompute, edge_dim
         self.plain = conv == "sage" and norm == "none" and not residual and not recompute
 
-    def forward(self, blocks, x, *, aggregated=False, key=None):
+    def forward(self, blocks, x, *, aggregated=False, key=None, edges=None):
         """Logits [S, C] of the last block's destinations.
 
         Args:
@@ -538,7 +605,10 @@ class GNN(nn.Module):
                 result of `self_and_mean` for blocks[0], computed where the features are.
             key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes for a CUDA
                 graph; from torch's CPU generator when None.
+            edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
         """
+        if self.edge_dim and not edges:
+            raise ValueError(f"edges is {edges}: with edge_dim {self.edge_dim} the features of each block's edges are needed")
         dtype = next(self.parameters()).dtype
         if x.dtype != dtype and not (x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
@@ -548,23 +618,27 @@ class GNN(nn.Module):
             x = dropout(x, self.input_dropout, blocks[0].src_nodes, layer_seed(key, len(self.layers)))
         if (done := self._fused(blocks, x, aggregated, key)) is not None:
             return done
-        for i, (_, block) in enumerate(zip(self.layers, blocks, strict=True)):
-            seed = layer_seed(key, i) if self.training else 0
+        edges = edges or [None] * len(blocks)
+        for i, (_, block, rows) in enumerate(zip(self.layers, blocks, edges, strict=True)):
+            work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
-                x = checkpoint(self.step, i, block, x, aggregated, seed, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = self.step(i, block, x, aggregated, seed)
+                x = self.step(*work)
             aggregated = False
         return x
 
-    def step(self, i, block, x, aggregated=False, seed=None):
+    def step(self, i, block, x, aggregated=False, seed=None, edges=None):
         """Layer i and everything up to the next one; seed is that of its dropout."""
         layer, nodes = self.layers[i], block.src_nodes
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
         known = layer.uses_degree and self.degrees is not None
-        degree = self.degrees.index_select(0, nodes) if known else None
-        return self.finish(i, layer(block, x, degree, seed), x[: block.indptr.numel() - 1], nodes, seed)
+        degree = None
+        if known:
+            degree = self.degrees(block).to(x.device) if callable(self.degrees) else self.degrees.index_select(0, nodes)
+            degree = degree.to(next(self.parameters()).dtype)
+        return self.finish(i, layer(block, x, degree, seed, edges), x[: block.indptr.numel() - 1], nodes, seed)
 
     def _fused(self, blocks, x, aggregated, key):
         """All layers as one step of autograd, where fused.py has it for them, else None."""
@@ -597,151 +671,8 @@ class SAGE(GNN):
     """GraphSAGE with the mean aggregator, the default GNN."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# inference
-
-
 def layerwise(model):
     """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
     return ours and hasattr(model, "finish")
-
-
-@torch.no_grad()
-def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, memory=4 << 30, rank=0, world=1,
-              total=None, layers=None):  # fmt: skip
-    """Exact predictions for all nodes from all their neighbours, layer by layer.
-
-    Beside the graph and the features there are at most three float32 tables [V, width] at a time: a layer's input, its
-    messages and its output. Everything else belongs to one chunk of destinations; on CPU a node of any degree takes no
-    more than its list of edges (with "gat" also a few numbers a head and edge). A layer runs where the model is if its
-    messages fit there, else on the CPU.
-
-    Args:
-        model: a GNN. indptr: int64 [V+1], indices: [M]: the graph, in host memory.
-        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids).
-        chunk, chunk_edges: destinations and edges handled at a time; a node with more edges is a chunk of its own.
-        memory: bytes of host memory for the tables. A layer that needs more keeps them in temporary files without a
-            name, memory-mapped, in the system's folder for such files (the variable TMPDIR).
-        rank, world: with several processes on this machine, each calls this with the same arguments and its own rank,
-            and computes a part of the destinations of every layer. Linux only.
-        total: with several processes, a function that sums numbers over them and returns the sums to each (an
-            all-reduce; `Ranks.sum` of ddp.py on one machine).
-        layers: how many of the first layers to compute; all when None.
-
-    Returns:
-        Logits float32 [V, C] in host memory, the same memory in all processes; with `layers` the output of the last of
-        these, [V, hidden], with its norm and ReLU.
-
-    Raises:
-        IndexError: where the graph is damaged: a list or an edge leaves it.
-        OSError: where there is no room for the tables.
-    """
-    training, device, V, M = model.training, next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
-    model.eval()
-    on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
-    degrees = getattr(model, "degrees", None)
-    if any(layer.uses_degree for layer in model.layers):
-        degrees = (graph_degrees(indptr, indices) if degrees is None else degrees).float()
-    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # ranks get as many edges each
-    first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
-    h = x if hasattr(x, "gather") else torch.as_tensor(x)
-    for i, layer in enumerate(model.layers[:layers]):
-        width = layer.message_dim or h.shape[1]
-        table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
-        message = h
-        if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
-            message = table(width)
-            for a in range(first, last, chunk):
-                b = min(a + chunk, last)
-                degree = degrees[a:b].to(device) if layer.uses_degree else None
-                message[a:b] = layer.message(_rows(h, a, b, device), degree)
-            if total:
-                total(0)  # all messages are there
-        out, message = table(layer.out_dim), message.to(_place_for(message, device))
-        on = message.device
-        network = model if on == device else on_cpu
-        for a, b in _cut(indptr, first, last, chunk, chunk_edges):
-            edges, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
-            _check_nodes(edges, V)
-            if int(offsets[-1]) != edges.numel() or bool((offsets.diff() < 0).any()):
-                raise IndexError(f"the graph is damaged: a list of nodes {a} to {b - 1} in indptr leaves it or falls")
-            edges, own = edges.to(on), torch.arange(a, b, dtype=edges.dtype, device=on)
-            offsets = offsets.to(edges)
-            degree = degrees[a:b].to(on) if layer.uses_degree else None
-            h_dst = _rows(h, a, b, on)
-            result = network.layers[i].combine(offsets, edges, message, own, h_dst, degree)
-            out[a:b] = network.finish(i, result, h_dst)
-        if total:
-            total(0)  # all rows are there
-        h = out
-    model.train(training)
-    return h
-
-
-def _rows(table, a, b, device):
-    """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
-    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
-    return rows.to(device, torch.float32)
-
-
-def _place_for(table, device):
-    """The device where a layer with these messages runs: the model's if they fit there, else the CPU."""
-    if table.device == device or device.type != "cuda":
-        return device
-    return device if table.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
-
-
-def _cut(indptr, first, last, chunk, chunk_edges):
-    """Cut nodes first .. last - 1 into chunks (a, b) of at most `chunk` nodes and `chunk_edges` edges, or one node."""
-    while first < last:
-        fits = int(torch.searchsorted(indptr, int(indptr[first]) + chunk_edges, right=True)) - 1
-        end = min(first + chunk, max(fits, first + 1), last)
-        yield first, end
-        first = end
-
-
-def _tables(rows, columns, memory, leads, total):
-    """A function of a width that makes a float32 table [rows, width]; in a temporary file if tables of `columns`
-    columns in all exceed `memory`.
-
-    With `total` it is one table for all processes that call: they open the leader's memory or file by its number while
-    the leader waits. Memory without a name (memfd) and a file without a name are both gone with the last process that
-    maps them.
-    """
-    in_memory = 4 * rows * columns <= memory
-
-    def table(width):
-        if in_memory and not total or not rows * width:
-            return torch.empty(rows, width)
-        size, handle = 4 * rows * width, 0
-        if leads and in_memory:
-            handle = os.memfd_create("ringblock")
-            os.ftruncate(handle, size)
-        elif leads:
-            handle = _nameless_file(size)
-        if total:
-            leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
-            handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
-        mapped = mmap.mmap(handle, size)
-        if total:
-            total(0)
-        os.close(handle)
-        return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
-
-    return table
-
-
-def _nameless_file(size):
-    """A temporary file of `size` bytes that has no name -> its handle, which the caller closes."""
-    with tempfile.TemporaryFile(prefix="ringblock-") as file:
-        try:
-            if hasattr(os, "posix_fallocate"):  # with its blocks: a write through mmap to a full disk ends the process
-                os.posix_fallocate(file.fileno(), 0, size)
-            os.ftruncate(file.fileno(), size)
-        except OSError as error:
-            where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
-            said = f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})"
-            raise OSError(error.errno, said) from error
-        return os.dup(file.fileno())

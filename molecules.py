@@ -190,6 +190,9 @@ def _targets(arrays, name, count, atoms=1) -> np.ndarray:
 def _graph_split(arrays, count, given, seed) -> dict:
     """The split that is there; where there is none (or no valid part), a tenth of the graphs is drawn for it."""
     split, random = arrays.split(count, given.get("split")), np.random.default_rng(seed)
+    if isinstance(split, list):
+        arrays.say(f"it has {len(split)} splits, and the first is taken (split=0); split=1 takes the next")
+        split = split[0]
     if not split:
         arrays.say(f"it has no split: of its {count:,} graphs a tenth is drawn for testing, a tenth for validation "
                    f"(seed {seed})")

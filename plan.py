@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from columns import COLUMNS
 from disk import StoreError, readable_size
 from features import MODES
 from model import layerwise
@@ -53,7 +54,10 @@ def _placements(store, fanout, batch_size, hidden, prefetch) -> dict[str, Placem
     compute = sum(8 * n * (a + 3 * b) + 32 * a * b for n, a, b in layers)  # and weights, gradients, Adam's two moments
     ahead = prefetch + 1
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
-    arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V
+    if store.edge_dim:  # rows of the edges, and which edges they are
+        batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
+    arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V + sum(
+        column.nbytes for name in COLUMNS if (column := getattr(store, name)) is not None)
     step = ahead * batch + compute
     return {"cuda-cuda": Placement(GPU_BYTES + arrays + id_bytes * V, step, RANK_BYTES, 0, 0),
             "pinned-cuda": Placement(GPU_BYTES + id_bytes * V, step, RANK_BYTES, 0, arrays),
@@ -104,9 +108,10 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     arrays = modes["pinned-cuda"]["shared"]
     in_memory = arrays <= free_host
     why = (f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
-           + ("the mapped file stays in it" if in_memory else "LMDB reads the blocks asked for and nothing ahead"))
+           + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
+           + "; lmdb is for rows that change while others read them")
     sums = {m: _sum_line(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
-    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap" if in_memory else "lmdb", "backend_why": why}
+    return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap", "backend_why": why}
 
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
@@ -132,6 +137,13 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     if not placement["fits"]:
         line += f"; a batch may be too large; {placement['largest_batch']:,} seeds fit for certain"
     return chosen, line
+
+
+def spare_gpu_bytes(store, mode, *sizes) -> int:
+    """Bytes of the current GPU that are free beside what a mode and its batches take at most; sizes as `_placements`
+    has them. May be below 0."""
+    placement = _placements(store, *sizes)[mode]
+    return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
 
 
 def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:

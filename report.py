@@ -1,6 +1,6 @@
 """What a run tells: its lines, its log, TensorBoard, the time of each stage and a picture of it, a trace.
 
-This file needs disk.py and graphs.py.
+This file needs disk.py, metrics.py and own_model.py.
 """
 
 import json
@@ -18,11 +18,11 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk import StoreError, write_whole
-from graphs import scores_line
+from disk import StoreError, readable_size, write_whole
+from metrics import scores_line
 from own_model import is_own
 
-STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "stall")
+STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")  # step: the three before
 
 
 class Clock:
@@ -66,6 +66,13 @@ class Clock:
         """Record a stage between two times of the host; any thread may call."""
         self.laps.append((stage, start - self.zero, end - self.zero, threading.current_thread().name))
 
+    @contextmanager
+    def timed(self, stage):
+        """Record what runs inside as a stage, on any thread."""
+        start = self.now(stage)
+        yield
+        self.add(stage, start, self.now())
+
     def resolve(self):
         """Turn events into times; waits for the GPU -> laps."""
         if self.events:
@@ -98,7 +105,7 @@ def draw_timeline(runs, path, steps=8):
 
     charts = []
     for title, laps in runs.items():
-        if ends := sorted(end for stage, _, end, _ in laps if stage == "optimizer")[:steps]:
+        if ends := sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]:
             laps = [lap for lap in laps if lap[1] < ends[-1]]
             rows = sorted({(STAGES.index(stage), thread) for stage, _, _, thread in laps})
             charts.append((f"{title}: {len(ends)} training steps in {1e3 * ends[-1]:.0f} ms", laps, rows))
@@ -173,6 +180,13 @@ class Report:
                             self.board.add_scalar(name, value, figures["epoch"])
                     self.board.flush()
 
+    def scores(self, scores):
+        """Tell the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
+        self.tell("\n".join(f"{name:<5}  {scores_line(values)}" for name, values in scores.items()), {"scores": scores})
+        exact = {f"{part} {name}": value for part, values in scores.items() if values for name, value in values.items()}
+        self.results({f"exact/{name.replace(' ', '_')}": value for name, value in exact.items()}, self.args.epochs)
+        return exact
+
     def results(self, figures, epoch):
         """Give the final figures of each split, {name: value}, to TensorBoard, beside the flags that led to them."""
         if self.board:
@@ -208,7 +222,7 @@ class Report:
 
 def flags_of(args):
     """The flags of a run, without what parse_args adds -> {name: value}."""
-    return {name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run")}
+    return {name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run", "turn")}
 
 
 def hardware(ranks):
@@ -230,7 +244,20 @@ def describe(ranks, args, store, model):
         threads += f", rank 0 on cores {min(os.sched_getaffinity(0))}-{max(os.sched_getaffinity(0))}, next to its GPU"
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     precision = "tf32 products (--precision fp32 for full ones)" if args.precision == "tf32" else args.precision
-    if args.task == "graph":
+    if args.precision == "tf32" and not ranks.gpus:
+        precision = "fp32, for tf32 needs a GPU"
+    network = f"{args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}"
+    fanout = f"fanout {','.join(map(str, args.fanout))} from the seeds outward"
+    if args.task == "link":
+        lines = (
+            f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges that carry messages, "
+            f"{store.feature_dim} features; pairs: {split} ({args.edge_split})",
+            f"model   {args.model}, {network}, scorer {args.scorer}, {parameters}; {fanout}; {args.negatives} negatives a pair, "
+            f"{args.negatives_by}{', unchecked' if args.unchecked_negatives else ''}, {args.link_loss}",
+            args.total_batch * 2 > len(store.split["train"]) and f"advice  a step leaves the {args.total_batch:,} pairs that it is "
+            f"to predict out of the messages, and there are {len(store.split['train']):,}: give a smaller --batch-size",
+        )
+    elif args.task == "graph":
         lines = (
             f"graphs  {store.path}: {len(store):,} graphs; {split}",
             f"model   edge-gated regressor, {args.num_layers} layers, hidden {args.hidden}, {parameters}",
@@ -239,9 +266,7 @@ def describe(ranks, args, store, model):
         lines = (
             f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges, "
             f"{store.feature_dim} features, {store.num_classes} classes; {split}",
-            f"model   {args.model}, {args.num_layers} {'hops' if is_own(args.model) else f'layers, hidden {args.hidden}, norm {args.norm}'}, "
-            f"{parameters}; "
-            f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
+            f"model   {args.model}, {network}, {parameters}; {fanout}",
         )
     for line in (
         *lines,
@@ -261,12 +286,14 @@ def epoch_line(args, figures):
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     scores = figures.get("valid")
     if scores:
-        scores = {name: value for name, value in scores.items() if name != "rmse_of_the_mean"}
+        scores = {name: value for name, value in scores.items() if name != "rmse_of_the_mean" and "hits" not in name}
     valid = scores_line(scores) if "valid" in figures else f"{percent(figures['valid_sampled'])} (sampled)"
     line = (f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  valid {valid}  "
             f"{figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s")  # fmt: skip
     rest = {"": f"{figures['peak_bytes'] / 2**30:.2f} GiB "}
-    for stage in ("stall", "sample", "fetch", "forward", "backward", "exchange", "transfer"):
+    if "bytes_read" in figures:
+        rest["read"] = f"{readable_size(figures['bytes_read'])}, MIN {readable_size(figures['bytes_min'])} "
+    for stage in ("stall", "sample", "fetch", "forward", "backward", "step", "exchange", "transfer"):
         if stage in figures:
             rest[stage] = f"{figures[stage]:.2f}"
     for name, value in rest.items():

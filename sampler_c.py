@@ -197,7 +197,7 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     const i64 *list = &job->hop.indptr[job->dst[row]];
     job->start[row] = list[0];
     job->degree[row] = list[1] - list[0];
-    signs |= job->start[row] | job->degree[row] | (job->M - list[1]);
+    signs |= list[0] | list[1] | job->degree[row] | (job->M - list[1]);
   }
   if (signs < 0) return DAMAGED;  // a list that begins before 0, ends before it begins or behind the last edge
 #ifdef TIMED

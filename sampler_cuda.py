@@ -170,7 +170,7 @@ class Backend:
             frame = Frame(self)
             frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
             frame.make_blocks()
-            frame.memory.zero_()  # ids in the padding are ids of nodes
+            frame.memory.zero_()  # ids in the padding of src_nodes are ids of nodes
         return frame
 
 
@@ -267,7 +267,8 @@ class Frame:
                 counts = self.counted and following is not None
                 yield prepare("number", b, part, following or part, int(counts)), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
-        yield prepare("finish", b, hops, self.positions, sums, num_sums), max(self.positions, num_sums)
+        end = parts[hops].first if hops < len(parts) else self.positions
+        yield prepare("finish", b, hops, parts[0].first, end, sums, num_sums), max(end, num_sums)
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -307,8 +308,7 @@ class Frame:
         """The blocks with their padding, from the seeds outward.
 
         [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None, src_times or None)].
-        Rows beyond the
-        destinations have no edges; beyond the last, indices and src_nodes hold some number of a row and id of a node.
+        Rows beyond the destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
         """
         rows, places, *_ = self.shape
         return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])

@@ -15,8 +15,9 @@ are shared by all of them.
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs plan.py
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
-the edges into v are indices[indptr[v]:indptr[v+1]]. To copy this file take disk.py, csc.py and lmdb_file.py along; they
-need torch, numpy and tqdm (lmdb for backend "lmdb").
+the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times: see
+columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they need
+torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -43,11 +44,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_sources
-from disk import (DTYPES, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
-                  check_split, complete_or_not_there, dump_meta, gather_target, info_lines, integers, map_npy, read_meta,
-                  readable_size, split_files, storage_dtype, within, write_npy)
+from columns import COLUMNS, check_columns, column_files, column_problems, described, out_of_order, write_columns
+from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
+from disk import (DTYPES, HEADS, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
+                  check_splits, complete_or_not_there, dump_meta, gather_target, head_of, info_lines, integers, map_npy,
+                  read_meta, readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from row_reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -58,28 +61,36 @@ MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 # building
 
 
-def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels, split, backend="mmap",
-                num_classes=None, symmetrize=False, drop_self_loops=False, drop_duplicates=False, block_rows=None,
-                source="", progress=False) -> Path:
+def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels=None, split=None,
+                edge_weight=None, edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
+                drop_self_loops=False, drop_duplicates=False, block_rows=None, source="", progress=False) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
     is then read a piece at a time. With edge_index the neighbour lists come out sorted by source, in bounded memory
     and independent of the order of the input; indptr and indices are stored as they are unless an option changes them.
+    With edge_time every list is sorted by time, edges of one time by source, and indices are stored as they are where
+    their lists rise in time already.
 
     Args:
         path: directory to create; its parents are created as well.
         edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
-        labels: integers [V] in [0, C); -1 for a node without a label, which no split may hold.
+        labels: integers [V] in [0, C), or of several labels a node [V, C] of 0 and 1; -1, or a row of it, for a node
+            without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
-            disjoint.
+            disjoint. Or a list of K such splits of the same graph.
+        edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
+            dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge. Arrays,
+            memmaps or tensors.
+        node_time: integers [V], the time at which a node is classified.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None, unless most classes were empty then.
         symmetrize: add the reverse of every edge.
         drop_self_loops: leave out edges from a node to itself.
-        drop_duplicates: keep one of several equal edges (after symmetrizing).
+        drop_duplicates: keep one edge of several with the same ends (after symmetrizing), with its weight, time and
+            features: of edges with times the earliest, then one that was given before a reverse, then the first.
         block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar where stderr is a terminal.
@@ -95,9 +106,12 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     features = array_like("features", features)
     num_nodes, width, dtype = _check_features(features)
+    labelled = labels is not None
     labels, num_classes = check_labels(labels, num_nodes, num_classes)
-    split = check_split(split, labels)
+    split = check_splits({} if split is None else split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
+    columns, widths = check_columns(num_edges, num_nodes, edge_weight=edge_weight, edge_time=edge_time,
+                                    edge_features=edge_features, node_time=node_time)  # fmt: skip
     options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
                "drop_duplicates": bool(drop_duplicates)}
     row_bytes = width * storage_dtype(dtype).itemsize
@@ -106,39 +120,65 @@ def build_store(path, *, edge_index=None, indptr=None, indices=None, features, l
         raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
     meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
             "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
-            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source))}
+            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)),
+            "labelled": labelled, **widths}
     arrays = dict(indptr=indptr, labels=labels, **split)
-    least = 0 if drop_self_loops or drop_duplicates else num_edges * (4 << symmetrize)
-    with complete_or_not_there(path, num_nodes * (row_bytes + 16) + least) as building:
-        _write_store(building, meta, edge_index, indices, arrays, features, progress)
+    edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
+    least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
+    need = num_nodes * (row_bytes + 16) + least
+    if edge_index is not None or any(options.values()):  # the edges are sorted before the features are written
+        need = max(need, least + spooled_bytes(num_edges << symmetrize, edge_bytes > 4))
+    with complete_or_not_there(path, need) as building:
+        _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
     return path
 
 
-def _write_store(path, meta, edge_index, indices, arrays, features, progress):
+def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
     """Write every file of a store, meta.json last, and see to it that they are on the disk."""
-    num_nodes, options, files = meta["num_nodes"], meta["options"], {}
-    if edge_index is None and not any(options.values()):
+    num_nodes, options, files, times = meta["num_nodes"], meta["options"], {}, columns.get("edge_time")
+    rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
+    order = path / "order"  # of the columns' rows, while they are written
+    if rises and not any(options.values()):
         chunks = checked_indices(indices, num_nodes, progress)
     else:
         if isinstance(indices, Rows):
-            raise StoreError("indices given as Rows is stored as it is: no graph option can be applied to it")
-        edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options)
-        arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
-        chunks = sorted_sources(edges, arrays["indptr"], options["drop_duplicates"], progress)
+            raise StoreError("indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
+                             "must rise in edge_time")
+        numbered = bool(columns.keys() - {"node_time"})
+        edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered)
+        indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
+        drop_duplicates = options["drop_duplicates"]
+        if numbered:
+            chunks = _spooled(sorted_edges(edges, indptr, path, meta["num_edges"], times, drop_duplicates, progress), order)
+        else:
+            chunks = sorted_sources(edges, indptr, path, drop_duplicates, progress)
     most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
     files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
     meta["num_edges"] = files["indices.npy"]["shape"][0]
     for name, array in arrays.items():
-        files[f"{name}.npy"] = write_npy(path / f"{name}.npy", "int64", [len(array)], [array])
+        files[f"{name}.npy"] = write_npy(path / f"{name}.npy", array.dtype, list(array.shape), [array])
+    rows = None
+    if order.exists():
+        rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
+    files.update(write_columns(path, columns, rows))
+    order.unlink(missing_ok=True)
     file = path / BACKENDS[meta["backend"]]
     shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
     rows = _feature_rows(features, meta["feature_dtype"], progress)
     if meta["backend"] == "mmap":
-        files[file.name] = write_npy(file, dtype, shape, rows)
+        files[file.name] = write_npy(file, dtype, shape, rows, head=HEADS[-1])  # rows begin on a block of the disk
     else:
         files[file.name] = write_blocks(file, dtype, shape, rows, meta["block_rows"])
     (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+
+
+def _spooled(edges, file) -> Iterator[np.ndarray]:
+    """The sources of sorted edges; which edges of the input they are goes into a file, int64."""
+    with open(file, "wb") as out:
+        for sources, numbers in edges:
+            out.write(np.ascontiguousarray(numbers).data)
+            yield sources
 
 
 def _check_features(features) -> tuple[int, int, str]:
@@ -146,19 +186,20 @@ def _check_features(features) -> tuple[int, int, str]:
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] with at least one node and one column is needed")
-    dtype = features.dtype
-    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
-    dtype = "uint8" if dtype == "bool" else dtype
-    if dtype not in DTYPES:
-        raise StoreError(f"features has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
-    return int(shape[0]), int(shape[1]), dtype
+    return int(shape[0]), int(shape[1]), row_dtype("features", features)
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Labels as int64 [V] and C, which is counted when None; StoreError for what cannot be meant."""
+    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None; StoreError for what cannot be
+    meant. Of None, -1 for all nodes."""
+    if labels is None:
+        return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
-    if labels.shape != (num_nodes,):
-        raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features")
+    if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
+        raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features, or "
+                         f"[{num_nodes}, C] of 0 and 1")
+    if labels.ndim == 2:
+        return _check_rows_of_labels(labels, num_classes)
     largest = int(labels.max())
     if largest == -1:
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1: there is nothing to learn")
@@ -177,6 +218,22 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         raise StoreError(f"labels[{bad[0]}] is {labels[bad[0]]}: labels lie in [0, {num_classes}), or are -1 where "
                          "there is none")
     return labels, num_classes
+
+
+def _check_rows_of_labels(labels, num_classes):
+    """Several labels a node: int8 [V, C] of 0 and 1, or a row of -1, and C."""
+    if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
+        raise StoreError(f"labels has shape {list(labels.shape)}: several labels a node are [V, C] with C from 2 to "
+                         f"{MAX_CLASSES:,}{'' if num_classes is None else f', and num_classes is {num_classes}'}")
+    known = (labels != -1).any(1)
+    if not known.any():
+        raise StoreError(f"labels: none of the {len(labels)} nodes has labels, all are -1: there is nothing to learn")
+    bad = np.argwhere(known[:, None] & (labels != 0) & (labels != 1))
+    if len(bad):
+        row, column = bad[0]
+        raise StoreError(f"labels[{row}, {column}] is {labels[row, column]}: of several labels a node each is 0 or 1, or a "
+                         "whole row is -1 where there are none")
+    return labels.astype(np.int8), labels.shape[1]
 
 
 def _check_graph(edge_index, indptr, indices, num_nodes):
@@ -232,15 +289,17 @@ def _read_meta(path) -> dict:
 def _files_of_a_graph(need) -> dict:
     num_nodes = need("num_nodes", within(1, 1 << 32))
     num_edges = need("num_edges", within(0, 1 << 48))
-    need("num_classes", within(1, MAX_CLASSES))
+    classes = need("num_classes", within(1, MAX_CLASSES))
+    several = need("files", bool).get("labels.npy", {}).get("dtype") == "int8"  # labels a node
     width = need("feature_dim", within(1, 1 << 31))
     dtype = need("feature_dtype", lambda n: n in DTYPES)
     backend = need("backend", lambda n: isinstance(n, str) and n in BACKENDS)
     need("block_rows", within(1, 1 << 31))
     need("options", lambda n: isinstance(n, dict))
     return {"indptr.npy": ("int64", [num_nodes + 1]), "indices.npy": (index_dtype(num_nodes), [num_edges]),
-            "labels.npy": ("int64", [num_nodes]), BACKENDS[backend]: (storage_dtype(dtype).name, [num_nodes, width]),
-            **split_files(need, num_nodes)}
+            "labels.npy": ("int8", [num_nodes, classes]) if several else ("int64", [num_nodes]),
+            BACKENDS[backend]: (storage_dtype(dtype).name, [num_nodes, width]),
+            **column_files(need, num_edges, num_nodes), **split_files(need, num_nodes)}
 
 
 class GraphStore:
@@ -249,10 +308,14 @@ class GraphStore:
     Attributes:
         indptr: int64 [V + 1] and
         indices: int32 or int64 [M], the graph in CSC form; both read-only: writing to them kills the process.
-        labels: int64 [V], -1 where there is none.
-        split: dict of int64 node ids for "train", "valid" and "test".
+        labels: int64 [V], -1 where there is none; of several labels a node int8 [V, C] of 0 and 1.
+        split: dict of int64 node ids for "train", "valid" and "test": of several splits the one that was taken, by
+            `take_split`, or the first. num_splits: how many there are.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F.
+        edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
+        node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled: False
+            where no node has a label.
         path: the directory.
         meta: the contents of meta.json.
     """
@@ -261,16 +324,23 @@ class GraphStore:
         self.path, self.meta = Path(path), meta
         self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
+        self.edge_dim, self.labelled = meta.get("edge_dim", 0), meta.get("labelled", True)
         self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
-        self.split = {name: self._map(f"{name}.npy") for name in SPLITS}
+        self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
+            self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
+        if self.edge_dim:
+            self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))
+        self.num_splits = 1 if len(meta["files"]["train.npy"]["shape"]) == 1 else meta["files"]["train.npy"]["shape"][0]
+        self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
             raise StoreError(f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
                              f"to {self.num_edges}")
         shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large = math.prod(shape) * dtype.itemsize > free_host_bytes()
         if meta["backend"] == "mmap":
-            table = map_npy(self.path, "features.npy", meta["files"]["features.npy"], ahead=not large)
-            self.features = MmapFeatures(table.view(dtype), large, self.path)
+            record = meta["files"]["features.npy"]
+            table = map_npy(self.path, "features.npy", record, ahead=not large)
+            self.features = MmapFeatures(table.view(dtype), large, self.path, head_of(record))
         else:
             file = check_lmdb(self.path, "features.lmdb", meta["files"]["features.lmdb"])
             self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
@@ -293,16 +363,23 @@ class GraphStore:
     def __reduce__(self):
         return GraphStore.open, (self.path,)
 
+    def take_split(self, number):
+        """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
+        if not 0 <= number < self.num_splits:
+            raise StoreError(f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0")
+        self.split = {name: row_of_split(self._map(f"{name}.npy"), number) for name in SPLITS}
+
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
         check_ids(self.path, self.split, self.num_nodes)
         for name, ids in self.split.items():
             labels = self.labels[ids]
-            bad = ((labels < 0) | (labels >= self.num_classes)).nonzero()
+            end = self.num_classes if labels.dim() == 1 else 2
+            bad = ((labels < 0) | (labels >= end)).nonzero()
             if len(bad):
-                node, label = int(ids[bad[0]]), int(labels[bad[0]])
+                node, label = int(ids[bad[0, 0]]), int(labels[tuple(bad[0])])
                 raise StoreError(f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
-                                 f"[0, {self.num_classes}): labels.npy or {name}.npy is damaged; rebuild the store")
+                                 f"[0, {end}): labels.npy or {name}.npy is damaged; rebuild the store")
 
     def _map(self, name) -> Tensor:
         return map_npy(self.path, name, self.meta["files"][name])
@@ -311,8 +388,8 @@ class GraphStore:
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
-    A table that is larger than the memory that is free is read by many threads, so that the disk has many requests to
-    work on, and without reading ahead.
+    A table that is larger than the memory that is free is not read through the map but with many requests at a time
+    (row_reader.py), where that can be: else by many threads, and without reading ahead.
 
     Attributes:
         large: True for such a table.
@@ -321,14 +398,25 @@ class MmapFeatures:
         dtype: torch dtype.
     """
 
-    def __init__(self, table, large=False, path=None):
+    def __init__(self, table, large=False, path=None, head=0):
         self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
-        self._path = path
+        self._path, self._head = path, head
         if not large:
             self.tensor = table
 
     def __reduce__(self):
         return _features_of, (self._path,)
+
+    def reader(self, **options) -> RowReader | None:
+        """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
+        if self._path is None:
+            return None
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
+
+    @functools.cached_property
+    def _reader(self):
+        return self.reader()
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.
@@ -342,10 +430,13 @@ class MmapFeatures:
 
         Raises:
             IndexError: for an id that is no row.
+            StoreError: where the disk fails.
         """
         out = gather_target(self, ids, out)
         if not self.large:
             return torch.index_select(self._table, 0, ids, out=out)
+        if self._reader and out.is_contiguous():
+            return self._reader.read(ids, out)
         source, target, ids = as_numpy(self._table), as_numpy(out), ids.numpy()
         cuts = np.linspace(0, len(ids), 4 * READ_THREADS + 1).astype(int).tolist()
         with ThreadPoolExecutor(READ_THREADS) as pool:
@@ -416,14 +507,19 @@ def _problems_of_a_graph(path) -> Iterator[str]:
         return
     if (graph.indptr.diff() < 0).any():
         yield "indptr.npy: it decreases"
+    else:
+        yield from column_problems(graph)
     try:
         for _ in checked_indices(graph.indices.numpy(), graph.num_nodes, False):
             pass
     except StoreError as error:
         yield f"indices.npy: {error}"
     try:
-        labels, _ = check_labels(graph.labels.numpy(), graph.num_nodes, graph.num_classes)
-        check_split({name: ids.numpy() for name, ids in graph.split.items()}, labels)
+        given = graph.labels.numpy() if graph.labelled else None
+        labels, _ = check_labels(given, graph.num_nodes, graph.num_classes)
+        for number in range(graph.num_splits):
+            graph.take_split(number)
+            check_splits({name: ids.numpy() for name, ids in graph.split.items()}, labels)
     except StoreError as error:
         name = next((name for name in SPLITS if repr(name) in str(error)), "labels")
         yield f"{name}.npy: {error}"
@@ -438,7 +534,9 @@ def info(path) -> str:
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
-        "classes": f"{graph.num_classes}",
+        "columns": described(graph),
+        "classes": "no labels" if not graph.labelled else
+                   f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
         "options": ", ".join(name for name, on in options.items() if on) or "none",
     }
     return info_lines(lines, graph)
@@ -499,6 +597,11 @@ def _parser():
     add("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
     for name in SPLITS:
         add(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
+    of_edges = "csv: a column of the edges' table, by name or number from 1, or a file with a line for each edge"
+    add("--weights", metavar="COLUMN", help=of_edges)
+    add("--times", metavar="COLUMN", help=of_edges)
+    add("--edge-features", metavar="COLUMNS", help=f"{of_edges}; several columns as a,b,c")
+    add("--node-times", metavar="FILE", help="csv: a time for each node")
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")

@@ -4,6 +4,7 @@
     python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
+    python train.py --task link --dataset cora --model gcn           # edges: which are there that are not known
     python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
@@ -34,7 +35,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
 import datasets
@@ -42,63 +42,69 @@ import ddp
 import own_model
 from allocator import keep_freed_memory, trim_memory
 import flags
-from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
-from disk import StoreError, write_whole
+import lookahead
+import step_graph
+from checkpoint import build_network, check_graph, common_state, complete, restore, save_checkpoint
+from disk import StoreError, readable_size, write_whole
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from graphs import GraphDataset, GraphReader, Regressor, scores_line
-from loader import NodeLoader
-from model import GNN, gather_rows, graph_degrees, inference, layerwise, self_and_mean
+from edge_data import EdgeData, degrees_at, edge_data
+from graphs import GraphDataset, GraphReader
+from link import Links, Scorer, read_pairs, score_pairs, split_edges
+from loader import AtSeedTimes, NodeLoader
+from lookahead import LookaheadCache
+from metrics import binary_cross_entropy, score
+from model import GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
 from own_model import is_own
-from plan import advice, choose_mode
+from plan import advice, choose_mode, spare_gpu_bytes
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, NeighborSampler, mix
-from store import GraphStore
+from store import GraphStore, MmapFeatures, free_host_bytes
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
 WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
-def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, epoch, first):
-    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
+def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save, graphs, epoch, first):
+    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps).
+
+    graphs: the step as CUDA graphs, see step_graph.py; None without.
+    """
     model.train()
     clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
-
-    @contextmanager
-    def timed(stage):  # on the threads that run ahead
-        start = clock.now(stage)
-        yield
-        clock.add(stage, start, clock.now())
-
+    if graphs:
+        sampler, ring, loss_sum = graphs, graphs, graphs.begin()
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
-    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=timed)
+    loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=clock.timed)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
     for batch in loader:
         clock.add("stall", waiting, time.perf_counter())
         if batch.began is not None:
             clock.lap("transfer", batch.began, batch.ready)
-        t0 = clock.mark("forward")
-        output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
-        if args.task == "graph":
-            loss = ring.loss(output, batch.y)
+        t0 = clock.mark("step" if graphs else "forward")
+        if graphs:  # all that follows, up to the optimizer's step
+            graphs.step(batch)
+            clock.lap("step", t0, clock.mark())
         else:
-            loss = F.cross_entropy(output, batch.y, reduction="sum")
-        t1 = clock.mark("backward")
-        with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
-            # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
-            (loss * (ranks.world / batch.total)).backward()
-        t2 = clock.mark("optimizer" if batch.last else None)
-        clock.lap("forward", t0, t1)
-        clock.lap("backward", t1, t2)
-        loss_sum += loss.detach()
-        count += batch.y.numel()
+            output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
+            loss = summed_loss(ring, model, output, batch.y)
+            t1 = clock.mark("backward")
+            with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
+                # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
+                (loss * (ranks.world / batch.total)).backward()
+            t2 = clock.mark("optimizer" if batch.last else None)
+            clock.lap("forward", t0, t1)
+            clock.lap("backward", t1, t2)
+            loss_sum += loss.detach()
+        count += len(batch.y)
         if batch.last:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            clock.lap("optimizer", t2, clock.mark())
+            if not graphs:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                clock.lap("optimizer", t2, clock.mark())
             done = batch.step + 1
             bar.update()
             if args.checkpoint_every and (batch.key + 1) % args.checkpoint_every == 0:
@@ -110,10 +116,25 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     stages = clock.totals()
     seconds = time.perf_counter() - clock.zero
     loss_sum, count = ranks.sum(loss_sum.item(), count)
-    if ranks.world > 1:
+    if ranks.world > 1 and not graphs:
         stages["exchange"] = ranks.exchange(model) * (done - first)
     figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
     return done, stop.answer, figures, clock.laps
+
+
+def summed_loss(ring, model, output, y):
+    """The loss of a batch, summed over its seeds: of graphs and links their own, of nodes the cross-entropy of classes
+    [S], or of 0 and 1 [S, C] that of each, averaged over C."""
+    if isinstance(ring, GraphReader):
+        return ring.loss(output, y)
+    if isinstance(ring, Links):
+        return ring.loss(unwrapped(model).scorer, output, y)
+    return cross_entropy(output, y) if y.dim() == 1 else binary_cross_entropy(output, y)
+
+
+def unwrapped(model):
+    """The network inside of DistributedDataParallel."""
+    return getattr(model, "module", model)
 
 
 def batches(args, ranks, graph, sampler, ring, seeds, **options):
@@ -124,33 +145,40 @@ def batches(args, ranks, graph, sampler, ring, seeds, **options):
 
 
 def predict(ranks, args, ring, model, batch, key=None):
-    """Logits [S, C] of a batch's seeds, or targets of its graphs, computed in --precision; float32, float64 with fp64.
+    """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32, float64 with fp64.
 
     In training, dropout is a function of the key: the same on all ranks, where it is drawn by node.
     """
-    network = getattr(model, "module", model)  # of DistributedDataParallel
+    network = unwrapped(model)
     if key is not None and not isinstance(network, GNN):
         torch.manual_seed(key)
     with torch.autocast(ranks.device.type, torch.bfloat16) if args.precision == "bf16" else nullcontext():
         if isinstance(network, GNN):
-            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)
+            output = model(batch.blocks, batch.x, aggregated=ring.first_hop, key=key, edges=batch.edges or None)
+        elif isinstance(ring, GraphReader):
+            output = model(batch.blocks[0])
         else:
-            output = model(batch.blocks[0]) if isinstance(ring, GraphReader) else model(batch.blocks, batch.x)
-    if output.shape[:1] != batch.y.shape[:1]:
-        raise StoreError(f"the model returned {list(output.shape)} for {len(batch.y)} seeds: a row of logits for each is needed")
+            try:
+                output = model(batch.blocks, batch.x)
+            except Exception as error:
+                given = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
+                raise RuntimeError(f"{args.model} failed when it was called with {given}: {error}") from error
+    seeds = len(batch.y) if isinstance(ring, GraphReader) else batch.blocks[-1].num_dst
+    if output.shape[:1] != (seeds,):
+        raise StoreError(f"the model returned {list(output.shape)} for {seeds} seeds: a row of logits for each is needed")
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 @torch.no_grad()
-def sampled_accuracy(ranks, args, sampler, ring, model, nodes):
-    """Accuracy on nodes through sampled neighbourhoods: an estimate that costs a batch or two; None without nodes."""
+def sampled_score(ranks, args, sampler, ring, model, nodes):
+    """--metric on nodes through sampled neighbourhoods: an estimate that costs a batch or two; None without nodes."""
     if not nodes.numel():
         return None
     model.eval()
-    right = 0
-    for batch in batches(args, ranks, None, sampler, ring, nodes, shuffle=False):
-        right += (predict(ranks, args, ring, model, batch).argmax(1) == batch.y).sum()
-    return ranks.sum(int(right))[0] / nodes.numel()
+    found = [(predict(ranks, args, ring, model, batch), batch.y)
+             for batch in batches(args, ranks, None, sampler, ring, nodes, shuffle=False)]  # fmt: skip
+    logits, y = (ranks.rows(torch.cat(rows)) for rows in zip(*found))
+    return score(args.metric, logits, y)
 
 
 def exact_logits(ranks, args, store, model, layers=None):
@@ -158,45 +186,43 @@ def exact_logits(ranks, args, store, model, layers=None):
     for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so many of
     the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
-    if not layerwise(model):
-        return logits_in_batches(ranks, args, store, model)
+    used, _ = edge_data(args, store)
+    if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
+        return logits_in_batches(ranks, args, store, model, used, layers)
     features = getattr(store.features, "tensor", store.features)
-    total = functools.partial(machine_sum, ranks) if ranks.local_world > 1 else None
+    total = ranks.sum_here if ranks.local_world > 1 else None
     try:
         with reading_all_edges():
-            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank,
+            return inference(model, store.indptr, store.indices, features, rank=ranks.local_rank, edges=used.features,
                              world=ranks.local_world, total=total, layers=layers)  # fmt: skip
     except OSError as error:
         raise StoreError(f"no exact inference: {error}") from error
 
 
 @torch.no_grad()
-def logits_in_batches(ranks, args, store, model):
-    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers:
-    all nodes at once where the graph is small, else --batch-size, each batch computing most of the graph again."""
+def logits_in_batches(ranks, args, store, model, used, layers=None):
+    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers,
+    or those that a node may see at its time: all nodes at once where the graph is small and without times, else
+    --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first layers."""
     model.eval()
-    small = store.num_edges <= WHOLE_GRAPH_EDGES
-    loader = NodeLoader(store, torch.arange(store.num_nodes), [-1] * len(args.fanout), shuffle=False, device=ranks.device,
+    small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
+    sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None), used.strict)
+    features = getattr(store.features, "tensor", store.features)
+    ring = FeatureRing(features, store.labels, slots=args.prefetch + 1, device=ranks.device, dtype=torch.float32,
+                       edge_features=used.features)  # fmt: skip
+    loader = NodeLoader(store, torch.arange(store.num_nodes), [-1] * hops, shuffle=False, sampler=sampler, ring=ring,
                         batch_size=-(-store.num_nodes // ranks.world) if small else args.batch_size, rank=ranks.rank,
-                        world=ranks.world, depth=0 if small else args.prefetch, reuse=True, prefetch=prefetch)  # fmt: skip
-    logits = torch.zeros(store.num_nodes, store.num_classes)
+                        world=ranks.world, depth=0 if small else args.prefetch, prefetch=prefetch)  # fmt: skip
+    logits = torch.zeros(store.num_nodes, args.hidden if layers else store.num_classes)
     for batch in loader:
-        logits[batch.seeds] = model(batch.blocks, batch.x).float().cpu()
+        if isinstance(model, GNN):
+            x, edges = batch.x, batch.edges or [None] * hops
+            for i, block in enumerate(batch.blocks):
+                x = model.step(i, block, x, edges=edges[i])
+        else:
+            x = model(batch.blocks, batch.x)
+        logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
-
-
-def machine_sum(ranks, *values):
-    """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
-    machine, n = ranks.rank // ranks.local_world, len(values)
-    everyones = [0.0] * (ranks.world // ranks.local_world * n)
-    everyones[machine * n : (machine + 1) * n] = values
-    return ranks.sum(*everyones)[machine * n : (machine + 1) * n]
-
-
-def accuracies(store, predicted):
-    """Share of right classes int64 [V] -> {split: accuracy or None where it is empty}."""
-    right = predicted == store.labels
-    return {name: right[nodes].double().mean().item() if nodes.numel() else None for name, nodes in store.split.items()}
 
 
 @contextmanager
@@ -221,11 +247,13 @@ def worker(ranks, args, path):
 
 
 def run_many(ranks, args, path):
-    """--runs with seeds one after the other, each drawing its own split where the data set has none -> exit code."""
+    """--runs with seeds one after the other, each with its own split where the data set has none or several -> exit
+    code."""
     exact = []
-    for seed in range(args.seed, args.seed + args.runs):
+    for turn in range(args.runs):
+        seed = args.seed + turn
         folder = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        changed = {"seed": seed, "tensorboard": folder, "run": f"{args.run}-seed{seed}"}
+        changed = {"seed": seed, "turn": turn, "tensorboard": folder, "run": f"{args.run}-seed{seed}"}
         code, accuracy = run(ranks, argparse.Namespace(**{**vars(args), **changed}), path)
         if code:
             return code
@@ -236,7 +264,8 @@ def run_many(ranks, args, path):
     std = {name: statistics.stdev(values) for name, values in columns.items()}
     line = "  ".join(f"{name} {100 * mean[name]:.2f} +- {100 * std[name]:.2f}%" for name in mean)
     report = Report(ranks, argparse.Namespace(**{**vars(args), "tensorboard": None}))
-    report.tell(f"exact accuracy over {args.runs} seeds  {line}", {"runs": args.runs, "mean": mean, "std": std})
+    what = "scores" if args.task == "link" else (args.metric or "score").replace("_", " ")
+    report.tell(f"exact {what} over {args.runs} seeds  {line}", {"runs": args.runs, "mean": mean, "std": std})
     return 0
 
 
@@ -258,37 +287,91 @@ def open_data(ranks, args, path):
         settle(ranks, args, graphs.split["train"].numel())
         reader = GraphReader(graphs, ranks.device, args.sample_threads)
         return graphs, reader, reader
-    store = GraphStore.open(path)
-    store.check_split()
+    store, links, seeds = GraphStore.open(path), args.task == "link", 1
+    if links:
+        with reading_all_edges():
+            store = split_edges(store, args.edge_split, args.seed)
+        store.num_classes, seeds = args.hidden, 2 + args.negatives  # the width of embeddings; nodes of a pair, at most
+        if args.pairs:
+            read_pairs(args.pairs, store.num_nodes)  # what is wrong with it is said before anything is trained
+    else:
+        datasets.choose_split(store, args.split, seed=args.seed, turn=args.turn, say=print if ranks.leads else lambda line: None)
+        store.check_split()
+    args.metric = args.metric or ("mrr" if links else "accuracy" if store.labels.dim() == 1 else "f1")
+    if not links and not store.labelled and args.trains:
+        raise StoreError(f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task link "
+                         "learns from edges")
     settle(ranks, args, store.split["train"].numel())
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
-                                  batch_size=args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
+                                  batch_size=seeds * args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
     if args.early_stop and not store.split["valid"].numel():
-        raise StoreError(f"--early-stop {args.early_stop} goes by validation accuracy, and {path} has no validation nodes")
+        raise StoreError(f"--early-stop {args.early_stop} goes by validation {args.metric}, and {path} has no validation {'edges' if links else 'nodes'}")
     if ranks.leads:
         print(f"memory  {line}")
-    arrays = [store.indptr, store.indices, store.labels, store.features]
+    used, lines = edge_data(args, store)
+    if ranks.leads:
+        for line in lines:
+            print(f"edges   {line}")
+    columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
+    arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
     if args.mode == "pinned-cuda":
+        spare = spare_gpu_bytes(store, args.mode, args.fanout, seeds * args.batch_size, args.hidden, args.prefetch) - args.cache
         if ranks.local_world < ranks.world:
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
-    indptr, indices, labels, features = place(*arrays, args.mode, ranks.device)
-    if args.cache and args.mode.startswith("cpu"):  # the other modes read features in place
-        with reading_all_edges():
-            visits = expected_visits(store.indptr, store.indices, store.split["train"], args.fanout, args.batch_size)
-        features = CachedFeatures(features, visits, args.cache, ranks.device)
-    sampler = NeighborSampler(indptr, indices, args.fanout, seed=args.seed, check=False)
+    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
+    placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
+    features = cached(ranks, args, store, features, torch.arange(store.num_nodes) if links else store.split["train"],
+                      seeds * args.batch_size)  # fmt: skip
+    sampler = make_sampler(args, indptr, indices, args.fanout, placed, used.strict)
     dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
     in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
-                       aggregate=self_and_mean if in_place else None)  # fmt: skip
+                       aggregate=self_and_mean if in_place else None, edge_features=placed.features)  # fmt: skip
+    if links:
+        ring = sampler = Links(store, sampler, ring, negatives=args.negatives, by_degree=args.negatives_by == "degree", seed=args.seed,
+                               checked=not args.unchecked_negatives, softmax=args.link_loss == "softmax")  # fmt: skip
     return store, sampler, ring
+
+
+def make_sampler(args, indptr, indices, fanout, used, strict):
+    """The sampler of the flags, which draws by the columns that are used."""
+    options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
+    if used.time is None:
+        return NeighborSampler(indptr, indices, fanout, **options)
+    timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)
+    return AtSeedTimes(timed, used.seed_time)
+
+
+def cached(ranks, args, store, features, nodes, batch_size):
+    """The features behind the cache of --cache, which every process has; without one, as they are.
+
+    On CPU, before a memory-mapped table, it holds the rows that the next batches use soonest; on a GPU and before LMDB,
+    whose rows may change, the rows that are used most often by batches of these nodes, chosen once.
+    """
+    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    looks_ahead = mapped and lookahead.library() is not None
+    if looks_ahead and store.features.large and not args.cache:
+        args.cache = free_host_bytes() // (4 * ranks.local_world)
+        if ranks.leads:
+            print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
+    if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
+        return features
+    if args.lookahead is not None and not looks_ahead:
+        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
+                         f"are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
+    with reading_all_edges():
+        visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
+    if looks_ahead:
+        return LookaheadCache(store.features, args.cache, args.lookahead, visits)
+    return CachedFeatures(features, visits, args.cache, ranks.device)
 
 
 def settle(ranks, args, examples):
     """Fill in what depends on the number of training examples, and on nothing that more processes would change."""
     args.total_batch = args.batch_size * args.accumulate * ranks.world
+    examples = max(examples, 1)  # without labels there are none, and nothing is trained
     args.steps = -(-examples // args.total_batch)
     if args.epochs is None:
         args.epochs = max(10, -(-LEAST_STEPS // args.steps))
@@ -301,10 +384,11 @@ def tune(ranks, args):
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
         args.precision = "tf32" if has_tf32 else "fp32"
-    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" and ranks.gpus else "highest")
     said = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
-        said = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or os.environ.get('PYTORCH_ALLOC_CONF') or 'default'}"
+        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
     elif args.allocator == "tuned":
         said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
         said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
@@ -315,23 +399,24 @@ def tune(ranks, args):
 def build_model(ranks, args, store, ring):
     """The model with the initial weights of --seed, the same on every rank."""
     torch.manual_seed(args.seed)
-    if args.task == "graph":
-        mean, std = (0.0, 1.0) if ring.binary else (ring.mean, ring.std)
-        return Regressor(store.node_dim, store.edge_dim, args.hidden, store.target_dim, node_dtype=store.node_dtype,
-                         edge_dtype=store.edge_dtype, num_layers=args.num_layers, dropout=args.dropout, mean=mean,
-                         std=std).to(ranks.device)  # fmt: skip
     if is_own(args.model):
         sizes = store.feature_dim, store.num_classes
         model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
+        if args.task == "link":
+            model.scorer = Scorer(args.scorer, store.num_classes)
     else:
-        model = GNN(store.feature_dim, args.hidden, store.num_classes, conv=args.model, num_layers=args.num_layers,
-                    dropout=args.dropout, input_dropout=args.input_dropout, heads=args.heads, norm=args.norm,
-                    residual=args.residual, recompute=args.checkpoint_activations)  # fmt: skip
+        model = build_network(args, {**store.meta, **{name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}})
+    if args.task == "graph" and not ring.binary:
+        model.mean.copy_(ring.mean), model.std.copy_(ring.std)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
+        used, _ = edge_data(args, store)
         with reading_all_edges():
-            model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
+            if used.time is not None:
+                model.degrees = degrees_at(store.indptr, used.time, used.strict)
+            else:
+                model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
     return model
 
 
@@ -346,18 +431,26 @@ def run(ranks, args, path):
             store.num_classes = state["graph"]["num_classes"]  # the labels of another graph may lack some
     model = build_model(ranks, args, store, ring)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    best = {"accuracy": -1.0, "epoch": 0, "model": None}  # of --early-stop
+    best = {"score": -1.0, "epoch": 0, "model": None}  # of --early-stop
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state
-    parallel = ranks.wrap(model)
+    graphs, said = None, ""
+    if args.trains and args.task == "node" and start < args.epochs:
+        forward = functools.partial(predict, ranks, args, ring, model)
+        graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
+    parallel = model if graphs else ranks.wrap(model)  # the graphs average the gradients themselves
     if ranks.leads:
         describe(ranks, args, store, model)
         if file and args.trains and start < args.epochs:
             print(f"resume  from epoch {start + 1}, step {first}")
         elif file:
             print(f"resume  after epoch {start}: nothing is trained")
-    if ranks.world > 1 and args.task == "node" and (line := advice(ranks, args, store, model)) and ranks.leads:
+        if args.checkpoint and args.trains and args.checkpoint != file and os.path.isfile(args.checkpoint):
+            print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
+    if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
+    if ranks.leads and said and (graphs or args.cuda_graph == "on"):
+        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
     report, level = Report(ranks, args), 0
 
     def save(epoch, step):
@@ -373,7 +466,7 @@ def run(ranks, args, path):
             second = epoch == min(start + 1, args.epochs - 1)  # the one that is drawn and traced
             with profile(report, ranks.rank) if args.profile and second else nullcontext():
                 step, stopped, figures, laps = train_epoch(
-                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, epoch, first
+                    ranks, args, store, sampler, ring, parallel, optimizer, stop, save, graphs, epoch, first
                 )
             if args.timeline and second and ranks.leads:
                 with report.attempt("timeline"):
@@ -388,9 +481,10 @@ def run(ranks, args, path):
             figures = {"epoch": epoch + 1, **figures, "lr": learning_rate(args, epoch), **valid,
                        "peak_bytes": peak_memory(ranks)}  # fmt: skip
             report.tell(epoch_line(args, figures), figures)
-            if args.early_stop and figures["valid_sampled"] > best["accuracy"]:
+            watched = figures["valid"][args.metric] if args.early_stop and args.task == "link" else figures.get("valid_sampled")
+            if args.early_stop and watched > best["score"]:
                 weights = {name: value.clone() for name, value in model.state_dict().items()}
-                best.update(accuracy=figures["valid_sampled"], epoch=epoch + 1, model=weights)
+                best.update(score=watched, epoch=epoch + 1, model=weights)
             save(epoch + 1, 0)
             if args.allocator == "tuned" and not ranks.gpus:
                 level = trim_memory(level)
@@ -401,13 +495,18 @@ def run(ranks, args, path):
 
 
 def validate(ranks, args, store, sampler, ring, model):
-    """What validation nodes (sampled) or graphs (exact, on one rank) say of the model -> figures."""
+    """What validation nodes (sampled), links (exact) or graphs (exact, on one rank) say of the model -> figures."""
     share_buffers(ranks, model)
     if args.task == "graph":
         return {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
-    figures = {"valid_sampled": sampled_accuracy(ranks, args, sampler, ring, model, store.split["valid"])}
-    if isinstance(ring.features, CachedFeatures):
+    if args.task == "link":
+        h = exact_logits(ranks, args, store, model) if len(store.split["valid"]) else None
+        return {"valid": ring.evaluation(model.scorer, h, "valid", ranks)}
+    figures = {"valid_sampled": sampled_score(ranks, args, sampler, ring, model, store.split["valid"])}
+    if isinstance(ring.features, (CachedFeatures, LookaheadCache)):
         figures["cache_hit_rate"] = ring.features.hit_rate
+    if isinstance(ring.features, LookaheadCache):
+        figures.update(ring.features.counts())
     return figures
 
 
@@ -424,37 +523,54 @@ def share_buffers(ranks, model):
 
 
 def finish(ranks, args, store, ring, model, best, report):
-    """Evaluate the last weights, or the best of --early-stop, exactly -> accuracy of each split; write --predict."""
-    if args.task == "graph":
-        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
-        lines = [f"{name:<5}  {scores_line(values)}" for name, values in scores.items()]
-        report.tell("\n".join(lines), {"scores": scores})
-        report.results({f"exact/{part}_{name}": value for part, values in scores.items() if values
-                        for name, value in values.items()}, args.epochs)  # fmt: skip
-        ranks.barrier()
-        return None
+    """Evaluate the last weights, or the best of --early-stop, exactly -> --metric of each split; write --predict."""
     if best["model"]:
         model.load_state_dict(best["model"])
         if ranks.leads:
-            print(f"best    weights of epoch {best['epoch']}: valid {percent(best['accuracy'])} (sampled)")
-    if ranks.sum(store.features.large)[0] and not args.predict:  # on any rank: each saw what was free at its start
-        line = "exact layer-wise accuracy  n/a: the features do not fit into memory; --predict computes it"
+            how = f"{args.metric} {best['score']:.4f}" if args.task == "link" else f"{percent(best['score'])} (sampled)"
+            print(f"best    weights of epoch {best['epoch']}: valid {how}")
+    if args.task == "graph":
+        scores = {name: ring.scores(args, model, ids) for name, ids in store.split.items()} if ranks.leads else {}
+        report.scores(scores)
+        ranks.barrier()
+        return None
+    metric = args.metric.replace("_", " ")
+    if args.task == "node" and not args.predict and ranks.sum(store.features.large)[0]:  # on any rank: each saw what was free at its start
+        line = f"exact layer-wise {metric}  n/a: the features do not fit into memory; --predict computes it"
         report.tell(line, {"exact": None})
         return dict.fromkeys(store.split)
     logits = exact_logits(ranks, args, store, model)
-    predicted = logits.argmax(1)
-    exact = accuracies(store, predicted)
-    line = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in exact.items())
-    report.tell(f"exact layer-wise accuracy  {line}", {"exact": exact, "seed": args.seed})
-    report.results({f"exact/{name}": accuracy for name, accuracy in exact.items()}, args.epochs)
+    if args.task == "link":
+        scores = {name: ring.evaluation(model.scorer, logits, name, ranks) for name in ("valid", "test")}
+        exact = report.scores(scores)
+        if args.predict and ranks.leads:
+            scorer = copy.deepcopy(model.scorer).to("cpu", logits.dtype)
+            array = score_pairs(scorer, logits, read_pairs(args.pairs, store.num_nodes)) if args.pairs else logits
+            write_whole(args.predict, lambda file: np.save(file, array.numpy()))
+        ranks.barrier()
+        return exact
+    exact = {name: score(args.metric, logits[nodes], store.labels[nodes]) for name, nodes in store.split.items()}
+    line = "  ".join(f"{name} {percent(figure)}" for name, figure in exact.items())
+    report.tell(f"exact layer-wise {metric}  {line}", {"exact": exact, "seed": args.seed})
+    report.results({f"exact/{name}": figure for name, figure in exact.items()}, args.epochs)
     if args.predict:
         if args.predict_what == "embeddings":
             logits = exact_logits(ranks, args, store, model, layers=args.num_layers - 1)
         if ranks.leads:
-            array = (predicted if args.predict_what == "classes" else logits).numpy()
+            array = predictions(args.predict_what, logits, several=store.labels.dim() == 2).numpy()
             write_whole(args.predict, lambda file: np.save(file, array))
     ranks.barrier()
     return exact
+
+
+def predictions(what, logits, several):
+    """What --predict writes: of logits [V, C] the classes [V] or their probabilities; of `several` labels a node 0 and 1
+    and the probability of each [V, C]. Logits and embeddings stay as they are."""
+    if what == "classes":
+        return (logits > 0).to(torch.int8) if several else logits.argmax(1)
+    if what == "scores":
+        return logits.sigmoid() if several else logits.softmax(1)
+    return logits
 
 
 def parse_args(argv):

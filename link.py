@@ -1,0 +1,482 @@
+"""Link prediction: edges as examples. Splits of edges, negatives, scorers, losses, evaluation.
+
+    graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges alone; graph.pairs has the rest
+    links = Links(graph, sampler, ring, negatives=1, seed=0)        # in the place of sampler and ring
+    net.scorer = Scorer("dot", width)
+    loss = links.loss(net.scorer, net(batch.blocks, batch.x), batch.y)
+    figures = Evaluation(graph)(net.scorer, embeddings, "test")     # MRR, Hits@K, ROC-AUC, average precision
+
+    python train.py --task link --dataset cora
+
+A positive is a pair of nodes with an edge from the first to the second. Where the reverse edge is there too the two are one
+pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its positives and
+their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn is a function of
+the seed, the step and the pair's number: the same for any number of processes, and checked against the graph.
+
+Letters: V nodes and M edges of the graph; P pairs of a batch with K negatives each; D width of an embedding. This file needs
+disk.py, loader.py, metrics.py and sampler.py.
+"""
+
+import argparse
+import copy
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from disk import SPLITS, StoreError
+from metrics import average_precision, ranking, roc_auc
+from loader import from_edge_index
+from sampler import _mix, _shift, _signed, mix
+
+RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
+SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
+MOST = 1 << 17  # pairs of a part that are evaluated
+CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a time
+TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
+EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
+EDGE_COLUMNS = ("edge_weight", "edge_time", "edge_features")
+
+
+def bits(key, numbers, which):
+    """53 random bits for int64 tensors of one shape: draw `which` of `numbers`, by the hash of the sampling law."""
+    return _shift(_mix(_mix(numbers ^ _signed(key)) ^ which), 11)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which edges there are
+
+
+class Edges:
+    """Look-ups of many edges at once in a CSC graph, by binary search in its neighbour lists.
+
+    Args:
+        indptr: int64 [V+1], indices: [M], on one device. Where a list is not ascending (edges sorted by time, say), a
+            sorted copy is searched.
+    """
+
+    def __init__(self, indptr, indices):
+        self.indptr, self.sources, self.order = indptr, indices, None  # order [M]: where a sorted edge stands in indices
+        self.steps = int(indptr.diff().max()).bit_length() if indptr.numel() > 1 else 0
+        falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
+        if falls.numel() and not torch.isin(falls, indptr).all():
+            targets = torch.repeat_interleave(indptr.diff())
+            self.order = (targets * (indptr.numel() - 1) + indices).argsort(stable=True)
+            self.sources = indices[self.order]
+
+    def _bound(self, source, low, high, past):
+        """The first place in [low, high) with a source not below, or above where `past`; high where there is none."""
+        last = max(self.sources.numel() - 1, 0)
+        for _ in range(self.steps):
+            middle = (low + high) >> 1
+            at = self.sources[middle.clamp(max=last)]
+            right = ((at <= source) if past else (at < source)) & (low < high)
+            low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
+        return low
+
+    def first(self, source, target):
+        """For edges source -> target [n]: (where each stands among the sorted edges, whether it is there)."""
+        low, high = self.indptr[target], self.indptr[target + 1]
+        if not self.sources.numel():
+            return low, torch.zeros_like(low, dtype=torch.bool)
+        place = self._bound(source, low, high, past=False)
+        found = self.sources[place.clamp(max=self.sources.numel() - 1)] == source
+        return place, found & (place < high)
+
+    def has(self, source, target):
+        """Whether there are edges source -> target, int64 of one shape -> bool of that shape."""
+        return self.first(source, target)[1]
+
+    def ids(self, source, target):
+        """The places in `indices` of all edges source -> target [n], several where an edge is there more than once."""
+        first, found = self.first(source, target)
+        if not found.any():
+            return first[:0]
+        first, source, target = first[found], source[found], target[found]
+        counts = self._bound(source, first, self.indptr[target + 1], past=True) - first
+        before = counts.cumsum(0) - counts
+        places = torch.arange(int(counts.sum()), device=first.device) + torch.repeat_interleave(first - before, counts)
+        return places if self.order is None else self.order[places]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# splits
+
+
+def split_type(text):
+    """The argparse type of --edge-split -> the text, checked."""
+    if text != "none" and not text.endswith(".npz") and not shares(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of train/valid/test, as in 85/5/10, or time:85/5/10, the "
+                                         "name of an .npz file with valid and test, or none")  # fmt: skip
+    return text
+
+
+def shares(text):
+    """'time:85/5/10' -> [85, 5, 10]; None for what has not this form or does not add up to 100."""
+    found = re.fullmatch(r"(?:time:)?(\d{1,3})/(\d{1,3})/(\d{1,3})", text, re.ASCII)
+    numbers = [int(number) for number in found.groups()] if found else [0]
+    return numbers if sum(numbers) == 100 and numbers[0] else None
+
+
+def split_edges(store, how, seed=0):
+    """A view of a store for link prediction: a part of its edges to train on, the others to be predicted.
+
+    Args:
+        store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
+        how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are for
+            test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each integers
+            [n, 2], source and destination; "none": all pairs are for training.
+
+    Returns:
+        A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages: without
+        the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}. split: {part:
+        the numbers of its pairs}. known: `Edges` of the whole graph.
+
+    Raises:
+        StoreError: where that cannot be done; nothing of the graph is checked that the store has not checked.
+    """
+    graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
+    if how.endswith(".npz"):
+        pairs = given_pairs(how, store.num_nodes)
+    else:
+        pairs = drawn_pairs(store, edges, how, seed)
+    held = torch.cat([pairs["valid"], pairs["test"]])
+    keep = torch.ones(store.indices.numel(), dtype=torch.bool)
+    for source, target in (held.unbind(1), held.flip(1).unbind(1)):
+        keep[edges.ids(source, target)] = False
+    graph.known = edges
+    if not edges.has(*held.unbind(1)).all():  # given, and not in the graph: no negative is to be one of them
+        both = torch.stack([edges.sources.long(), torch.repeat_interleave(store.indptr.diff())])
+        graph.known = Edges(*from_edge_index(torch.cat([both, held.t()], 1), store.num_nodes))
+    if len(held):
+        graph.indptr = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[store.indptr]
+        graph.indices, graph.num_edges = store.indices[keep], int(graph.indptr[-1])
+        for name in EDGE_COLUMNS:
+            if getattr(store, name, None) is not None:
+                setattr(graph, name, getattr(store, name)[keep])
+    if "train" not in pairs:
+        rest = positives(graph.indptr, graph.indices, Edges(graph.indptr, graph.indices))
+        pairs["train"] = turned(rest[0], *rest[1:], seed)
+    elif not Edges(graph.indptr, graph.indices).has(*pairs["train"].unbind(1)).all():
+        raise StoreError(f"--edge-split {how}: `train` has pairs that are no edges of the graph, or that are in valid or test")
+    if not len(pairs["train"]):
+        raise StoreError(f"--edge-split {how}: {getattr(store, 'path', 'the graph')} has no edges left to train on")
+    graph.pairs = {name: pairs[name] for name in SPLITS}
+    graph.split = {name: torch.arange(len(pairs[name])) for name in SPLITS}
+    return graph
+
+
+def positives(indptr, indices, edges):
+    """Every pair of different nodes with an edge, once -> (int64 [P, 2], where its edge stands in `indices` [P], whether
+    its reverse is an edge too [P])."""
+    target, source = torch.repeat_interleave(indptr.diff()), edges.sources.long()
+    both = edges.has(target, source)
+    keep = (source < target) | ((source > target) & ~both)
+    keep[1:] &= (source[1:] != source[:-1]) | (target[1:] != target[:-1])  # of equal edges the first
+    places = keep.nonzero().squeeze(1)
+    pairs = torch.stack([source[places], target[places]], 1)
+    return pairs, places if edges.order is None else edges.order[places], both[places]
+
+
+def bits_of(pairs, key):
+    """53 random bits for each pair [P, 2], the same for a pair and its reverse -> int64 [P]."""
+    return bits(mix(key), pairs.amin(1), pairs.amax(1))
+
+
+def turned(pairs, _, both, seed):
+    """Pairs [P, 2], of which each whose reverse is an edge too is turned around by the toss of a coin."""
+    turn = both & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
+    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
+
+
+def drawn_pairs(store, edges, how, seed):
+    """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; "train" is left out for "none"."""
+    if how == "none":
+        return {"valid": torch.zeros(0, 2, dtype=torch.int64), "test": torch.zeros(0, 2, dtype=torch.int64)}
+    found = positives(store.indptr, store.indices, edges)
+    pairs, percent = turned(*found, seed), shares(how)
+    if how.startswith("time:"):
+        times = getattr(store, "edge_time", None)
+        if times is None:
+            raise StoreError(f"--edge-split {how} goes by the time of edges, and {getattr(store, 'path', 'the graph')} has none")
+        order = times[found[1]].argsort(stable=True)
+    else:
+        order = bits_of(pairs, mix(seed)).argsort(stable=True)
+    valid, test = (len(pairs) * share // 100 for share in percent[1:])
+    train, valid, test = pairs[order].split([len(pairs) - valid - test, valid, test])
+    return {"train": train, "valid": valid, "test": test}
+
+
+def given_pairs(file, num_nodes):
+    """The pairs of an .npz file -> {part: int64 [n, 2]}; "train" only where it is there."""
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            arrays = {name: content[name] for name in content.files}
+    except (OSError, ValueError) as error:
+        raise StoreError(f"--edge-split {file} cannot be read: {str(error).splitlines()[0]}") from error
+    if unknown := set(arrays) - set(SPLITS):
+        raise StoreError(f"--edge-split {file} has an array {min(unknown)!r}: its arrays are {', '.join(SPLITS)}, each [n, 2]")
+    none = np.zeros((0, 2), np.int64)
+    arrays = {"valid": none, "test": none, **arrays}
+    return {name: checked_pairs(f"--edge-split {file}: {name}", pairs, num_nodes) for name, pairs in arrays.items()}
+
+
+def checked_pairs(name, pairs, num_nodes):
+    """Integers [n, 2] below V as an int64 tensor; StoreError for anything else."""
+    pairs = np.asarray(pairs)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        raise StoreError(f"{name} is {list(pairs.shape)} {pairs.dtype}: integers [n, 2] are needed, source and destination")
+    bad = np.argwhere((pairs < 0) | (pairs >= num_nodes))
+    if len(bad):
+        raise StoreError(f"{name}[{bad[0][0]}] is {pairs[bad[0][0]].tolist()}: node ids lie in [0, {num_nodes})")
+    return torch.from_numpy(pairs.astype(np.int64))
+
+
+def read_pairs(file, num_nodes):
+    """The pairs of --pairs FILE.npy -> int64 [n, 2]."""
+    try:
+        pairs = np.load(Path(file), allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"--pairs {file} cannot be read: {str(error).splitlines()[0]}") from error
+    return checked_pairs(f"--pairs {file}", pairs, num_nodes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# negatives
+
+
+class Negatives:
+    """Nodes for pairs that are no edges, each a function of a key, the number of its pair and its own number.
+
+    Args:
+        edges: Edges in which no negative occurs; None: nothing is checked but that a node is not paired with itself.
+        num_nodes: V.
+        degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
+    """
+
+    def __init__(self, edges, num_nodes, degrees=None):
+        self.edges, self.num_nodes, self.upto = edges, num_nodes, None
+        if degrees is not None:  # whole numbers add up to the same sum on every device
+            self.upto = (degrees.double().pow(0.75) * 1024).long().cumsum(0)
+            self.total = int(self.upto[-1])
+        if num_nodes < 2 or self.upto is not None and not self.total:
+            raise StoreError(f"the graph has {num_nodes} nodes, and none of them can be a negative")
+
+    def _node(self, key, numbers, which):
+        """The node drawn `which`-th, int64, for pairs of these numbers, int64; both of one shape."""
+        drawn = bits(key, numbers, which)
+        if self.upto is None:
+            return (drawn >> 21) * self.num_nodes >> 32
+        place = (drawn.double() * (self.total / 2**53)).long()
+        return torch.searchsorted(self.upto, place, right=True)
+
+    def _bad(self, source, node):
+        same = source == node
+        return same if self.edges is None else same | self.edges.has(source, node)
+
+    def draw(self, key, numbers, source, count):
+        """Destinations for `count` negatives of each pair.
+
+        Args:
+            key: int of 64 bits. numbers: int64 [P]. source: int64 [P] nodes.
+
+        Returns:
+            int64 [P, count]: from source there is no edge to any of them.
+
+        Raises:
+            StoreError: for a source that has an edge to every node.
+        """
+        which = torch.arange(count, device=source.device).expand(len(source), count)
+        numbers, source = numbers.unsqueeze(1).expand_as(which), source.unsqueeze(1).expand_as(which)
+        node = self._node(key, numbers, which)
+        bad = self._bad(source, node)
+        for attempt in range(1, TRIES + self.num_nodes):
+            places = bad.nonzero(as_tuple=True)
+            if not len(places[0]):
+                return node
+            again = self._node(key, numbers[places], which[places] + attempt * count) if attempt < TRIES else node[places] + 1
+            node[places] = again % self.num_nodes
+            bad[places] = self._bad(source[places], node[places])
+        at = int(source[bad][0])
+        raise StoreError(f"node {at} has an edge to every node, so no negative can be drawn: --unchecked-negatives takes any")
+
+    def pairs(self, key, count):
+        """`count` pairs of nodes without an edge between them -> int64 [count, 2]; the sources are drawn, too."""
+        numbers = torch.arange(count)
+        source = (bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21) * self.num_nodes >> 32
+        return torch.stack([source, self.draw(key, numbers, source, 1).squeeze(1)], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+
+class Scorer(nn.Module):
+    """How likely an edge is between two embeddings, as a logit: "dot", the dot product; "distmult", with a weight for each
+    column (arXiv 1412.6575); "mlp", a network of one hidden layer on their product, column by column."""
+
+    def __init__(self, kind, width):
+        super().__init__()
+        self.kind = kind
+        if kind == "distmult":
+            self.relation = nn.Parameter(torch.ones(width))
+        elif kind == "mlp":
+            self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, source, target):
+        """source [..., D] and target [..., D], which broadcast -> logits [...]."""
+        if self.kind == "mlp":
+            return self.mlp(source * target).squeeze(-1)
+        return ((source * self.relation if self.kind == "distmult" else source) * target).sum(-1)
+
+    def against_all(self, source, table):
+        """Logits [n, V] of source [n, D] with every row of a table [V, D]."""
+        if self.kind == "mlp":
+            return self(source.unsqueeze(1), table)
+        return (source * self.relation if self.kind == "distmult" else source) @ table.t()
+
+
+class Links:
+    """Pairs of nodes in the place of sampler and ring: a batch of seeds is a batch of numbers of training pairs.
+
+    A batch has y int64 [P, 2 + K]: where, among the nodes that were sampled for, source, destination and negatives are.
+
+    Args:
+        graph: of `split_edges`. sampler: NeighborSampler of its indptr and indices. ring: FeatureRing.
+        negatives: K. seed: decides on them. by_degree: draw them by degree^0.75. checked: against the training edges.
+        softmax: the loss is the cross-entropy of a pair among its negatives; else that of pair and negatives one by one.
+        exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
+    """
+
+    whole_step = True  # `sample` is given the numbers of all processes' and passes' pairs as well
+
+    def __init__(self, graph, sampler, ring, *, negatives=1, seed=0, by_degree=False, checked=True, softmax=False,
+                 exclude=True):  # fmt: skip
+        self.sampler, self.ring, self.count, self.key, self.softmax = sampler, ring, negatives, mix(mix(seed) ^ 2), softmax
+        self.first_hop, self.features, self.stream, self.exclude = ring.first_hop, ring.features, ring.stream, exclude
+        device = sampler.indices.device
+        self.pairs, self.edges = graph.pairs["train"].to(device), Edges(sampler.indptr, sampler.indices)
+        degrees = sampler.indptr.diff() if by_degree else None
+        self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
+        self.evaluation = Evaluation(graph)
+
+    def sample(self, seeds, key, relabel_outer=True, everyone=None):
+        """The blocks of the ends of pairs `seeds` and of their negatives, and behind them y.
+
+        Args:
+            seeds: int64 [P]. key: number of the step. everyone: the pairs of the whole step; seeds when None.
+        """
+        seeds, step = (ids.to(self.pairs.device) for ids in (seeds, seeds if everyone is None else everyone))
+        source, target = self.pairs[seeds].unbind(1)
+        negatives = self.negatives.draw(mix(self.key ^ (key & (1 << 64) - 1)), seeds, source, self.count)
+        nodes, places = torch.cat([source, target, negatives.flatten()]).unique(return_inverse=True)
+        options = {}
+        if self.exclude:
+            ends = self.pairs[step].unbind(1)
+            options["exclude"] = torch.cat([self.edges.ids(*ends), self.edges.ids(*reversed(ends))])
+        blocks = self.sampler.sample(nodes, key, relabel_outer=relabel_outer, **options)
+        source, target, negatives = places.split([len(seeds), len(seeds), negatives.numel()])
+        return [*blocks, torch.cat([source.unsqueeze(1), target.unsqueeze(1), negatives.view(-1, self.count)], 1)]
+
+    def fetch(self, slot, blocks):
+        """What the ring fetches for the blocks, with y."""
+        *blocks, y = blocks
+        y = y.to(self.ring.device, non_blocking=True)  # on the slot's stream, before the event that the ring records there
+        return self.ring.fetch(slot, blocks)._replace(y=y)
+
+    def loss(self, scorer, h, y):
+        """Summed over pairs: cross-entropy, of the pair and, averaged, its negatives in equal parts, or of a softmax.
+
+        Args:
+            h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it.
+        """
+        source, others = h.index_select(0, y[:, 0]), h.index_select(0, y[:, 1:].flatten()).view(len(y), -1, h.shape[1])
+        logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
+        if self.softmax:
+            return F.cross_entropy(logits, torch.zeros_like(y[:, 0]), reduction="sum")
+        return (F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)).sum() / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation
+
+
+class Evaluation:
+    """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the same
+    source, ROC-AUC and average precision against as many random pairs without an edge.
+
+    A pair is ranked against all nodes where there are at most SMALL, leaving out other edges of the source, else against
+    RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole graph and are
+    the same in every run. Of more than MOST pairs the first are taken.
+
+    Args:
+        graph: of `split_edges`.
+    """
+
+    def __init__(self, graph):
+        self.graph, self.negatives = graph, Negatives(graph.known, graph.num_nodes)
+        self.fixed, self.lists = {}, None
+        if graph.num_nodes <= SMALL:  # destinations of each source
+            order = graph.known.sources.long().argsort(stable=True)
+            counts = graph.known.sources.long().bincount(minlength=graph.num_nodes)
+            self.lists = counts, counts.cumsum(0) - counts, torch.repeat_interleave(graph.known.indptr.diff())[order]
+
+    @torch.no_grad()
+    def __call__(self, scorer, h, part, ranks=None):
+        """Figures {name: number}, the same on every rank; None for a part without pairs.
+
+        Args:
+            h: float [V, D] embeddings of all nodes, in host memory. part: "valid", say. ranks: share the work out.
+        """
+        pairs = self.graph.pairs[part][:MOST]
+        if not len(pairs):
+            return None
+        scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
+        if part not in self.fixed:
+            key = mix(EVALUATION ^ SPLITS.index(part))
+            others = None if self.lists else self.negatives.draw(key, torch.arange(len(pairs)), pairs[:, 0], RANKED_AGAINST)
+            self.fixed[part] = self.negatives.pairs(mix(key), len(pairs)), others
+        (random, others), mine = self.fixed[part], ranks.part(len(pairs)) if ranks else slice(None)
+        positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
+        place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
+        found = torch.stack([positive, negative, place], 1)
+        positive, negative, place = (ranks.rows(found) if ranks else found).unbind(1)
+        both = torch.cat([positive, negative]), torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+        return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
+
+    def _ranks(self, scorer, h, pairs, others):
+        """The rank of each pair [n, 2], from 1 -> [n]."""
+        width, found = self.graph.num_nodes if others is None else others.shape[1], []
+        if others is not None or scorer.kind == "mlp":
+            width *= h.shape[1]
+        for some in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
+            source, target = pairs[some].unbind(1)
+            if others is None:
+                scores = scorer.against_all(h[source], h)
+                own = scores.gather(1, target.unsqueeze(1))
+                scores[self._known(source)] = -torch.inf
+                scores.scatter_(1, target.unsqueeze(1), -torch.inf)
+            else:
+                own = scorer(h[source], h[target]).unsqueeze(1)
+                scores = scorer(h[source].unsqueeze(1), h[others[some]])
+            found.append(1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2)
+        return torch.cat(found) if found else h.new_zeros(0)
+
+    def _known(self, source):
+        """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
+        counts, first, targets = self.lists
+        counts, first = counts[source], first[source]
+        row = torch.repeat_interleave(counts)
+        place = torch.arange(len(row)) + torch.repeat_interleave(first - (counts.cumsum(0) - counts), counts)
+        rows = torch.arange(len(source))
+        return torch.cat([row, rows]), torch.cat([targets[place], source])
+
+
+@torch.no_grad()
+def score_pairs(scorer, h, pairs):
+    """Logits [n] of pairs int64 [n, 2] for embeddings h [V, D] and a scorer, both in host memory."""
+    parts = [scorer(*(h[ends] for ends in some.unbind(1))) for some in pairs.split(1 << 16)]
+    return torch.cat(parts) if parts else h.new_zeros(0)

@@ -1,0 +1,315 @@
+"""A training step of GraphSAGE as CUDA graphs: the host writes the seeds of a batch and launches twice.
+
+    graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, predict)   # None, and why not
+    for batch in NodeLoader(..., sampler=graphs, ring=graphs):
+        graphs.step(batch)               # forward, loss, backward, optimizer
+
+One graph samples a batch, averages the outermost hop straight from the features and looks up the labels; another one
+trains on it. Every batch in flight has a slot with memory of its own, so that the next batch is sampled, on the slot's
+stream, while this one is trained on. A graph cannot change its shapes, so they are padded: room for as many nodes and
+edges as the first batches of the run took, and some more. What is padded has no edges, no label and no gradient. The
+number of the step, by which neighbours and dropout are drawn, is read from GPU memory.
+
+A batch that does not fit says so before its turn comes: it is sampled again, and trained on, in its own shapes. That is
+the same batch, for what is drawn depends on the step alone; which batches these are depends on the flags alone, so a
+run repeats to the last bit, interrupted or not. Beside a run without graphs, sums over padded rows may be rounded
+differently.
+
+With several ranks the gradients are averaged between two graphs, as one vector; DistributedDataParallel takes no part.
+This file needs features.py, fused_cuda.py (and what that needs), model.py, sampler.py and sampler_cuda.py.
+"""
+
+import gc
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+import fused
+import sampler_cuda
+from features import Batch
+from model import GNN, BatchNorm, SAGEConv, cross_entropy
+from sampler import Block, mix
+
+MEASURED = 8  # batches whose sizes say how much room there is
+ELSEWHERE = "another rank cannot have them"
+APART = 0.02  # between the losses of a graph and of the same step without one, before the graph is not trusted
+
+
+def obstacle(ranks, args, sampler, ring, model):
+    """Why a step of this run cannot be a CUDA graph, in words; None where it can."""
+    if not ranks.gpus:
+        return "there is no GPU"
+    if not isinstance(model, GNN) or not all(isinstance(layer, SAGEConv) for layer in model.layers):
+        return f"they are for --model sage, this is {args.model}"
+    k = args.fanout[-1]
+    for hinders, why in (
+        (any(isinstance(norm, BatchNorm) for norm in model.norms), "--norm batch would count the padding"),
+        (model.input_dropout, "--input-dropout keeps the first hop from being averaged in place"),
+        (model.recompute, "--checkpoint-activations computes layers twice"),
+        (args.precision == "fp64", "--precision fp64 has no kernels"),
+        (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
+        (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
+        (ring.labels.dim() > 1, "nodes have several labels"),
+        (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
+        (len(args.fanout) < 2, "one layer is too little to be worth it"),
+        (min(args.fanout) < 1 or k > sampler_cuda.REGISTERS[-1],
+         f"--fanout {','.join(map(str, args.fanout))} needs numbers from 1 on, the last up to {sampler_cuda.REGISTERS[-1]}"),
+        (not isinstance(getattr(sampler, "_backend", None), sampler_cuda.Backend), "the sampler's kernels are not there"),
+        (not fused.has_kernels(sampler.indices), "the layers' kernels are not there"),
+    ):  # fmt: skip
+        if hinders:
+            return why
+    return None if sampler._backend.task.rule in sampler_cuda.COUNTED else "neighbours are not drawn uniformly"
+
+
+def build(ranks, args, store, sampler, ring, model, optimizer, predict):
+    """Capture the graphs of a run and try them on a batch, which leaves model and optimizer as they were.
+
+    Args:
+        ranks, args, store, sampler, ring, optimizer: those of train.py.
+        model: the GNN itself, and no DistributedDataParallel around it, whose hooks would be captured.
+        predict: function (batch, key) -> logits float32 [S, C].
+
+    Returns:
+        (StepGraphs, a line about them), or (None, why there are none). The same on all ranks, which call it together.
+    """
+    if args.cuda_graph == "off":
+        return None, ""
+    why = obstacle(ranks, args, sampler, ring, model)
+    if ranks.sum(bool(why))[0]:
+        return None, why or ELSEWHERE
+    if ranks.world > 1:
+        ranks.check_equal(model)
+    stream = torch.cuda.current_stream()
+    try:
+        graphs = StepGraphs(ranks, args, store, sampler, ring, model, optimizer, predict)
+        return graphs, graphs.said
+    except (RuntimeError, AttributeError) as error:  # AttributeError: a torch without what is asked for
+        torch.cuda.set_stream(stream)
+        return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+class Slot:
+    """A batch in flight: where it is sampled, what it is trained on, and the two graphs.
+
+    Attributes:
+        frame: of sampler_cuda.py. x: [rows, 2F], own row beside mean of the outermost hop. y: int64 [S], -1 where there
+            is no seed. batch: all that as padded blocks. key: of dropout, for model.py's `layer_seed`.
+    """
+
+    def __init__(self, backend, ring, room, seed):
+        (rows, places), labels = room, ring.labels
+        self.frame = backend.frame(rows[0], len(places), rows, places)
+        self.x = ring.features.new_zeros(rows[-1], 2 * ring.features.shape[1], dtype=ring.dtype)
+        if not self.frame.aggregate(ring.features, self.x):
+            raise RuntimeError("the kernel of the outermost hop cannot be compiled")
+        self.y, self.labels = labels.new_full((rows[0],), -1), labels
+        self.places = torch.arange(rows[0], device=labels.device)
+        inner = [Block(*fields) for fields in reversed(self.frame.blocks)]
+        none = inner[0].indices[:0]  # the outermost block: its edges are never written
+        self.batch = Batch([Block(none, none, inner[0].src_nodes), *inner], self.x, self.y)
+        self.seeds = inner[-1].src_nodes[: rows[0]]
+        mixed = mix(seed)
+        self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int
+        self.sampling, self.training, self.trained = None, None, torch.cuda.Event()
+
+    def sample(self):
+        """What the first graph holds."""
+        self.frame.start()
+        torch.index_select(self.labels, 0, self.seeds, out=self.y)
+        self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
+
+
+class StepGraphs:
+    """The graphs of a run; for a NodeLoader sampler and ring at once. See the first lines of this file.
+
+    Attributes:
+        loss_sum: float64, what `step` adds the loss of each batch to. said: a line. first_hop: as the ring's.
+        repeated: batches so far that did not fit.
+    """
+
+    first_hop = True
+
+    def __init__(self, ranks, args, store, sampler, ring, model, optimizer, predict):
+        self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
+        self.optimizer, self.predict, self.seed = optimizer, predict, args.seed
+        self.features, self.stream, self.kernels, self.repeated = ring.features, ring.stream, sampler._backend.kernels, 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        scalar = lambda dtype: torch.zeros((), dtype=dtype, device=ranks.device)  # noqa: E731
+        self.loss_sum, self.weight, self.rate = scalar(torch.float64), scalar(torch.float32), scalar(torch.float32)
+        self.weighs = None  # the number in `weight`
+        seeds, room = self._measure(store.split["train"], args)
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        self.flat = self.update = None
+        if ranks.world > 1:
+            self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
+        self.slots = [Slot(sampler._backend, ring, room, args.seed) for _ in range(args.prefetch + 1)]
+        kept = self._state()
+        self.begin()
+        try:
+            gc.collect()  # what is freed during a capture is not given back
+            self._capture(seeds, kept)
+        finally:
+            self._restore(kept)
+        rows, places = room
+        self.said = (f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs with room for {rows[-1]:,} nodes "
+                     f"and {sum(places):,} edges inside; larger batches are taken without")  # fmt: skip
+
+    def _measure(self, nodes, args):
+        """Seeds of the first batch, and (rows, places) of `Backend.frame` that the first batches of a run would take."""
+        order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(args.seed))]
+        batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - 1
+        most = [[0, 0] for _ in range(hops)]
+        for step, seeds in enumerate(batches):
+            blocks = self.sampler.sample(seeds, step, relabel_outer=False)
+            for sizes, block in zip(most, blocks[::-1]):
+                sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
+        rows, places = self.sampler._backend.shapes(args.batch_size)
+        some_more = lambda n, bound: min(bound, -(-(n + n // 16) // 256) * 256)  # noqa: E731
+        for hop, (N, E) in enumerate(most):
+            rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])
+        return batches[0], (rows[: hops + 1], places[:hops])
+
+    def _state(self):
+        """Copies of the parameters and of the optimizer's state."""
+        moments = {p: {name: t.clone() for name, t in self.optimizer.state[p].items()}
+                   for p in self.parameters if p in self.optimizer.state}  # fmt: skip
+        return [p.detach().clone() for p in self.parameters], moments
+
+    @torch.no_grad()
+    def _restore(self, kept):
+        """Put back, in place, what `_state` copied; Adam begins with zeros."""
+        parameters, moments = kept
+        for p, value in zip(self.parameters, parameters):
+            p.copy_(value)
+            for name, t in self.optimizer.state[p].items():
+                t.copy_(moments[p][name]) if p in moments else t.zero_()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _capture(self, seeds, kept):
+        """Take a few steps without graphs, capture them, take the same with them: the losses have to agree."""
+        with self.stream(0):
+            blocks = self.sampler.sample(seeds, 0, relabel_outer=False)
+            batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
+        batch.wait()
+        self.weight.fill_(1 / len(seeds))
+        expected = [self._loss(self._compute, batch, key) for _ in self.slots]
+        self._restore(kept)
+        failure = None
+        try:
+            self._capture_all(seeds)
+        except RuntimeError as error:
+            failure = error
+        if self.ranks.sum(failure is not None)[0]:
+            raise failure or RuntimeError(ELSEWHERE)
+        self._restore(kept)
+        found = []
+        for slot in self.slots:
+            if trouble := self._sample(slot, seeds, 0):
+                raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
+            found.append(self._loss(self._replay, slot))
+        wrong = any(not abs(a - b) <= APART * abs(a) for a, b in zip(expected, found))
+        if self.ranks.sum(wrong)[0]:
+            raise RuntimeError(f"their losses are {found}, and {expected} without graphs")
+
+    def _loss(self, run, *args):
+        """The loss of a step -> float."""
+        self.loss_sum.zero_()
+        run(*args)
+        self._exchange()
+        return self.loss_sum.item()
+
+    def _capture_all(self, seeds):
+        pool = None
+        for slot in self.slots:
+            with self.stream(0):
+                slot.frame.fill(seeds, 0)
+                slot.sample()
+                self._compute(slot.batch, slot.key)  # in these shapes: what is made at first use is made now
+                torch.cuda.synchronize()
+            slot.sampling, slot.training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with captured(slot.sampling):
+                slot.sample()
+            with captured(slot.training, pool):
+                self._compute(slot.batch, slot.key)
+            pool = slot.training.pool()  # they run one after the other and leave nothing there
+        if self.flat is not None:
+            self.update = torch.cuda.CUDAGraph()
+            with captured(self.update):
+                self._update()
+
+    def _compute(self, batch, key):
+        """A step on one batch, padded or not; with several ranks up to the flat gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+        logits = self.predict(batch, key)
+        loss = cross_entropy(logits, batch.y)
+        (loss * self.weight).backward()
+        self.loss_sum.add_(loss.detach())
+        if self.flat is None:
+            self.optimizer.step()
+        else:
+            torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
+            self.flat /= self.ranks.world
+
+    def _replay(self, slot):
+        slot.training.replay()
+        slot.trained.record()
+
+    def _exchange(self):
+        if self.flat is not None:
+            dist.all_reduce(self.flat)
+            self.update.replay() if self.update else self._update()
+
+    def _update(self):
+        """With several ranks: the optimizer, from the flat gradient."""
+        for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
+            p.grad = part.view_as(p)
+        self.optimizer.step()
+
+    def _sample(self, slot, seeds, step):
+        """Sample into a slot, on the current stream, and wait for it -> what went wrong; see sampler_cuda.py."""
+        torch.cuda.current_stream().wait_event(slot.trained)
+        slot.frame.fill(seeds, step)
+        slot.sampling.replay()
+        self.kernels.wait()
+        return slot.frame.trouble
+
+    def begin(self):
+        """Before an epoch: take the learning rate of the optimizer's groups, forget the losses -> loss_sum."""
+        for group in self.optimizer.param_groups:
+            self.rate.fill_(group["lr"])
+            group["lr"] = self.rate
+        return self.loss_sum.zero_()
+
+    def sample(self, seeds, step, relabel_outer=False):
+        """What `fetch` is to sample."""
+        return seeds, step
+
+    def fetch(self, number, wanted):
+        """Sample and fetch a batch into a slot, or elsewhere where it does not fit -> Batch, ready to be trained on."""
+        slot = self.slots[number]
+        if self._sample(slot, *wanted):  # damage and seeds that are not nodes are found there too
+            self.repeated += 1
+            return self.ring.fetch(number, self.sampler.sample(*wanted, relabel_outer=False))
+        return slot.batch._replace(y=slot.y[: len(wanted[0])])
+
+    def step(self, batch):
+        """Train on a batch of the loader: forward, loss, backward, optimizer."""
+        if (weight := self.ranks.world / batch.total) != self.weighs:  # seeds weigh 1 / total, see train.py
+            self.weight.fill_(weight)
+            self.weighs = weight
+        slot = next((slot for slot in self.slots if slot.x is batch.x), None)
+        if slot is None:
+            self._compute(batch, mix(mix(self.seed) ^ batch.key))
+        else:
+            self._replay(slot)
+        self._exchange()
+
+
+@contextmanager
+def captured(graph, pool=None):
+    """Capture the body; other threads of this process, NCCL's among them, may call CUDA meanwhile."""
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        yield
