@@ -131,6 +131,8 @@ def place_data(ranks, args, store, used, sizes):
 def make_sampler(args, indptr, indices, fanout, used, strict):
     """The sampler of the flags, which draws by the columns that are used."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
+    if args.sampler == "labor":
+        options |= {"method": "labor", "layer_dependency": args.layer_dependency, "batch_dependency": args.batch_dependency}
     if used.time is None:
         return NeighborSampler(indptr, indices, fanout, **options)
     timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)

@@ -17,7 +17,7 @@ enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
 #define NO_PAIR (~0ULL)
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
-  i64 V, M, rule; u64 seed;
+  i64 V, M, rule, one_draw; u64 seed;
   const i64 *input;  // step, S, what is added to a position in the table, S seeds
   ID *src;           // source nodes of all hops: the first N of a hop are its sources
   ID *local;         // by position: node of an edge, in the end its number
@@ -146,7 +146,7 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
 // counts: the rows are counted as well.
 KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
   THREAD(h.rows < hops ? hops : h.rows);
-  if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)i);
+  if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)(b.one_draw ? 0 : i));
   if (i == 0) {
     b.sizes[0] = 0;
     b.sizes[1] = b.input[1];
@@ -230,14 +230,18 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   }
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
-// Of the first `hops` hops; and all sums are zero for the next batch.
-KERNEL finish(batch_t b, i64 hops, i64 positions, u64 *sums, i64 num_sums) {
-  THREAD(positions < num_sums ? num_sums : positions);
+// Of the first `hops` hops, which have positions start .. end - 1: where no edge is, -1. All sums are zero for the next
+// batch.
+KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
+  THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
+  if (i < start || i >= end) return;
+  int edge = 0;
   for (i64 hop = 0; hop < hops; hop++) {
     i64 place = i - b.first[hop];
-    if (0 <= place && place < b.sizes[2 + 2 * hop]) b.local[i] = b.number[b.table[b.local[i]] - b.input[2]];
+    edge |= 0 <= place && place < b.sizes[2 + 2 * hop];
   }
+  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input[2]] : -1;
 }
 """
 

@@ -255,7 +255,7 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
 
 
 def _law(indptr, indices, fanouts, seeds, step, times=None, *, seed=0, replace=False, method="uniform", weights=None,
-         exclude=(), edge_times=None, strict=False):  # fmt: skip
+         exclude=(), edge_times=None, strict=False, layer_dependency=False, batch_dependency=1):  # fmt: skip
     """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists, outermost
     hop first. A source is a pair of a node and a time, which is None where there are none."""
     excluded = set(exclude.nonzero().squeeze(1).tolist() if getattr(exclude, "dtype", 0) == torch.bool else list(map(int, exclude)))
@@ -264,7 +264,7 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, seed=0, replace=F
     weights = None if weights is None else weights.double().tolist()
     when, blocks = None if edge_times is None else edge_times.tolist(), []
     for hop, k in enumerate(fanouts):
-        key = _mix(_mix(_mix(seed % 2**64) ^ (step % 2**64)) ^ hop)
+        key = _mix(_mix(_mix(seed % 2**64) ^ (step // batch_dependency % 2**64)) ^ (0 if layer_dependency else hop))
         offsets, edge_ids, ends = [0], [], []
         for v, t in src:
             row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
@@ -954,6 +954,34 @@ def test_draws_with_replacement_are_uniform():
     assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_dependent_labor_follows_the_law(backend, tmp_path):
+    for i in range(40):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, "labor")
+        options |= {"layer_dependency": i % 3 > 0, "batch_dependency": [1, 2, 7][i % 3 - 1]}
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch" if backend == "cuda" else backend, **options)
+        kernels = _emulated(s, tmp_path, seed=i) if backend == "cuda" else None
+        for step in (step, 6, 7, -1, -8):
+            expected = _law(indptr, indices, fanouts, seeds, step, **options)
+            blocks = kernels.sample(seeds, step // options["batch_dependency"])[::-1] if kernels else s.sample(seeds, step)
+            assert _as_lists(blocks) == expected, (i, fanouts, step)
+
+
+def test_dependent_labor_reads_fewer_rows():
+    """Layer dependency: fewer sources in a batch. Batch dependency: more of the sources of the batch before."""
+    rng = np.random.default_rng(12)
+    indptr, indices = torch.arange(5001) * 40, torch.from_numpy(rng.integers(0, 5000, 200_000).astype(np.int32))
+    sources = {}
+    for name, options in {"plain": {}, "layer": {"layer_dependency": True}, "batch": {"batch_dependency": 4}}.items():
+        s = NeighborSampler(indptr, indices, [5, 5], method="labor", **options)
+        sources[name] = [set(s.sample(torch.arange(100) + 100 * step, step)[0].src_nodes.tolist()) for step in range(8)]
+    first = {name: sum(map(len, sets)) for name, sets in sources.items()}
+    again = {name: len(sets[1] & sets[2]) / len(sets[2]) for name, sets in sources.items()}  # steps 1 and 2 draw alike
+    across = {name: len(sets[3] & sets[4]) / len(sets[4]) for name, sets in sources.items()}  # steps 3 and 4 do not
+    assert first["layer"] < 0.9 * first["plain"], first
+    assert again["batch"] > 1.2 * again["plain"] and abs(across["batch"] - across["plain"]) < 0.1, (again, across)
+
+
 def test_labor_keeps_k_on_average_and_visits_fewer_sources():
     rng = np.random.default_rng(12)
     rows, degree, k = 20_000, 50, 10
@@ -1203,6 +1231,10 @@ def _small(**changes):
         (ValueError, "fanouts", dict(fanouts=[-2])),
         (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
         (ValueError, "method 'walk'.*labor", dict(method="walk")),
+        (ValueError, "layer_dependency is for method 'labor', not 'uniform'", dict(layer_dependency=True)),
+        (ValueError, "batch_dependency is for method 'labor', not 'uniform'", dict(batch_dependency=2)),
+        (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
+        (ValueError, "'dgl' draws without layer_dependency", dict(method="labor", layer_dependency=True, backend="dgl")),
         (ValueError, "backend 'cuda'.*torch", dict(backend="cuda")),
         (ValueError, "exclude", dict(replace=True, method="labor")),
         (ValueError, "exclude", dict(weights=torch.ones(3), method="labor")),
@@ -7604,6 +7636,22 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
+    """The flags are the checkpoint's; the run goes on in the middle of K steps that draw alike as if it had not stopped."""
+    words = ["--dataset", tiny, *COMMON, "--sampler", "labor", "--layer-dependency", "--batch-dependency", 3, "--epochs", 4]
+    _, straight = _run_here(tmp_path, *words)
+    _run_here(tmp_path, *words[:-1], 2)
+    shutil.copy(tmp_path / "here.pt", tmp_path / "two.pt")
+    saved = train.parse_args(["--resume", str(tmp_path / "two.pt")])
+    assert (saved.sampler, saved.layer_dependency, saved.batch_dependency) == ("labor", True, 3)
+    _, resumed = _run_here(tmp_path, "--resume", tmp_path / "two.pt", "--epochs", 4)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    _, other = _run_here(tmp_path, *words[:-2], "--epochs", 4, "--batch-dependency", 1)
+    assert any(not torch.equal(straight[name], other[name]) for name in straight)
+    assert train.main(["--resume", str(tmp_path / "two.pt"), "--epochs", "4", "--batch-dependency", "2"]) == 2
+    assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
+
+
 def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
     _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
@@ -8173,6 +8221,8 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--task", "graph", "--metric", "roc_auc"], "--metric roc_auc: --task graph has none"),
         (["--gpu", "x"], "--gpu"),
         (["--bogus"], "--bogus"),
+        (["--layer-dependency"], "--layer-dependency is for --sampler labor, --sampler is uniform"),
+        (["--sampler", "weighted", "--batch-dependency", "2"], "--batch-dependency is for --sampler labor, --sampler is weighted"),
     ],
 )
 def test_bad_flags_get_one_sentence_and_code_2(words, complaint, tiny, tmp_path, monkeypatch, capsys):
