@@ -269,7 +269,8 @@ class Frame:
                 counts = self.counted and following is not None
                 yield prepare("number", b, part, following or part, int(counts)), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
-        yield prepare("finish", b, hops, self.positions, sums, num_sums), max(self.positions, num_sums)
+        end = parts[hops].first if hops < len(parts) else self.positions
+        yield prepare("finish", b, hops, parts[0].first, end, sums, num_sums), max(end, num_sums)
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]

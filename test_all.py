@@ -1496,8 +1496,8 @@ def _ring_faults(seed, broken=False):
     for batch in got:
         batch.ready.synchronize()
     device.close()
-    wrong = [i for i, (batch, ids) in enumerate(zip(got, items)) if not torch.equal(batch.x, table[ids])]
-    assert len(got) == len(items) and all(torch.equal(b.y, ids[:1]) for b, ids in zip(got, items))
+    same = lambda batch, ids: torch.equal(batch.x, table[ids]) and torch.equal(batch.y, ids[:1])  # noqa: E731
+    wrong = [i for i, (batch, ids) in enumerate(zip(got, items, strict=True)) if not same(batch, ids)]
     return device.faults + [f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong]
 
 
@@ -1508,7 +1508,7 @@ def _edge_faults(seed, slow, broken=False):
     table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
     ring = FeatureRing(torch.zeros(50, 2), torch.arange(50), slots=depth + 1, copies=device, edge_features=table, reuse=bool(slow))
     if broken:
-        ring.edge_ring.copied = _Forgets(ring.edge_ring.copied)
+        ring.copied, ring.edge_ring.copied = _Forgets(ring.copied), _Forgets(ring.edge_ring.copied)
     items = [[torch.from_numpy(rng.integers(0, 300, n * rng.choice([1, 8]))) for n in rng.integers(0, 30, 2)] for _ in range(14)]
 
     def load(item, slot):
