@@ -1,5 +1,5 @@
-"""python bench.py store: building a store, reading rows and training from features on disk, writing and reading many small
-graphs.
+"""python bench.py store: building a store, reading rows and training from features on disk, writing and reading many
+small graphs.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from store import GraphStore, MmapFeatures, build_store
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")
 
-# A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into a buffer of its own.
+# A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into its own buffer.
 PLAIN = r"""
 #define _GNU_SOURCE
 #include <linux/aio_abi.h>
@@ -100,8 +100,8 @@ def read_rows(folder, args):
         for a in range(0, size, len(block)):
             out.write(block[: size - a])
         os.fsync(out.fileno())
-    plain = native.load_c("plain_read", PLAIN, ["-O2", "-fPIC", "-shared"],
-                          {"plain_read": (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3)})  # fmt: skip
+    types = ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3
+    plain = native.load_c("plain_read", PLAIN, ["-O2", "-fPIC", "-shared"], {"plain_read": types})
     handle, figures = os.open(file, os.O_RDONLY | os.O_DIRECT), {}
     for row_bytes, run in ((400, 1), (1024, 1), (4096, 1), (1024, 8), (1024, 32)):
         rows, count = (size - 4096) // row_bytes, args.reads // run
@@ -132,7 +132,7 @@ def train_from_disk(path, args, how, cache):
     """Train --batches batches on features that stay on disk, `cache` bytes of them in memory -> figures of all but the
     first quarter, by which caches are full; the bytes read are those of the whole run.
 
-    how: "map" reads through the memory map, "disk" with many reads in flight, "lookahead" behind a cache that looks ahead.
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead.
     """
     keep_freed_memory()
     store = GraphStore.open(path)
@@ -141,9 +141,10 @@ def train_from_disk(path, args, how, cache):
         table = MmapFeatures(table._table, True, *([] if how == "map" else [store.path, table._head]))
     if cache:
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
-        table = CachedFeatures(table, visits, cache) if how != "lookahead" else LookaheadCache(table, cache, None, visits)
+        ahead = how == "lookahead"
+        table = LookaheadCache(table, cache, None, visits) if ahead else CachedFeatures(table, visits, cache)
         del visits
-        trim_memory(1)
+        trim_memory(1)  # what that took, as train.py does
     ours = Ours(store, [], args, features=table, slots=3)
     loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=ours.sampler, ring=ours.ring)
     forget_pages(path)
@@ -198,16 +199,21 @@ def read_graphs(path, batch_size=256):
 
 def _print_training(trained, args):
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
-    rows = [[name, f"{f['batches_per_s']:.2f}", gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}",
-             "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"] for name, f in trained.items()]  # fmt: skip
-    print_table(rows, [f"{args.features_gb:g} GB of features", "batches/s", "anonymous", "mapped", "major page faults", "hits"])
+    rows = []
+    for name, f in trained.items():
+        hits = "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"
+        memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
+        rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
+    what = f"{args.features_gb:g} GB of features"
+    print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
     curves = [f["losses"] for f in trained.values()]
-    print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, "
-          f"{'the same bits' if all(curve == curves[0] for curve in curves) else 'NOT the same bits'} in all")  # fmt: skip
+    same = "the same bits" if all(curve == curves[0] for curve in curves) else "NOT the same bits"
+    print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, {same} in all")
     for name, f in trained.items():
         if "bytes_min" in f:
-            print(f"{name}: {gb(f['bytes_read'])} read, MIN must read {gb(f['bytes_min'])}: "
-                  f"{f['bytes_read'] / f['bytes_min']:.3f} times as much; looked {f['lookahead']:,} batches ahead")  # fmt: skip
+            times = f["bytes_read"] / f["bytes_min"]
+            print(f"{name}: {gb(f['bytes_read'])} read, MIN must read {gb(f['bytes_min'])}: {times:.3f} times as much; "
+                  f"looked {f['lookahead']:,} batches ahead")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -223,7 +229,7 @@ def _store_for(dataset, root, backend):
 
 
 def bench_store(args):
-    """Build, read rows, train from disk, write and read small graphs, each in a process of its own; returns the figures."""
+    """Build, read rows, train from disk, write and read small graphs, each in its own process; returns the figures."""
     alone = lambda function, *words: OwnProcess(args.threads, functools.partial, function, *words)()  # noqa: E731
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
     parts, figures = set(args.parts.split(",")) if args.parts else set(PARTS), {}
@@ -241,10 +247,10 @@ def bench_store(args):
             (folder / "edges").unlink()
         if "reads" in parts:
             read = figures["reads"] = alone(read_rows, folder, args)
-            rows = [[name, *(f"{f[how]:,.0f}" for how in f), *(f"{f[how] / f['plain']:.2f}" for how in f if how != "plain")]
+            plain, *own = names = list(next(iter(read.values())))
+            rows = [[name, *(f"{f[how]:,.0f}" for how in names), *(f"{f[how] / f[plain]:.2f}" for how in own)]
                     for name, f in read.items()]  # fmt: skip
-            names = list(next(iter(read.values())))
-            print_table(rows, ["rows", *(f"{name}, reads/s" for name in names), *(f"{name} / plain" for name in names[1:])])
+            print_table(rows, ["rows", *(f"{how}, reads/s" for how in names), *(f"{how} / {plain}" for how in own)])
 
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
