@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import datasets
-from allocator import keep_freed_memory
+from allocator import keep_freed_memory, trim_memory
 import native
 from bench_tools import OwnProcess, forget_pages, interleave, print_table, watch
 from bench_training import Ours
@@ -143,6 +143,7 @@ def train_from_disk(path, args, how, cache):
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
         table = CachedFeatures(table, visits, cache) if how != "lookahead" else LookaheadCache(table, cache, None, visits)
         del visits
+        trim_memory(1)
     ours = Ours(store, [], args, features=table, slots=3)
     loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=ours.sampler, ring=ours.ring)
     forget_pages(path)
@@ -156,7 +157,8 @@ def train_from_disk(path, args, how, cache):
     counts = table.counts() if how == "lookahead" else {}
     return {"batches_per_s": (args.batches - first) / seen.seconds, "peak_anonymous": seen.peak, "mapped": seen.mapped,
             "major_faults": seen.faults, "losses": losses, "cache_hit_rate": getattr(table, "hit_rate", None),
-            "lookahead": getattr(table, "lookahead", None), **counts}  # fmt: skip
+            "lookahead": getattr(table, "lookahead", None),
+            "engine": getattr(getattr(table, "reader", None), "engine", None), **counts}  # fmt: skip
 
 
 def write_graphs(path, count):
@@ -246,7 +248,7 @@ def bench_store(args):
 
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-        ways = {"train": {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache), "disk": ("disk", 0),
+        ways = {"train": {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache),
                           "disk, RAM cache": ("disk", cache), "disk, cache that looks ahead": ("lookahead", cache)},
                 "lmdb": {"LMDB": ("lmdb", 0)}}  # fmt: skip
         trained = figures["training"] = {}

@@ -135,6 +135,8 @@ def split_edges(store, how, seed=0):
         the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}. split: {part:
         the numbers of its pairs}. known: `Edges` of the whole graph.
 
+    It takes about 60 bytes of memory for each edge, and the view holds a copy of the edges.
+
     Raises:
         StoreError: where that cannot be done; nothing of the graph is checked that the store has not checked.
     """

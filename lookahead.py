@@ -32,7 +32,7 @@ import torch
 from disk import StoreError, gather_target
 from features import prefetch
 
-RAMP = 4  # batches sampled for each one fetched until the window is full, so that training need not wait for that
+RAMP = 2  # batches sampled for each one fetched until the window is full, so that training need not wait for that
 WINDOW = 10  # a window asks for so many times the rows of the cache, unless --lookahead says otherwise
 
 SOURCE = r"""
@@ -137,7 +137,8 @@ static int count_for_min(cache_t *cache, const batch_t *batch, i64 now) {  // no
   i64 earliest = now;
   for (i64 i = 0; i < batch->n; i++) {
     i64 since = batch->previous[i] ? (batch->previous[i] - 1) >> 32 : 0;
-    if (since <= cache->full) continue;  // never used, or at some moment since then the cache was full
+    if (since == now) cache->min_hits++;  // a row of this batch, once more
+    if (since == now || since <= cache->full) continue;  // never used, or at some moment since then the cache was full
     cache->starts[since]++;
     earliest = MIN(earliest, since);
   }
@@ -183,8 +184,8 @@ cache_t *la_open(i64 V, i64 C, i64 lookahead, const unsigned char *level) {  // 
   return cache;
 }
 
-// The next batch after those expected so far asks for these n distinct rows; ids stays where it is until it is planned
-// or forgotten. -> nonzero: no memory.
+// The next batch after those expected so far asks for these n rows; ids stays where it is until it is planned or
+// forgotten. A row that comes twice is known by its last place in the batch. -> nonzero: no memory.
 int la_expect(cache_t *cache, const i64 *ids, i64 n) {
   i64 now = cache->newest + 1;
   batch_t *batch = &cache->window[now & (cache->ring - 1)];
@@ -198,6 +199,7 @@ int la_expect(cache_t *cache, const i64 *ids, i64 n) {
     i64 node = ids[i], last = cache->last[node];
     batch->previous[i] = last;
     cache->last[node] = 1 + (now << 32 | i);
+    if (last && (last - 1) >> 32 == now) continue;
     if (last && (last - 1) >> 32 > cache->planned) {
       cache->window[(last - 1) >> 32 & (cache->ring - 1)].next[(last - 1) & 0xffffffff] = (int32_t)now;
     } else if (cache->place[node]) {
@@ -226,7 +228,9 @@ i64 la_plan(cache_t *cache, int32_t *from, int32_t *keep) {
     if (from[i] >= 0) continue;
     reads++;
     i64 node = batch->ids[i];
-    int32_t place = make_place(cache, node, batch->next[i]);
+    int32_t place = cache->place[node] - 1;
+    if (place >= 0) unlink_place(cache, place);  // it comes twice
+    else place = make_place(cache, node, batch->next[i]);
     if (place < 0) continue;
     cache->places[place].node = node;
     cache->place[node] = place + 1;
@@ -308,7 +312,7 @@ class Planner:
         self.expected = deque()  # ids int64 [n] of the batches that are not planned
 
     def expect(self, ids):
-        """A later batch asks for these distinct rows."""
+        """A later batch asks for these rows, some of them perhaps twice (as a node at two times)."""
         ids = ids.to(torch.int64).contiguous()
         if library().la_expect(self.state, ids.data_ptr(), len(ids)):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")

@@ -5,8 +5,9 @@
 
 A memory map asks for one page a thread at a time, waits, and keeps what it read in the page cache, where a graph that is
 sampled from would rather lie. Here the rows asked for are sorted, those that lie side by side are joined into one request
-of at most REQUEST bytes, and DEPTH requests are under way at a time: through io_uring where the kernel has it and allows
-it, else by as many threads with `pread`. O_DIRECT leaves the page cache alone; where the file system refuses it the file is
+of at most REQUEST bytes, and DEPTH requests are under way at a time: by io_uring, which takes least of the processor, or by
+as many threads with `pread`, which a busy machine gives more of its time. Where the kernel has and allows both, each is
+tried now and then, and the one that read faster goes on. O_DIRECT leaves the page cache alone; where the file system refuses it the file is
 read through the cache. Requests begin and end on blocks of the disk, so a table that starts on a block and has rows of
 whole blocks (a store's features do where a row is a multiple of 512 bytes) is read without a byte too many.
 
@@ -23,12 +24,15 @@ import functools
 import os
 import sys
 import threading
+import time
 
 import native
 import torch
 from disk import StoreError
 
 DEPTH = 64  # requests in flight
+LARGE = 1000  # rows of a read by which the engines are compared
+TRY = 50  # reads after which each engine is tried anew
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -331,7 +335,7 @@ int rr_accepts(int fd, i64 block) {
 
 // Read n rows, row ids[i] to place places[i] of out (null: i) -> bytes asked of the file, or -errno, -ENDED; then *at is
 // where in the file.
-i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *out, i64 *at) {
+i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *out, int by_threads, i64 *at) {
   wanted_t *wanted = malloc((2 * n + 1) * sizeof *wanted);
   request_t *requests = malloc((n + 1) * sizeof *requests);
   i64 bytes = -ENOMEM, largest = 0;
@@ -346,7 +350,7 @@ i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *ou
     call.num_requests = join(reader, wanted, n, requests);
     if (call.num_requests) {
       int broken = 0;
-      if (reader->ring < 0) read_by_threads(&call);
+      if (by_threads || reader->ring < 0) read_by_threads(&call);
       else broken = read_by_ring(&call);
       if (broken) fail(&call, broken, requests[0].offset);
     }
@@ -370,7 +374,7 @@ SIGNATURES = {
     "rr_close": (None, _ANY),
     "rr_has_ring": (ctypes.c_int, _ANY),
     "rr_accepts": (ctypes.c_int, ctypes.c_int, _I64),
-    "rr_read": (_I64, _ANY, _ANY, _ANY, _I64, _ANY, ctypes.POINTER(_I64)),
+    "rr_read": (_I64, _ANY, _ANY, _ANY, _I64, _ANY, ctypes.c_int, ctypes.POINTER(_I64)),
 }
 
 
@@ -393,23 +397,26 @@ class RowReader:
         path: the file. offset: where row 0 begins. row_bytes, rows: size of a row, and how many there are.
         depth: requests in flight of each call.
         direct: False reads through the page cache.
-        engine: "io_uring", where the kernel allows it, or "threads".
+        engine: "io_uring", where the kernel allows it, or "threads"; None: whichever turns out to be faster.
 
     Attributes:
-        engine: the one in use. direct: whether the page cache is left alone. block: bytes that requests are whole
+        engine: the one in use at last. direct: whether the page cache is left alone. block: bytes that requests are whole
         multiples of. bytes_read: asked of the file so far.
 
     Raises:
         StoreError: for a file that cannot be opened.
     """
 
-    def __init__(self, path, offset, row_bytes, rows, *, depth=DEPTH, direct=True, engine="io_uring"):
+    def __init__(self, path, offset, row_bytes, rows, *, depth=DEPTH, direct=True, engine=None):
         self.path, self.offset, self.row_bytes, self.rows = str(path), offset, row_bytes, rows
         self.depth = max(1, min(depth, (1 << 26) // max(row_bytes, 1)))
-        self.bytes_read, self.lock, self.wanted = 0, threading.Lock(), engine
+        self.bytes_read, self.lock, self.engines = 0, threading.Lock(), [engine] if engine else ["io_uring", "threads"]
+        self.rates, self.calls = dict.fromkeys(self.engines, 0.0), 0  # rows a second
         self.pid = None
         self.block, self.direct = self._open(direct)
-        self.engine = "io_uring" if _library().rr_has_ring(self._idle_reader(keep=True)) else "threads"
+        if not _library().rr_has_ring(self._idle_reader(keep=True)):
+            self.engines = ["threads"]
+        self.engine = self.engines[0]
 
     def _open(self, direct):
         """Open the file -> (block, whether directly)."""
@@ -436,13 +443,21 @@ class RowReader:
         try:
             reader = self.idle.pop()  # atomic, as append is
         except IndexError:
-            use_ring = self.wanted == "io_uring"
-            reader = _library().rr_open(self.file, self.offset, self.row_bytes, self.block, self.depth, use_ring)
+            ring = "io_uring" in self.engines
+            reader = _library().rr_open(self.file, self.offset, self.row_bytes, self.block, self.depth, ring)
             if not reader:
                 raise StoreError(f"no memory to read {self.path} with {self.depth} requests in flight") from None
         if keep:
             self.idle.append(reader)
         return reader
+
+    def _engine(self, n):
+        """The engine for the next n rows: for a few, the first; else the faster one, and each anew after TRY reads."""
+        if len(self.engines) == 1 or n < LARGE:
+            return self.engines[0]
+        turn = self.calls % TRY
+        self.calls += 1
+        return self.engines[turn] if turn < len(self.engines) else max(self.engines, key=self.rates.get)
 
     def read(self, ids, out, places=None):
         """Read rows.
@@ -471,7 +486,9 @@ class RowReader:
             raise ValueError(f"out has {len(out)} rows, {len(ids)} are needed")
         reader, at = self._idle_reader(), ctypes.c_int64()
         where = None if places is None else places.data_ptr()
-        code = _library().rr_read(reader, ids.data_ptr(), where, len(ids), out.data_ptr(), ctypes.byref(at))
+        engine, start = self._engine(len(ids)), time.perf_counter()
+        threads = engine == "threads"
+        code = _library().rr_read(reader, ids.data_ptr(), where, len(ids), out.data_ptr(), threads, ctypes.byref(at))
         self.idle.append(reader)
         if code == -ENDED:
             raise StoreError(f"{self.path} ends at byte {at.value:,} in the middle of its rows: it was cut short after it was "
@@ -480,6 +497,9 @@ class RowReader:
             raise StoreError(f"{self.path} cannot be read at byte {at.value:,}: {os.strerror(-code)}")
         with self.lock:
             self.bytes_read += code
+            if len(ids) >= LARGE:
+                self.engine, rate = engine, len(ids) / (time.perf_counter() - start)
+                self.rates[engine] = (self.rates[engine] + rate) / 2 if self.rates.get(engine) else rate
         return out
 
     def close(self):

@@ -56,8 +56,8 @@ def obstacle(ranks, args, sampler, ring, model):
         (ring.labels.dim() > 1, "nodes have several labels"),
         (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1 or k > sampler_cuda.REGISTERS[-1],
-         f"--fanout {','.join(map(str, args.fanout))} needs numbers from 1 on, the last up to {sampler_cuda.REGISTERS[-1]}"),
+        (min(args.fanout) < 1 or k > sampler_cuda.AGGREGATED,
+         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {sampler_cuda.AGGREGATED}"),
         (not isinstance(getattr(sampler, "_backend", None), sampler_cuda.Backend), "the sampler's kernels are not there"),
         (not fused.has_kernels(sampler.indices), "the layers' kernels are not there"),
     ):  # fmt: skip

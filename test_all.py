@@ -59,6 +59,7 @@ import bench
 import bench_accuracy
 import bench_attack
 import bench_gpu
+import bench_link
 import bench_training
 import checkpoint
 import columns
@@ -791,7 +792,7 @@ def _cuda_resources(source, arch, folder):
 def test_cuda_sampler_kernels_stay_in_registers(dtype, arch, tmp_path):
     found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
     like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)]
-    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, 25, like[arch == "sm_80"], like[dtype == torch.int64])
+    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, sampler_cuda.AGGREGATED, like[arch == "sm_80"], like[dtype == torch.int64])
     found |= _cuda_resources(source, arch, tmp_path)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
@@ -1931,6 +1932,31 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, t
         row_reader._library.cache_clear()
 
 
+@pytest.mark.parametrize("slow", ["io_uring", "threads"])
+def test_the_faster_engine_reads_and_each_is_tried_anew(slow, tmp_path, monkeypatch):
+    path, table = _table(tmp_path, 2000, 64)
+    reader, used, now = _opened(path, table), [], [0.0]
+    if reader.engine != "io_uring":
+        pytest.skip("no io_uring here")
+    choose = reader._engine
+
+    def chosen(n):
+        used.append(choose(n))
+        return used[-1]
+
+    def clock():  # a read by the slow engine takes 2 seconds, one by the other 1
+        now[0] += 2 if used and used[-1] == slow else 1
+        return now[0]
+
+    monkeypatch.setattr(reader, "_engine", chosen)
+    monkeypatch.setattr(row_reader, "time", types.SimpleNamespace(perf_counter=clock))
+    ids = torch.randint(2000, (row_reader.LARGE,))
+    for _ in range(2 * row_reader.TRY):
+        assert torch.equal(reader.read(ids, torch.empty(len(ids), 64, dtype=torch.uint8)), table[ids])
+    assert used.count(slow) == 2 and reader.engine != slow
+    assert choose(10) == "io_uring"  # few rows
+
+
 FORBIDDEN = """
 import ctypes, struct, sys
 import torch
@@ -1992,13 +2018,14 @@ class _Cache:
             for node, place in zip(ids.tolist(), keep.tolist()):
                 if place >= 0:
                     self.held[place] = node
-        assert len({place for place in keep.tolist() if place >= 0}) == sum(place >= 0 for place in keep.tolist())
+        kept = {(node, place) for node, place in zip(ids.tolist(), keep.tolist()) if place >= 0}
+        assert len(kept) == len({node for node, _ in kept}) == len({place for _, place in kept})
         return keep
 
     def run(self, trace, window):
         waiting = 0
         for batch in trace:
-            self.planner.expect(torch.tensor(sorted(batch)))
+            self.planner.expect(torch.tensor(sorted(batch), dtype=torch.int64))
             waiting += 1
             if waiting > window:
                 self.plan()
@@ -2037,6 +2064,18 @@ def test_what_min_reads_is_counted_exactly_on_long_traces():
             assert sum(map(len, trace)) - cache.planner.min_hits == misses, places
             reads.append(cache.misses)
         assert reads[-1] == misses and reads == sorted(reads, reverse=True), reads
+
+
+def test_rows_that_come_twice_in_a_batch_are_kept_once():
+    rng = np.random.default_rng(0)
+    for places, window in ((0, 2), (5, 0), (12, 4), (12, 30), (25, 30)):
+        once = [set(rng.integers(0, 25, 8).tolist()) for _ in range(60)]
+        twice = [[*batch, *rng.choice(sorted(batch), 3)] for batch in once]
+        expected, cache = _Cache(25, places, window), _Cache(25, places, window)
+        expected.run(once, window), cache.run(twice, window)
+        assert cache.planner.min_hits == expected.planner.min_hits + 3 * len(once)
+        assert cache.misses <= expected.misses + 3 * len(once)
+        assert places > 0 or cache.misses == expected.misses + 3 * len(once)
 
 
 def test_without_a_window_the_hottest_rows_stay():
@@ -2829,7 +2868,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
         (dict(recompute=True), {}, {}, "--checkpoint-activations"),
         ({}, dict(precision="fp64"), {}, "--precision fp64"),
         ({}, dict(accumulate=2), {}, "--accumulate 2"),
-        ({}, dict(fanout=[4, 65]), {}, "--fanout 4,65 needs numbers from 1 on, the last up to 64"),
+        ({}, dict(fanout=[4, 49]), {}, "--fanout 4,49: numbers from 1 on are needed, the last up to 48"),
         ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
         ({}, dict(fanout=[4]), {}, "one layer"),
         ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
@@ -7567,7 +7606,7 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
 
 def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
-    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
     state = torch.load(file, weights_only=True)
     state["flags"]["precision"] = "tf32"  # as on a GPU
     torch.save(state, file)
@@ -8229,7 +8268,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
     for words, world, expected in (([], 1, (200, 1)), (["--batch-size", "100"], 1, (34, 6)), (["--batch-size", "50"], 2, (34, 6)),
                                    (["--batch-size", "10"], 1, (10, 60)), (["--epochs", "3"], 1, (3, 1))):  # fmt: skip
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words])
-        train.settle(ddp.Ranks(world=world), args, 600)
+        assemble.settle(ddp.Ranks(world=world), args, 600)
         assert (args.epochs, args.steps) == expected and args.weight_decay == pytest.approx(0.07 / 600)
     norms = {name: train.parse_args(["--dataset", tiny, "--model", name]).norm for name in model.CONVS}
     assert norms == {"sage": "none", "gcn": "none", "sage-pool": "layer", "gat": "layer", "gin": "layer"}
@@ -8575,6 +8614,20 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     assert json.loads((tmp_path / "out" / "gpu-sampling.json").read_text())["failed"] == ["no time left of --minutes 0"]
 
 
+def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch, capsys):
+    """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
+    losses, took = collections.defaultdict(list), bench_link.interleave
+    monkeypatch.setattr(bench_link, "OwnProcess", lambda threads, make, args: make(args))
+    monkeypatch.setattr(bench_link, "interleave", lambda runs, *a, **k: took(runs, *a, **k, note=lambda name, loss: losses[name].append(loss)))
+    words = ["--root", str(tmp_path), "--rounds", "2", "--fanout", "3,3", "--hidden", "8", "--batch-size", "50", "--threads", "1"]
+    assert bench.main(["link", "--dataset", TINY, *words, "--json", str(tmp_path / "l.json")]) == 0
+    found = json.loads((tmp_path / "l.json").read_text())
+    assert {"ours", "ours, nothing excluded"} <= found["median_ms"].keys() == losses.keys()
+    assert all(0.3 < loss < 1.5 for some in losses.values() for loss in some)
+    if _has_dgl():
+        assert found["ratios"].keys() == {"DGL as shipped", "DGL, malloc kept"} and "times as fast as DGL" in capsys.readouterr().out
+
+
 def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
     pytest.importorskip("matplotlib")
     common = {"machine": {"gpu": "some GPU"}, "arguments": {"what": "gpu"}}
@@ -8699,6 +8752,15 @@ split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
 """,
+    "link": """
+import types, torch
+from link import Evaluation, Scorer, split_edges
+from loader import from_edge_index
+ends = torch.randint(0, 30, (2, 100))
+indptr, indices = from_edge_index(torch.cat([ends, ends.flip(0)], 1), 30)
+graph = split_edges(types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=30), "80/10/10", seed=1)
+assert 0 < Evaluation(graph)(Scorer("dot", 4), torch.randn(30, 4), "test")["mrr"] <= 1
+""",
     "metrics": """
 import torch
 from metrics import ranking, score
@@ -8723,6 +8785,7 @@ if __name__ == "__main__":
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
+    "link": ("disk", "loader", "features", "metrics", "sampler"),
     "model": ("exact",),
 }
 
