@@ -307,7 +307,8 @@ class Frame:
         """The blocks with their padding, from the seeds outward.
 
         [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None, src_times or None)].
-        Rows beyond the destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
+        Rows beyond the
+        destinations have no edges; beyond the last, indices and src_nodes hold some number of a row and id of a node.
         """
         rows, places, *_ = self.shape
         return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])
