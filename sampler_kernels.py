@@ -230,14 +230,18 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   }
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
-// Of the first `hops` hops; and all sums are zero for the next batch.
-KERNEL finish(batch_t b, i64 hops, i64 positions, u64 *sums, i64 num_sums) {
-  THREAD(positions < num_sums ? num_sums : positions);
+// Of the first `hops` hops, which have positions start .. end - 1: where no edge is, -1. All sums are zero for the next
+// batch.
+KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
+  THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
+  if (i < start || i >= end) return;
+  int edge = 0;
   for (i64 hop = 0; hop < hops; hop++) {
     i64 place = i - b.first[hop];
-    if (0 <= place && place < b.sizes[2 + 2 * hop]) b.local[i] = b.number[b.table[b.local[i]] - b.input[2]];
+    edge |= 0 <= place && place < b.sizes[2 + 2 * hop];
   }
+  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input[2]] : -1;
 }
 """
 
