@@ -12,7 +12,8 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
     --residual --dropout --input-dropout --seed       changed file is reported in a line
     --split --metric --edge-split --scorer            --edge-split may be another one where --predict only predicts
     --negatives --negatives-by --unchecked-negatives
-    --link-loss --sampler --temporal
+    --link-loss --sampler --layer-dependency
+    --batch-dependency --temporal
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
     --lr --lr-schedule --weight-decay --precision     the checkpoint's unless given again: then another one from the
@@ -46,8 +47,8 @@ from model import EDGE_CONVS, GNN
 from own_model import is_own
 
 FIXED = ("task", "fanout", "accumulate", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual",
-         "dropout", "input_dropout", "sampler", "temporal", "seed", "split", "metric", "edge_split", "scorer", "negatives",
-         "negatives_by", "unchecked_negatives", "link_loss")  # fmt: skip
+         "dropout", "input_dropout", "sampler", "layer_dependency", "batch_dependency", "temporal", "seed", "split",
+         "metric", "edge_split", "scorer", "negatives", "negatives_by", "unchecked_negatives", "link_loss")  # fmt: skip
 KEPT = ("dataset", "symmetrize", "batch_size", "lr", "lr_schedule", "weight_decay", "epochs", "early_stop", "precision",
         "checkpoint_activations")  # fmt: skip
 WIDTHS = {"node": ("feature_dim", "num_classes", "edge_dim"),  # what a network has to know of a graph, by --task
@@ -269,7 +270,7 @@ def common_state(ranks, args):
 def check_graph(state, path, args, store):
     """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
     graph of the same widths will do, and one in which some classes do not occur."""
-    blind = args.task == "node" and args.model not in EDGE_CONVS
+    blind = args.task != "graph" and args.model not in EDGE_CONVS
     for name in (name for name in WIDTHS[args.task] if not (blind and name == "edge_dim")):
         there, was = store.meta.get(name, 0), state["graph"][name]
         if there != was and (args.trains or name != "num_classes" or there > was):

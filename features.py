@@ -184,6 +184,8 @@ class FeatureRing:
         """For each block the features [E, D] of its edges, where the ring has some."""
         if not self.edge_ring:
             return ()
+        if any(block.edge_ids is None for block in blocks):
+            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
         rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
         return rows.split([block.num_edges for block in blocks])
 

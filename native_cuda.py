@@ -43,6 +43,11 @@ typedef long long i64;
 #define UNROLL
 #define atomicAdd(p, value) (void)(*(p) += (value))
 #define atomicOr(p, value) (void)(*(p) |= (value))
+FN u64 atomicCAS(u64 *p, u64 expected, u64 value) {
+  u64 there = *p;
+  if (there == expected) *p = value;
+  return there;
+}
 #endif
 #define THREAD(n) i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; if (i >= (n)) return
 """

@@ -1,7 +1,7 @@
 """Neighbour sampling fused with block construction: seeds + CSC graph -> one `Block` a hop.
 
-Copy this file with sampler_c.py and native.py into your own code; for graphs in GPU memory sampler_cuda.py and
-native_cuda.py as well; for DGL sampler_dgl.py.
+Copy this file with sampler_law.py, sampler_c.py and native.py into your own code; for graphs in GPU memory
+sampler_cuda.py and native_cuda.py as well; for DGL sampler_dgl.py.
 It works alone too: without those files beside it, torch operations stand in for them, after one warning.
 
     sampler = NeighborSampler(indptr, indices, fanouts=[15, 10, 5], seed=0)
@@ -50,13 +50,15 @@ except ImportError:  # not copied along
 class Block(NamedTuple):
     """One bipartite hop, destination-major (CSC): messages go from `src_nodes` to the first S of them.
 
-    Integers have the dtype of the graph's `indices` (int32 below 2^31 nodes), `edge_ids` are int64.
+    Integers have the dtype of the graph's `indices` (int32 below 2^31 nodes), `edge_ids` are int64. Where edges have
+    times a source is a node at a time: `src_nodes` may then hold a node more than once, each with another time.
     """
 
     indptr: Tensor  # [S+1] edges of destination s are indices[indptr[s]:indptr[s+1]]
     indices: Tensor  # [E] positions in src_nodes
     src_nodes: Tensor  # [N] global node ids; the first S are the seeds, in the order given
     edge_ids: Tensor | None = None  # [E] position of each edge in the graph's `indices`, when asked for
+    src_times: Tensor | None = None  # int64 [N] times of the source nodes, where edges have times
 
     @property
     def num_src(self):
@@ -110,12 +112,13 @@ class DamagedGraph(IndexError):
 # ---------------------------------------------------------------------------------------------------------------------
 # The sampler checks its arguments; a backend does the work. A backend is made from a _Task and has one method,
 #
-#     sample(seeds, hops, exclude) -> [(indptr, indices, src_nodes, edge_ids), ...], the fields of a Block for each hop,
+#     sample(seeds, hops, exclude, times) -> [(indptr, indices, src_nodes, edge_ids, src_times), ...],
 #
-# from the seeds outward; None if a seed comes twice. exclude is None or int64 [X]: edge ids, ascending, each once.
-# There is one in this file, _Torch, and one each in sampler_c.py, sampler_cuda.py and sampler_dgl.py, which import
-# nothing from here: the task and the law are handed to them. The one for GPUs has
-# sample(seeds, step, relabel_outer, exclude) instead, because it checks ids and computes keys on the GPU.
+# the fields of a Block for each hop, from the seeds outward; None if a seed comes twice. exclude is None or int64 [X]:
+# edge ids, ascending, each once. times is int64 [S], None where edges have none. There is one in this file, _Torch, and
+# one each in sampler_c.py, sampler_cuda.py and sampler_dgl.py, which import nothing from here: the task and the law are
+# handed to them. The one for GPUs has sample(seeds, step, relabel_outer, exclude, times) instead, because it checks ids
+# and computes keys on the GPU.
 
 
 class _Task(NamedTuple):
@@ -124,14 +127,17 @@ class _Task(NamedTuple):
     indptr: Tensor  # int64 [V+1]
     indices: Tensor  # int32 or int64 [M]
     weights: Tensor | None  # float [M]
-    rule: str  # "uniform", "replace", "labor" or "weighted"
+    edge_times: Tensor | None  # int64 [M], ascending in each list
+    strict: bool  # edges at the time of their destination are not taken
+    one_draw: bool  # all hops have the key of hop 0
+    rule: str  # "uniform", "replace", "latest", "labor" or "weighted"
     edge_ids: bool  # whether blocks have them
     threads: int | None  # None: torch.get_num_threads()
 
     @property
     def rule_number(self):
         """The rule in C."""
-        return ("uniform", "replace", "labor", "weighted").index(self.rule)
+        return ("uniform", "replace", "latest", "labor", "weighted").index(self.rule)
 
 
 class _Hop(NamedTuple):
@@ -150,10 +156,16 @@ class NeighborSampler:
         fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10 for each of
             those, then 5); -1 takes all. DGL lists the same in the opposite order.
         replace: draw with replacement (uniform only).
-        method: "uniform", or "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with
-            common neighbours take the same ones, which makes the outer hops smaller.
+        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with
+            common neighbours take the same ones, which makes the outer hops smaller; or "latest", for edges with times:
+            the last k.
+        layer_dependency, batch_dependency: of "labor": all hops take a node's neighbours by one draw, and so do as many
+            steps in a row (GraphBolt's idea): fewer distinct sources, in a batch and from one batch to the next.
         weights: float [M], not negative: draw without replacement with probability following the weights
             (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
+        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node
+            takes from its edges up to the time of the seed that it is reached from; binary search finds the last.
+        strict: only edges before that time.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return where each edge stands in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (plain operations, any device), "dgl"
@@ -169,18 +181,21 @@ class NeighborSampler:
     """
 
     def __init__(
-        self, indptr, indices, fanouts, *, replace=False, method="uniform", weights=None, seed=0, edge_ids=False,
-        backend="auto", check=True, threads=None,
+        self, indptr, indices, fanouts, *, replace=False, method="uniform", layer_dependency=False, batch_dependency=1,
+        weights=None, edge_times=None, strict=False, seed=0, edge_ids=False, backend="auto", check=True, threads=None,
     ):  # fmt: skip
         self.fanouts, self.seed, self.backend = [int(k) for k in fanouts], int(seed), backend
-        _check_options(self.fanouts, replace, method, weights, backend)
+        _check_options(self.fanouts, replace, method, weights, edge_times, strict, backend)
+        _check_dependency(method, layer_dependency, batch_dependency, backend)
+        self.one_draw, self.steps_alike = bool(layer_dependency), int(batch_dependency)
         if check:
-            _check_graph(indptr, indices, weights)
+            _check_graph(indptr, indices, weights, edge_times)
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()  # C reads through pointers
         self.num_nodes = indptr.numel() - 1
         rule = "replace" if replace else method if weights is None else "weighted"
-        weights = None if weights is None else weights.contiguous()
-        task = _Task(self.indptr, self.indices, weights, rule, edge_ids, threads)
+        weights, edge_times = (None if t is None else t.contiguous() for t in (weights, edge_times))
+        task = _Task(self.indptr, self.indices, weights, edge_times, bool(strict), self.one_draw, rule, edge_ids, threads)
+        self.timed = edge_times is not None
         native = _native(task, self.fanouts, self.seed) if backend in ("auto", "native") else None
         if backend == "dgl":
             self._backend = _dgl().Backend(task)
@@ -189,12 +204,13 @@ class NeighborSampler:
         else:
             self.backend, self._backend = "torch", _Torch(task)
 
-    def sample(self, seeds, step, *, exclude=None, relabel_outer=True):
+    def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
         """Sample the neighbourhood of `seeds`.
 
         Args:
-            seeds: int32 or int64 [S], distinct node ids.
+            seeds: int32 or int64 [S], distinct node ids; with times a node may come again at another time.
             step: int, the number of the batch; it keys the random draws.
+            times: int64 [S], the time of each seed, where the edges have times and only there.
             exclude: edges that are not taken in any hop, as if the graph did not have them: int32 or int64 [X], where
                 they stand in `indices`, in any order; or a mask, bool [M], which is read from end to end. With a graph
                 on a GPU the host waits for it once more.
@@ -203,22 +219,28 @@ class NeighborSampler:
 
         Returns:
             One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
-            blocks[i].src_nodes starts with blocks[i+1].src_nodes.
+            blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times the sources of a block are pairs of a node
+            and a time, that of the destination that took it, numbered by first appearance of the pair.
 
         Raises:
             TypeError, IndexError, ValueError: seeds or edges of another type or out of range; seeds that are repeated;
-                edges to exclude with backend "dgl".
+                times that are missing or not asked for; edges to exclude with backend "dgl".
             DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
         _check_ids("seeds", seeds, "node ids")
+        if self.timed or times is not None:
+            _check_times(times, seeds, self.timed)
         exclude = None if exclude is None else self._edge_set(exclude)
+        step //= self.steps_alike
         if self.backend == "native" and self.indices.is_cuda:  # looks at the ids and computes the keys on the GPU
-            work = (seeds, step, relabel_outer, exclude)
+            work = (seeds, step, relabel_outer, exclude, times)
         else:
             _check_range(seeds, self.num_nodes)
             seeds, last = seeds.to(self.indices.device, self.indices.dtype).contiguous(), len(self.fanouts) - 1
-            hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
-            work = (seeds, hops, exclude)
+            keys = [hop_key(self.seed, step, 0 if self.one_draw else i) for i in range(last + 1)]
+            hops = [_Hop(k, key, relabel_outer or i < last) for i, (k, key) in enumerate(zip(self.fanouts, keys))]
+            times = None if times is None else times.to(self.indices.device).contiguous()
+            work = (seeds, hops, exclude, times)
         try:
             blocks = self._backend.sample(*work)
         except IndexError as error:  # not of the seeds: it was read from the graph
@@ -226,9 +248,11 @@ class NeighborSampler:
             raise DamagedGraph(said) from error
         if blocks is None:
             _check_range(seeds, self.num_nodes)
-            values, counts = seeds.unique(return_counts=True)
-            node = int(values[counts > 1][0])
-            raise ValueError(f"seeds contains node {node} more than once; each seed may come once in a batch")
+            pairs = torch.stack([seeds.cpu().long(), torch.zeros(len(seeds)).long() if times is None else times.cpu()])
+            values, counts = pairs.unique(dim=1, return_counts=True)
+            node, time = values[:, counts > 1][:, 0].tolist()
+            which = f"node {node} at time {time}" if self.timed else f"node {node}"
+            raise ValueError(f"seeds contains {which} more than once; each seed may come once in a batch")
         return [Block(*fields) for fields in reversed(blocks)]
 
     def _edge_set(self, exclude):
@@ -254,13 +278,15 @@ def _dgl():
 def _native(task, fanouts, seed):
     """The native backend for the graph's device, or None where it cannot be had, after one warning."""
     try:
+        import sampler_law
+
         if task.indices.is_cuda:
             import sampler_cuda
 
-            return sampler_cuda.load(task, fanouts, seed, _LAW)
+            return sampler_cuda.load(task, fanouts, seed, sampler_law.LAW)
         import sampler_c
 
-        return sampler_c.load(task, _LAW)
+        return sampler_c.load(task, sampler_law.LAW)
     except ModuleNotFoundError as error:
         _warn_missing(f"{error.name}.py")
 
@@ -273,8 +299,9 @@ def _warn_missing(file):
 def _Kernels(dtype):
     """The CUDA source of all kernels for node ids of a dtype, as `.source`: what a check without a GPU compiles."""
     import sampler_cuda
+    import sampler_law
 
-    source = sampler_cuda.source(dtype, _LAW)
+    source = sampler_cuda.source(dtype, sampler_law.LAW)
     try:
         import fused_kernels  # the layers'
 
@@ -284,21 +311,39 @@ def _Kernels(dtype):
     return types.SimpleNamespace(source=source)
 
 
-def _check_options(fanouts, replace, method, weights, backend):
+def _check_options(fanouts, replace, method, weights, edge_times, strict, backend):
     if not fanouts or any(k == 0 or k < -1 for k in fanouts):
         raise ValueError(f"fanouts {fanouts}: give one number for each hop, positive or -1 (all neighbours)")
-    if method not in ("uniform", "labor"):
-        raise ValueError(f"method {method!r} is not known; use 'uniform' or 'labor'")
+    if method not in ("uniform", "labor", "latest"):
+        raise ValueError(f"method {method!r} is not known; use 'uniform', 'labor' or 'latest'")
     if backend not in ("auto", "native", "torch", "dgl"):
         raise ValueError(f"backend {backend!r} is not known; use 'native', 'torch', 'dgl' or 'auto'")
     if replace and -1 in fanouts:
         raise ValueError(f"fanouts {fanouts}: -1 (all neighbours) has no meaning with replace=True")
     if (bool(replace), method != "uniform", weights is not None).count(True) > 1:
-        raise ValueError("replace, method='labor' and weights exclude each other; choose one")
+        method = "labor" if method == "uniform" else method
+        raise ValueError(f"replace, method={method!r} and weights exclude each other; choose one")
+    if edge_times is None and (strict or method == "latest"):
+        what = "method 'latest'" if method == "latest" else "strict"
+        raise ValueError(f"{what} goes by the times of edges; give edge_times")
+    if edge_times is not None and backend == "dgl":
+        raise ValueError("backend 'dgl' does not sample by edge_times; use 'native' or 'torch'")
 
 
-def _check_graph(indptr, indices, weights):
-    """Raise unless indptr, indices and weights form a CSC graph."""
+def _check_dependency(method, layer_dependency, batch_dependency, backend):
+    if batch_dependency < 1:
+        raise ValueError(f"batch_dependency is {batch_dependency}: give the number of steps that draw alike, 1 or more")
+    if not layer_dependency and batch_dependency == 1:
+        return
+    name = "layer_dependency" if layer_dependency else "batch_dependency"
+    if method != "labor":
+        raise ValueError(f"{name} is for method 'labor', not {method!r}")
+    if backend == "dgl":
+        raise ValueError(f"backend 'dgl' draws without {name}; use 'native' or 'torch'")
+
+
+def _check_graph(indptr, indices, weights, edge_times):
+    """Raise unless indptr, indices, weights and edge_times form a CSC graph."""
     if indptr.dtype != torch.int64 or indptr.dim() != 1 or not indptr.numel():
         raise TypeError(f"indptr must be int64 [V+1], not {indptr.dtype} {list(indptr.shape)}")
     if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
@@ -317,12 +362,31 @@ def _check_graph(indptr, indices, weights):
             raise TypeError(f"weights must be float [M={M}], not {weights.dtype} {list(weights.shape)}")
         if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
             raise ValueError("weights contains a negative, infinite or NaN value; they must be finite and >= 0")
+    if edge_times is not None:
+        if edge_times.dtype != torch.int64 or edge_times.shape != indices.shape:
+            raise TypeError(f"edge_times must be int64 [M={M}], not {edge_times.dtype} {list(edge_times.shape)}")
+        falls = edge_times[1:] < edge_times[:-1]
+        starts = indptr[(indptr > 0) & (indptr < M)]
+        falls[starts - 1] = False  # from one list to the next
+        if bool(falls.any()):
+            e = int(falls.nonzero()[0]) + 1
+            v = int(torch.searchsorted(indptr, e, right=True)) - 1
+            was, then = int(edge_times[e - 1]), int(edge_times[e])
+            raise ValueError(f"edge_times falls from {was} to {then} in the list of node {v}; sort each list by time")
 
 
 def _check_ids(name, ids, what):
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of {what}, not {got}")
+
+
+def _check_times(times, seeds, timed):
+    if not timed:
+        raise ValueError("times are given and the edges have none; give the sampler edge_times")
+    if not isinstance(times, Tensor) or times.dtype != torch.int64 or times.shape != seeds.shape:
+        got = f"{times.dtype} {list(times.shape)}" if isinstance(times, Tensor) else type(times).__name__
+        raise TypeError(f"times must be int64 [S={seeds.numel()}], one for each seed, as edges have times, not {got}")
 
 
 def _check_range(seeds, num_nodes):
@@ -374,150 +438,6 @@ def _draw(key, v, j):  # 32 random bits as int64: draw j of node v, for int64 te
     return _shift(_mix(_mix(v ^ _signed(key)) ^ j), 32)
 
 
-# The same in C, the one text from which the C library and the CUDA kernels are compiled. They define FN, how functions
-# are declared, and the types ID and WEIGHT.
-_LAW = r"""
-typedef unsigned long long u64;
-typedef long long i64;
-enum { UNIFORM, REPLACE, LABOR, WEIGHTED };
-
-FN u64 mix(u64 z) {
-  z += 0x9e3779b97f4a7c15ULL;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-  return z ^ (z >> 31);
-}
-FN u64 draw(u64 key, u64 v, u64 number) { return mix(mix(key ^ v) ^ number) >> 32; }  // 32 random bits
-FN i64 below(u64 bits, i64 bound) { return (i64)(bits * (u64)bound >> 32); }  // uniform in 0 .. bound - 1
-
-typedef struct {  // what to draw from, and how
-  const i64 *indptr;
-  const ID *indices;
-  const WEIGHT *weights;
-  i64 rule, k;  // k -1: all
-  u64 key;
-} hop_t;
-
-typedef struct {  // what may be taken of a node's list
-  i64 start, degree;  // where it begins; how many edges, excluded ones not counted
-  const i64 *gaps;    // the excluded ones, ascending
-  i64 num_gaps;
-} row_t;
-
-FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many of them are smaller
-  i64 low = 0;
-  while (n) {
-    i64 half = n / 2, smaller = sorted[low + half] < value;
-    low += smaller ? half + 1 : 0;
-    n = smaller ? n - half - 1 : half;
-  }
-  return low;
-}
-// Exclude those of the sorted edge ids that lie in a row.
-FN void exclude(row_t *row, const i64 *edges, i64 n) {
-  i64 before = lower_bound(edges, n, row->start);
-  row->gaps = edges + before;
-  row->num_gaps = lower_bound(row->gaps, n - before, row->start + row->degree);
-  row->degree -= row->num_gaps;
-}
-// The edge at a place of the row that is counted without the excluded ones.
-FN i64 edge_at(const row_t *row, i64 place) {
-  i64 low = 0, n = row->num_gaps;  // the excluded edges before it: number g is one if it lies less than g + 1 behind
-  while (n) {
-    i64 half = n / 2, before = row->gaps[low + half] - (low + half) <= row->start + place;
-    low += before ? half + 1 : 0;
-    n = before ? n - half - 1 : half;
-  }
-  return row->start + place + low;
-}
-// The first edge from here on that is not excluded; `gap` counts those that are.
-FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
-  for (; *gap < row->num_gaps && row->gaps[*gap] == edge; ++*gap) edge++;
-  return edge;
-}
-
-FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
-  return hop->k < 0 || draw(hop->key, (u64)hop->indices[edge], 0) * (u64)degree <= (u64)hop->k << 32;
-}
-
-// How many edges of a row will be taken.
-FN i64 count_row(const hop_t *hop, const row_t *row) {
-  i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
-  if (hop->rule == REPLACE) return degree ? hop->k : 0;
-  if (hop->rule == LABOR) {
-    for (i64 place = 0; place < degree; place++, edge++) {
-      edge = not_excluded(row, edge, &gap);
-      count += labor_keeps(hop, edge, degree);
-    }
-    return count;
-  }
-  if (hop->rule == WEIGHTED) {
-    for (i64 place = 0; place < degree; place++, edge++) {
-      edge = not_excluded(row, edge, &gap);
-      count += hop->weights[edge] > 0;
-    }
-  } else count = degree;
-  return hop->k < 0 || count < hop->k ? count : hop->k;
-}
-
-// The n edges with the largest log(uniform) / weight (Efraimidis-Spirakis), in stored order; best [n] is scratch. The
-// best so far are kept sorted, which for usual fanouts is cheaper than a heap; of equal keys the earlier edge wins.
-FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
-  i64 found = 0, gap = 0, edge = row->start;
-  int all = hop->k < 0 || n < hop->k;
-  for (i64 place = 0; place < row->degree; place++, edge++) {
-    edge = not_excluded(row, edge, &gap);
-    double weight = hop->weights[edge];
-    if (!(weight > 0)) continue;
-    if (all) { out[found++] = edge; continue; }
-    double uniform = ((double)draw(hop->key, v, place) + 0.5) * (1.0 / 4294967296.0);
-    double key = log(uniform) / weight;
-    if (found == n && !(key > best[n - 1])) continue;
-    i64 at = found < n ? found++ : n - 1;
-    for (; at > 0 && key > best[at - 1]; at--) {
-      best[at] = best[at - 1];
-      out[at] = out[at - 1];
-    }
-    best[at] = key;
-    out[at] = edge;
-  }
-  for (i64 i = 1; i < n; i++) {  // back to stored order
-    i64 edge = out[i], at = i;
-    for (; at > 0 && out[at - 1] > edge; at--) out[at] = out[at - 1];
-    out[at] = edge;
-  }
-}
-
-// Write the n = count_row() chosen positions in the graph's indices to out.
-FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
-  i64 degree = row->degree;
-  if (hop->rule == WEIGHTED) {
-    pick_heaviest(hop, v, row, n, out, best);
-    return;
-  }
-  if (hop->rule == LABOR) {
-    i64 gap = 0, edge = row->start;
-    for (i64 place = 0; place < degree; place++, edge++) {
-      edge = not_excluded(row, edge, &gap);
-      if (labor_keeps(hop, edge, degree)) *out++ = edge;
-    }
-    return;
-  }
-  if (hop->rule == REPLACE) {
-    for (i64 i = 0; i < n; i++) out[i] = below(draw(hop->key, v, i), degree);
-  } else if (n == degree) {
-    for (i64 i = 0; i < n; i++) out[i] = i;
-  } else for (i64 i = 0; i < n; i++) {  // Floyd: for a place that is taken the last of the range, which is free
-    i64 last = degree - n + i;
-    i64 pick = below(draw(hop->key, v, i), last + 1);
-    for (i64 earlier = 0; earlier < i; earlier++) if (out[earlier] == pick) { pick = last; break; }
-    out[i] = pick;
-  }
-  for (i64 i = 0; i < n; i++) out[i] = edge_at(row, out[i]);
-}
-"""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The law as array programs, on any device.
 
@@ -531,8 +451,10 @@ class _Torch:
         # of a GPU, which has cleaned it by then; batches that are sampled at once have one each.
         self.tables = {}  # stream -> tables at rest
 
-    def sample(self, seeds, hops, exclude=None):
+    def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch."""
+        if times is not None:
+            return self._sample_pairs(seeds, hops, exclude, times)
         task = self.task
         resting = self.tables.setdefault(torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None, [])
         try:
@@ -545,27 +467,51 @@ class _Torch:
             return None  # and the table, which is not clean, is not used again
         src, blocks = seeds, []
         for hop in hops:
-            indptr, edges = self._pick(src.long(), hop.k, hop.key, exclude)
-            local = task.indices.index_select(0, edges)
-            if not local.is_cuda and _outside(local, self.num_nodes) is not None:
-                raise IndexError("a node in indices")
+            indptr, edges, local = self._edges(src.long(), hop, exclude)
             if hop.relabel:
                 src, local = self._relabel(table, src, local.long())
-            blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None))
+            blocks.append((indptr.to(seeds.dtype), local, src, edges if task.edge_ids else None, None))
         resting.append(table.index_fill_(0, src.long(), self.num_nodes))
         return blocks
 
-    def _pick(self, v, k, key, exclude):
+    def _sample_pairs(self, seeds, hops, exclude, times):
+        """The same for nodes at times [S], of which T are distinct: a pair is node + V * (number of its time)."""
+        values, number = times.unique(return_inverse=True)  # [T], [S]
+        pairs, blocks = seeds + self.num_nodes * number, []
+        if pairs.unique().numel() < pairs.numel():
+            return None
+        for hop in hops:
+            nodes, numbers = pairs % self.num_nodes, pairs // self.num_nodes
+            indptr, edges, local = self._edges(nodes, hop, exclude, values[numbers])
+            if hop.relabel:
+                taken_at = numbers.repeat_interleave(indptr.diff(), output_size=edges.numel())
+                pairs, local = _number_by_appearance(pairs, local + self.num_nodes * taken_at)
+            src, src_times = (pairs % self.num_nodes).to(seeds.dtype), values[pairs // self.num_nodes]
+            ids = edges if self.task.edge_ids else None
+            blocks.append((indptr.to(seeds.dtype), local.to(seeds.dtype), src, ids, src_times))
+        return blocks
+
+    def _edges(self, v, hop, exclude, times=None):
+        """What nodes v int64 [S] take -> block indptr [S+1], edges int64 [E], their nodes [E]."""
+        indptr, edges = self._pick(v, hop.k, hop.key, exclude, times)
+        nodes = self.task.indices.index_select(0, edges)
+        if not nodes.is_cuda and _outside(nodes, self.num_nodes) is not None:
+            raise IndexError("a node in indices")
+        return indptr, edges, nodes
+
+    def _pick(self, v, k, key, exclude, times):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
         start = self.task.indptr.index_select(0, v)
         end = self.task.indptr.index_select(0, v + 1)
         degree = end - start
         if not v.is_cuda and bool(((start < 0) | (degree < 0) | (end > self.task.indices.numel())).any()):
             raise IndexError("a list in indptr")  # on a GPU every look is a wait, and damage an assertion there
+        if times is not None:
+            degree = _number_before(self.task.edge_times, start, degree, times, self.task.strict)
         gap = None
         if exclude is not None:
             gap = torch.searchsorted(exclude, start)  # [S] the first excluded edge of a list
-            degree = degree - (torch.searchsorted(exclude, end) - gap)
+            degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
         if self.task.rule in ("labor", "weighted"):  # every edge of every list is looked at
             indptr, places = _prefix_sum(degree), _expand(start, degree)
             row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree, output_size=places.numel())
@@ -580,6 +526,8 @@ class _Torch:
         else:
             counts = degree if k < 0 else degree.clamp(max=k)
             draws = degree > counts
+        if self.task.rule == "latest":
+            start, draws = start + degree - counts, torch.zeros_like(draws)
         indptr, edges = _prefix_sum(counts), _expand(start, counts)
         rows = draws.nonzero().squeeze(1)  # [R] the others take their whole list
         if rows.numel():
@@ -629,6 +577,27 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
 def _expand(start, counts):  # start, start+1, ..., start+count-1 of every row, one after the other: [E]
     shift, E = start - counts.cumsum(0) + counts, int(counts.sum())  # told E, repeat_interleave on a GPU does not wait
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
+
+
+def _number_before(edge_times, start, degree, times, strict):
+    """How many edges of each list [S] come by its time [S], or, if strict, before it: all binary searches at once."""
+    at, left = start, degree  # the edges before `at` do; of the next `left` it is not known
+    for _ in range(int(degree.max()).bit_length() if degree.numel() else 0):
+        half = left // 2
+        found = edge_times.index_select(0, (at + half).clamp(max=edge_times.numel() - 1))
+        early = ((found < times) if strict else (found <= times)) & (left > 0)
+        at, left = torch.where(early, at + half + 1, at), torch.where(early, left - half - 1, half)
+    return at - start
+
+
+def _number_by_appearance(src, ends):
+    """Number what is in ends [E] but not in src [N], which is distinct, behind that -> all of it, numbers of ends."""
+    values, inverse = torch.cat([src, ends]).unique(return_inverse=True)
+    place = torch.arange(inverse.numel(), device=src.device)
+    first = torch.full_like(values, inverse.numel()).scatter_reduce_(0, inverse, place, "amin")
+    order = first.argsort()
+    number = torch.empty_like(order).scatter_(0, order, place[: order.numel()])
+    return values[order], number[inverse[src.numel() :]]
 
 
 def _past_excluded(edges, exclude, gap):

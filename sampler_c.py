@@ -50,7 +50,13 @@ PASSES = r"""
 #define THREADS 64    // at most
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
+#ifdef TIMED  // a source is a node at a time
+typedef struct { i64 time; ID node, number; } slot_t;
+#define IS(slot, v, t) ((slot).node == (v) && (slot).time == (t))
+#else
 typedef struct { ID node, number; } slot_t;  // of a hash table with open addressing; node -1: empty
+#define IS(slot, v, t) ((slot).node == (v))
+#endif
 
 typedef struct {        // one hop of a batch; Job in Python
   hop_t hop;            // the graph, and what to draw
@@ -61,12 +67,16 @@ typedef struct {        // one hop of a batch; Job in Python
   ID *local;            // [E] the block's indices: global ids until they are relabelled
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
   ID *src;              // [S+E+1] the block's src_nodes
+  i64 *src_times;       // [S+E+1] the block's src_times; like the next ones only where nodes have times
+  const i64 *dst_times; // [S]
+  const i64 *edge_times;  // [M] ascending in each list
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;  // N: nodes that have a number so far
   i64 V, M;             // of the graph: what is read from it has to lie within
   const i64 *excluded;  // [num_excluded] edges, ascending
   const i64 *excluded_before;  // [1 + (M >> shift) + 1] how many of them are smaller than i << shift
   i64 num_excluded, shift;
+  i64 strict;           // edges at the time of their destination are not taken
 } job_t;
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
@@ -134,6 +144,38 @@ static inline row_t row_of(const job_t *job, i64 row) {
   return list;
 }
 
+#ifdef TIMED
+// Cut the lists of a chunk behind the last edge that comes by the time of its destination. A binary search is a chain
+// of cache misses, so these are made side by side: one step of all, then the next.
+static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
+  i64 at[ROWS], left[ROWS];  // of a list the edges before `at` come by then; of the next `left` it is not known
+  int open[ROWS], n = 0;     // rows, counted from `first`, whose search goes on
+  for (i64 row = first; row < end; row++) {
+    int i = (int)(row - first);
+    at[i] = job->start[row];
+    left[i] = job->degree[row];
+    __builtin_prefetch(&job->edge_times[at[i] + left[i] / 2]);
+    open[n] = i;
+    n += left[i] > 0;
+  }
+  while (n) {
+    int still_open = 0;
+    for (int q = 0; q < n; q++) {
+      int i = open[q];
+      i64 half = left[i] / 2, found = job->edge_times[at[i] + half], time = job->dst_times[first + i];
+      i64 early = found < time || (found == time && !job->strict);
+      at[i] += early ? half + 1 : 0;
+      left[i] = early ? left[i] - half - 1 : half;
+      __builtin_prefetch(&job->edge_times[at[i] + left[i] / 2]);
+      open[still_open] = i;
+      still_open += left[i] > 0;
+    }
+    n = still_open;
+  }
+  for (i64 row = first; row < end; row++) job->degree[row] = at[row - first] - job->start[row];
+}
+#endif
+
 // Find the excluded edges of a chunk's lists. Few lists have any: most are done after a look at `excluded_before`.
 static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   for (i64 row = first; row < end; row++) {
@@ -158,6 +200,9 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     signs |= list[0] | list[1] | job->degree[row] | (job->M - list[1]);
   }
   if (signs < 0) return DAMAGED;  // a list that begins before 0, ends before it begins or behind the last edge
+#ifdef TIMED
+  cut_chunk_by_time(job, first, end);
+#endif
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
@@ -260,30 +305,51 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
 
 // ---- relabel
 
-static inline u64 home(ID node, i64 bits) { return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - bits); }
+static inline u64 home(ID node, i64 time, i64 bits) {
+  return ((u64)node * 0x9e3779b97f4a7c15ULL + (u64)time * 0xbf58476d1ce4e5b9ULL) >> (64 - bits);
+}
 
 // The number of a node, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
-static inline ID number_of(slot_t *table, i64 bits, ID node, ID next) {
-  u64 at = home(node, bits);
+static inline ID number_of(slot_t *table, i64 bits, ID node, i64 time, ID next) {
+  u64 at = home(node, time, bits);
   slot_t slot = table[at];
-  while (__builtin_expect(slot.node != node && slot.node != -1, 0)) {
+  while (__builtin_expect(!IS(slot, node, time) && slot.node != -1, 0)) {
     at = (at + 1) & ((1ULL << bits) - 1);
     slot = table[at];
   }
-  slot.number = slot.node == node ? slot.number : next;
+  slot.number = IS(slot, node, time) ? slot.number : next;
   slot.node = node;
+#ifdef TIMED
+  slot.time = time;
+#endif
   table[at] = slot;
   return slot.number;
 }
 
+// The time of an edge's destination, 0 where there are none; `row` is a row at or before it.
+static inline i64 time_of(const job_t *job, i64 edge, i64 *row) {
+#ifdef TIMED
+  while (job->offsets[*row + 1] <= edge) ++*row;
+  return job->dst_times[*row];
+#else
+  return 0;
+#endif
+}
+
 static void relabel_chunk(job_t *job, i64 chunk) {
-  i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
+  i64 row = chunk * ROWS, row_ahead = row;
+  i64 first = job->offsets[row], end = job->offsets[MIN(row + ROWS, job->S)];
   ID *local = job->local, *src = job->src, next = (ID)job->N;
   for (i64 e = first; e < end; e++) {
-    __builtin_prefetch(&job->table[home(local[MIN(e + AHEAD, end - 1)], job->bits)], 1);
+    i64 ahead = MIN(e + AHEAD, end - 1);
+    __builtin_prefetch(&job->table[home(local[ahead], time_of(job, ahead, &row_ahead), job->bits)], 1);
     ID node = local[e];
-    local[e] = number_of(job->table, job->bits, node, next);
+    i64 time = time_of(job, e, &row);
+    local[e] = number_of(job->table, job->bits, node, time, next);
     src[next] = node;  // if it is not new, the next node is written over it
+#ifdef TIMED
+    job->src_times[next] = time;
+#endif
     next += local[e] == next;
   }
   job->N = next;
@@ -296,16 +362,18 @@ static void relabel_chunk(job_t *job, i64 chunk) {
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
+  if (job->src_times && job->S) memcpy(job->src_times, job->dst_times, sizeof(i64) * job->S);
   int failure = share_out(job, pick_chunk, job->table ? relabel_chunk : 0);
   return failure ? failure : job->N;
 }
 
-// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1.
-i64 rb_number(slot_t *table, i64 bits, const ID *nodes, i64 n) {
+// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1. times: or null.
+i64 rb_number(slot_t *table, i64 bits, const ID *nodes, const i64 *times, i64 n) {
   memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
-    __builtin_prefetch(&table[home(nodes[MIN(i + AHEAD, n - 1)], bits)], 1);
-    if (number_of(table, bits, nodes[i], (ID)i) != (ID)i) return i;
+    i64 ahead = MIN(i + AHEAD, n - 1);
+    __builtin_prefetch(&table[home(nodes[ahead], times ? times[ahead] : 0, bits)], 1);
+    if (number_of(table, bits, nodes[i], times ? times[i] : 0, (ID)i) != (ID)i) return i;
   }
   return -1;
 }
@@ -328,10 +396,11 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rule", "k")),
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in (
-            "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "table")),
+            "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "src_times", "dst_times",
+            "edge_times", "table")),
         *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads", "V", "M")),
         *((name, ctypes.c_void_p) for name in ("excluded", "excluded_before")),
-        *((name, ctypes.c_int64) for name in ("num_excluded", "shift")),
+        *((name, ctypes.c_int64) for name in ("num_excluded", "shift", "strict")),
     ]  # fmt: skip
 
 
@@ -340,7 +409,7 @@ TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float",
 SIGNATURES = {
     "rb_count": (ctypes.c_int64, ctypes.POINTER(Job)),
     "rb_pick": (ctypes.c_int64, ctypes.POINTER(Job)),
-    "rb_number": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+    "rb_number": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
     "rb_huge_pages": (None, ctypes.c_void_p, ctypes.c_int64),
 }
 
@@ -353,13 +422,14 @@ def load(task, law):
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
-    library = _library(law, task.indices.dtype, torch.float32 if weights is None else weights.dtype)
+    timed = task.edge_times is not None
+    library = _library(law, task.indices.dtype, torch.float32 if weights is None else weights.dtype, timed)
     return Backend(task._replace(weights=weights), library) if library else None
 
 
 @functools.cache
-def _library(law, ids, weights):
-    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}"]
+def _library(law, ids, weights, timed):
+    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}", *["-DTIMED"][:timed]]
     return native.load_c("sampler", INCLUDES + law + PASSES, flags, SIGNATURES)
 
 
@@ -371,19 +441,19 @@ class Backend:
         self.idle = []  # working memory between batches
         self.slots = 0  # of the table, at the end of the last batch: the next one will need about as many
 
-    def sample(self, seeds, hops, exclude=None):
+    def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch, as sampler.py asks of a backend."""
         excluded = None if exclude is None else self._index(exclude)
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
-            work = WorkingMemory(self.library, seeds.dtype)
-        if not work.number(seeds, max(self.slots, 2 * seeds.numel())):
+            work = WorkingMemory(self.library, seeds.dtype, timed=times is not None)
+        if not work.number(seeds, times, max(self.slots, 2 * seeds.numel())):
             return None
         src, blocks = seeds, []
         for hop in hops:
-            blocks.append(self._hop(work, src, hop, excluded))
-            src = blocks[-1][2]
+            blocks.append(self._hop(work, src, times, hop, excluded))
+            src, times = blocks[-1][2], blocks[-1][4]
         self.slots = work.slots
         self.idle.append(work)
         return blocks
@@ -395,8 +465,11 @@ class Backend:
         counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
         return exclude, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), shift
 
-    def _hop(self, work, dst, hop, excluded=None):
-        """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources."""
+    def _hop(self, work, dst, times, hop, excluded):
+        """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources.
+
+        times: int64 [S] of the destinations, or None.
+        """
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
         job = Job(rule=task.rule_number, k=hop.k, key=hop.key, S=S, threads=task.threads or torch.get_num_threads())
@@ -408,23 +481,29 @@ class Backend:
             edges, before, job.shift = excluded
             job.excluded, job.excluded_before, job.num_excluded = edges.data_ptr(), before.data_ptr(), edges.numel()
             job.gap, job.num_gaps = gap.data_ptr(), num_gaps.data_ptr()
+        if times is not None:
+            job.dst_times, job.edge_times, job.strict = times.data_ptr(), task.edge_times.data_ptr(), task.strict
         E = self.library.rb_count(job)
         _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
             raise ValueError(f"this hop has {E} edges, too many for {dst.dtype} blocks; use smaller batches or fanouts")
 
-        local, src = dst.new_empty(E), dst
+        local, src, src_times = dst.new_empty(E), dst, times
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
         job.local, job.edges = local.data_ptr(), edges.data_ptr() if task.edge_ids else None
         if hop.relabel:
-            most = min(S + E, V)  # nodes after this hop; a table that is at most half full is quickly searched
-            if work.slots < 2 * most:
-                work.number(dst, 2 * most)
+            # a table that is at most half full is quickly searched; two thirds will do where its slots are twice as large
+            slots = 2 * min(S + E, V) if times is None else 3 * (S + E) // 2
+            if work.slots < slots:
+                work.number(dst, times, slots)
             src = dst.new_empty(S + E + 1)
             job.src, job.table, job.bits = src.data_ptr(), work.table.data_ptr(), work.bits
+            if times is not None:
+                src_times = times.new_empty(S + E + 1)
+                job.src_times = src_times.data_ptr()
         N = self.library.rb_pick(job)
         _check(N, S)
-        return offsets, local, src[:N], edges
+        return offsets, local, src[:N], edges, None if times is None else src_times[:N]
 
 
 def _check(result, S):
@@ -438,9 +517,10 @@ def _check(result, S):
 class WorkingMemory:
     """What a batch works in, kept for the next one: the table of numbers, and four numbers of every row."""
 
-    def __init__(self, library, dtype):
+    def __init__(self, library, dtype, timed):
         self.library, self.bits = library, 0
-        self.table = torch.empty(0, dtype=dtype)  # [2 * slots] node, number, node, number ...
+        self.slot_bytes = 2 * dtype.itemsize + 8 * timed
+        self.table = torch.empty(0, dtype=torch.int64)  # slot_t [slots]
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
@@ -454,10 +534,11 @@ class WorkingMemory:
             self.of_rows = torch.empty(4, S + S // 8, dtype=torch.int64)
         return self.of_rows
 
-    def number(self, nodes, slots):
+    def number(self, nodes, times, slots):
         """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""
         self.bits = max(4, (slots - 1).bit_length())
-        if self.table.numel() < 2 * self.slots:
-            self.table = self.table.new_empty(2 * self.slots)
-            self.library.rb_huge_pages(self.table.data_ptr(), self.table.numel() * self.table.element_size())
-        return self.library.rb_number(self.table.data_ptr(), self.bits, nodes.data_ptr(), nodes.numel()) < 0
+        if self.table.nbytes < self.slots * self.slot_bytes:
+            self.table = self.table.new_empty(self.slots * self.slot_bytes // 8)
+            self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)
+        at = None if times is None else times.data_ptr()
+        return self.library.rb_number(self.table.data_ptr(), self.bits, nodes.data_ptr(), at, nodes.numel()) < 0

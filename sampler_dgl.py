@@ -23,7 +23,7 @@ class Backend:
         if task.weights is not None:
             self.graph.edata["weight"] = task.weights
 
-    def sample(self, seeds, hops, exclude=None):
+    def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch."""
         if exclude is not None:
             raise ValueError("backend 'dgl' cannot exclude edges while it samples; use 'native' or 'torch'")
@@ -51,7 +51,7 @@ class Backend:
         if not hop.relabel:
             src, indices = dst, src.index_select(0, indices)
         dtype = task.indices.dtype
-        return src, (indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids)
+        return src, (indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids, None)
 
 
 def _stub_attribute(name):

@@ -59,6 +59,7 @@ import bench
 import bench_accuracy
 import bench_attack
 import bench_gpu
+import bench_link
 import bench_training
 import checkpoint
 import columns
@@ -88,6 +89,7 @@ import report
 import row_reader
 import sampler
 import sampler_cuda
+import sampler_law
 import step_graph
 import store
 import tables
@@ -243,6 +245,8 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
         return sorted(heaviest if k == -1 else heaviest[:k])
     if k == -1 or d <= k:
         return list(range(d))
+    if method == "latest":
+        return list(range(d - k, d))
     picks = []
     for j in range(k):
         t = draw(v, j) * (d - k + j + 1) >> 32
@@ -250,24 +254,30 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
     return picks
 
 
-def _law(indptr, indices, fanouts, seeds, step, *, seed=0, replace=False, method="uniform", weights=None, exclude=()):
-    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids)] as lists, outermost hop first."""
+def _law(indptr, indices, fanouts, seeds, step, times=None, *, seed=0, replace=False, method="uniform", weights=None,
+         exclude=(), edge_times=None, strict=False, layer_dependency=False, batch_dependency=1):  # fmt: skip
+    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists, outermost
+    hop first. A source is a pair of a node and a time, which is None where there are none."""
     excluded = set(exclude.nonzero().squeeze(1).tolist() if getattr(exclude, "dtype", 0) == torch.bool else list(map(int, exclude)))
     indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
-    src, blocks = seeds.tolist(), []
+    src = list(zip(seeds.tolist(), [None] * len(seeds) if times is None else times.tolist()))
     weights = None if weights is None else weights.double().tolist()
+    when, blocks = None if edge_times is None else edge_times.tolist(), []
     for hop, k in enumerate(fanouts):
-        key = _mix(_mix(_mix(seed % 2**64) ^ (step % 2**64)) ^ hop)
-        offsets, edge_ids = [0], []
-        for v in src:
+        key = _mix(_mix(_mix(seed % 2**64) ^ (step // batch_dependency % 2**64)) ^ (0 if layer_dependency else hop))
+        offsets, edge_ids, ends = [0], [], []
+        for v, t in src:
             row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
+            row = [e for e in row if t is None or when[e] < t or (when[e] == t and not strict)]
             w = None if weights is None else [weights[e] for e in row]
-            edge_ids += [row[p] for p in _law_picks([indices[e] for e in row], v, k, key, replace, method, w)]
+            taken = [row[p] for p in _law_picks([indices[e] for e in row], v, k, key, replace, method, w)]
+            edge_ids += taken
+            ends += [(indices[e], t) for e in taken]
             offsets.append(len(edge_ids))
-        number = {v: i for i, v in enumerate(src)}
-        local = [number.setdefault(indices[e], len(number)) for e in edge_ids]
+        number = {pair: i for i, pair in enumerate(src)}
+        local = [number.setdefault(pair, len(number)) for pair in ends]
         src = list(number)
-        blocks.append((offsets, local, src, edge_ids))
+        blocks.append((offsets, local, [v for v, _ in src], edge_ids, None if times is None else [t for _, t in src]))
     return blocks[::-1]
 
 
@@ -328,6 +338,103 @@ def _excluded(i, indptr, indices):
     mask = torch.zeros(M, dtype=torch.bool)
     mask[edges] = True
     return mask
+
+
+BY_TIME = {**METHODS, "latest": {"method": "latest"}}
+
+
+def _timed_case(i, method):
+    """The i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): lists with many edges of
+    one time, times of either sign and at both ends of int64, nodes that are seeds at several times."""
+    indptr, indices, fanouts, seeds, step, options = _law_case(i, "uniform" if method == "latest" else method)
+    rng = np.random.default_rng([i, 11])
+    spread, ends = [3, 20, 10**6][i % 3], np.iinfo(np.int64)
+    when = rng.integers(-spread, spread, indices.numel())
+    when = when[np.lexsort((when, np.repeat(np.arange(len(indptr) - 1), indptr.diff())))]
+    times = rng.integers(-spread - 1, spread + 1, len(seeds))
+    times[rng.random(len(seeds)) < 0.1] = ends.max
+    if i % 7 == 0:
+        times[:] = times[:1]  # one for all
+        when[when == when.max(initial=0)] = ends.max
+        when[when == when.min(initial=0)] = ends.min
+    pairs = np.stack([np.append(seeds, seeds[:5]), np.append(times, times[:5] - 1)])
+    pairs = torch.from_numpy(rng.permutation(np.unique(pairs, axis=1), axis=1))
+    options |= {"edge_times": torch.from_numpy(when), "strict": bool(i % 2), **(BY_TIME[method] if method == "latest" else {})}
+    return indptr, indices, fanouts, *pairs.clone(), step, options
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", BY_TIME)
+def test_sampling_by_time_follows_the_law(method, backend):
+    nodes_at_several_times = cut = 0
+    for i in range(100):
+        indptr, indices, fanouts, seeds, times, step, options = _timed_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, threads=1 + i % 8, **options)
+        assert s.backend == backend
+        blocks = s.sample(seeds, step, times)
+        assert _as_lists(blocks) == _law(indptr, indices, fanouts, seeds, step, times, **options), (i, fanouts)
+        exclude = _excluded(i, indptr, indices)
+        without = s.sample(seeds, step, times, exclude)
+        assert _as_lists(without) == _law(indptr, indices, fanouts, seeds, step, times, exclude=exclude, **options), i
+        for block in blocks + without:  # no edge from the future
+            assert block.src_times.dtype == torch.int64 and block.src_nodes.dtype == indices.dtype
+            until = block.src_times[: block.num_dst].repeat_interleave(block.indptr.diff())
+            found = options["edge_times"][block.edge_ids]
+            assert bool((found < until).all() if options.get("strict") else (found <= until).all())
+            assert torch.equal(block.src_times[block.indices.long()], until)
+            assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
+            nodes_at_several_times += block.src_nodes.unique().numel() < block.num_src
+            cut += block.num_edges < indptr.diff()[block.src_nodes[: block.num_dst].long()].sum()
+        bare, outer = s.sample(seeds, step, times, relabel_outer=False)[0], blocks[0]
+        assert torch.equal(bare.indices, indices[outer.edge_ids]) and bare.num_src == bare.num_dst
+        assert torch.equal(bare.src_times, outer.src_times[: outer.num_dst])
+        if len(seeds):
+            with pytest.raises(ValueError, match=f"seeds contains node {seeds[0]} at time {times[0]} more than once"):
+                s.sample(torch.cat([seeds, seeds[:1]]), step, torch.cat([times, times[:1]]))
+    assert nodes_at_several_times > 50 and cut > 50
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", BY_TIME)
+def test_times_that_cut_nothing_change_nothing_but_the_numbers(method, backend):
+    """With one time for all, later than every edge, the blocks are those of a sampler without times."""
+    indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
+    options = dict(BY_TIME[method])
+    if method == "weighted":
+        options["weights"] = torch.rand(indices.numel())
+    seeds, when = torch.arange(0, 60, 2), torch.zeros(indices.numel(), dtype=torch.int64)
+    with_times = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend=backend, edge_times=when, **options)
+    blocks = with_times.sample(seeds, 5, torch.zeros(30, dtype=torch.int64))
+    if method == "latest":
+        last = [indptr[v + 1] - blocks[1].edge_ids[blocks[1].indptr[i + 1] - 1] for i, v in enumerate(seeds)
+                if indptr[v] < indptr[v + 1]]  # fmt: skip
+        assert set(map(int, last)) == {1}
+        return
+    plain = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend=backend, **options).sample(seeds, 5)
+    assert [lists[:4] for lists in _as_lists(blocks)] == [lists[:4] for lists in _as_lists(plain)]
+    assert plain[0].src_times is None and not blocks[0].src_times.any()
+
+
+@pytest.mark.parametrize(
+    "error, words, sampler_changes, times",
+    [
+        (ValueError, "times are given.*give the sampler edge_times", {}, torch.tensor([1])),
+        (TypeError, r"times must be int64 \[S=1\].*NoneType", dict(edge_times=torch.tensor([1, 1, 0])), None),
+        (TypeError, r"times must be int64 \[S=1\].*torch.int32", dict(edge_times=torch.tensor([1, 1, 0])), torch.tensor([1]).int()),
+        (TypeError, r"times must be int64 \[S=1\].*\[2\]", dict(edge_times=torch.tensor([1, 1, 0])), torch.tensor([1, 2])),
+        (ValueError, "edge_times falls from 2 to 1 in the list of node 0; sort", dict(edge_times=torch.tensor([2, 1, 0])), None),
+        (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=torch.ones(3)), None),
+        (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=torch.ones(2).long()), None),
+        (ValueError, "method 'latest' goes by the times of edges; give edge_times", dict(method="latest"), None),
+        (ValueError, "strict goes by the times", dict(strict=True), None),
+        (ValueError, "'latest' and weights exclude each other",
+         dict(method="latest", edge_times=torch.tensor([1, 1, 0]), weights=torch.ones(3)), None),
+        (ValueError, "backend 'dgl' does not sample by edge_times", dict(backend="dgl", edge_times=torch.tensor([1, 1, 0])), None),
+    ],
+)
+def test_sampler_names_bad_times(error, words, sampler_changes, times):
+    with pytest.raises(error, match=words):
+        NeighborSampler(**_small(**sampler_changes)).sample(torch.tensor([0]), 0, times)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
@@ -462,7 +569,7 @@ def _emulated(s, folder, seed=0):
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
     compiled = lambda name, source: _EmulatedKernels(source, folder, seed)  # noqa: E731
-    return sampler_cuda.Backend(s._backend.task, s.fanouts, s.seed, sampler._LAW, compiled)
+    return sampler_cuda.Backend(s._backend.task, s.fanouts, s.seed, sampler_law.LAW, compiled)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -487,6 +594,28 @@ def test_cuda_source_follows_the_law_with_its_threads_in_any_order(method, tmp_p
             law = _law(indptr, indices, fanouts, seeds, step, exclude=() if exclude is None else exclude, **options)
             assert _as_lists(blocks) == law, (i, fanouts)
             assert _as_lists(backend.sample(seeds, step)[::-1]) == expected
+
+
+@pytest.mark.parametrize("method", BY_TIME)
+def test_cuda_source_samples_by_time_with_its_threads_in_any_order(method, tmp_path, monkeypatch):
+    for i in range(80):
+        indptr, indices, fanouts, seeds, times, step, options = _timed_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
+        monkeypatch.setattr(sampler_cuda, "ROOM", [1 << 12, 0][i % 4 == 3])  # 0: there is too little room at first
+        backend = _emulated(s, tmp_path, seed=i)
+        expected = _law(indptr, indices, fanouts, seeds, step, times, **options)
+        exclude = s._edge_set(_excluded(i, indptr, indices))
+        law = _law(indptr, indices, fanouts, seeds, step, times, exclude=() if exclude is None else exclude, **options)
+        for _ in range(2):
+            assert _as_lists(backend.sample(seeds, step, times=times)[::-1]) == expected, (i, fanouts)
+            assert _as_lists(backend.sample(seeds, step, exclude=exclude, times=times)[::-1]) == law, (i, fanouts)
+        outer = backend.sample(seeds.int(), step, False, times=times)[-1]
+        assert outer[1].tolist() == indices[torch.tensor(expected[0][3], dtype=torch.int64)].tolist()
+        assert outer[4].tolist() == expected[0][4][: len(outer[0]) - 1]
+        for wrong in [-1, len(indptr) - 1, *seeds[:1].tolist()]:  # not a node, not a node, there already
+            time = times[:1] if len(times) else torch.tensor([0])
+            assert backend.sample(torch.cat([seeds, torch.tensor([wrong])]), step, times=torch.cat([times, time])) is None
+        assert _as_lists(backend.sample(seeds, step, times=times)[::-1]) == expected
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -578,7 +707,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
             assert frame.trouble == 0 and frame.steps is steps
             assert [tuple(map(torch.Tensor.tolist, block[:3])) for block in frame.cut()] == [
                 tuple(map(torch.Tensor.tolist, block[:3])) for block in want]  # fmt: skip
-            for (offsets, local, src, _), block in zip(blocks, want):
+            for (offsets, local, src, *_), block in zip(blocks, want):
                 S, E, N = block.num_dst, block.num_edges, block.num_src
                 assert torch.equal(offsets[: S + 1], block.indptr) and (offsets[S:] == E).all()
                 assert torch.equal(local[:E], block.indices) and torch.equal(src[:N], block.src_nodes)
@@ -663,7 +792,7 @@ def _cuda_resources(source, arch, folder):
 def test_cuda_sampler_kernels_stay_in_registers(dtype, arch, tmp_path):
     found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
     like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)]
-    source, _ = sampler_cuda.aggregate_source(dtype, sampler._LAW, 25, like[arch == "sm_80"], like[dtype == torch.int64])
+    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, sampler_cuda.AGGREGATED, like[arch == "sm_80"], like[dtype == torch.int64])
     found |= _cuda_resources(source, arch, tmp_path)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
@@ -825,6 +954,34 @@ def test_draws_with_replacement_are_uniform():
     assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_dependent_labor_follows_the_law(backend, tmp_path):
+    for i in range(40):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, "labor")
+        options |= {"layer_dependency": i % 3 > 0, "batch_dependency": [1, 2, 7][i % 3 - 1]}
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch" if backend == "cuda" else backend, **options)
+        kernels = _emulated(s, tmp_path, seed=i) if backend == "cuda" else None
+        for step in (step, 6, 7, -1, -8):
+            expected = _law(indptr, indices, fanouts, seeds, step, **options)
+            blocks = kernels.sample(seeds, step // options["batch_dependency"])[::-1] if kernels else s.sample(seeds, step)
+            assert _as_lists(blocks) == expected, (i, fanouts, step)
+
+
+def test_dependent_labor_reads_fewer_rows():
+    """Layer dependency: fewer sources in a batch. Batch dependency: more of the sources of the batch before."""
+    rng = np.random.default_rng(12)
+    indptr, indices = torch.arange(5001) * 40, torch.from_numpy(rng.integers(0, 5000, 200_000).astype(np.int32))
+    sources = {}
+    for name, options in {"plain": {}, "layer": {"layer_dependency": True}, "batch": {"batch_dependency": 4}}.items():
+        s = NeighborSampler(indptr, indices, [5, 5], method="labor", **options)
+        sources[name] = [set(s.sample(torch.arange(100) + 100 * step, step)[0].src_nodes.tolist()) for step in range(8)]
+    first = {name: sum(map(len, sets)) for name, sets in sources.items()}
+    again = {name: len(sets[1] & sets[2]) / len(sets[2]) for name, sets in sources.items()}  # steps 1 and 2 draw alike
+    across = {name: len(sets[3] & sets[4]) / len(sets[4]) for name, sets in sources.items()}  # steps 3 and 4 do not
+    assert first["layer"] < 0.9 * first["plain"], first
+    assert again["batch"] > 1.2 * again["plain"] and abs(across["batch"] - across["plain"]) < 0.1, (again, across)
+
+
 def test_labor_keeps_k_on_average_and_visits_fewer_sources():
     rng = np.random.default_rng(12)
     rows, degree, k = 20_000, 50, 10
@@ -907,7 +1064,7 @@ def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path
     assert output.startswith("torch 1 ") and "apt install gcc" in output
 
 
-@pytest.mark.parametrize("file", ["sampler_c", "native"])
+@pytest.mark.parametrize("file", ["sampler_law", "sampler_c", "native"])
 def test_a_file_that_was_not_copied_along_is_named_once(file, monkeypatch):
     monkeypatch.delitem(sys.modules, "sampler_c", raising=False)
     monkeypatch.setitem(sys.modules, file, None)
@@ -998,6 +1155,7 @@ for method in test_all.METHODS:
     test_all.test_sampler_follows_the_law(method, "native")
     test_all.test_a_hub_of_degree_a_million(method)
     test_all.test_excluded_edges_are_as_if_the_graph_did_not_have_them(method, "native")
+    test_all.test_sampling_by_time_follows_the_law(method, "native")
 test_all.test_the_outermost_hop_can_keep_global_ids()
 print("clean")
 """
@@ -1015,7 +1173,7 @@ def test_native_code_under_address_and_undefined_behaviour_sanitizers(beside):
     if "no asan" in output:
         pytest.skip("the compiler has no AddressSanitizer")
     assert output.strip() == "clean", errors[-3000:]
-    assert len(list((folder / "ringblock").iterdir())) == 4  # node ids and weights of 4 and 8 bytes
+    assert len(list((folder / "ringblock").iterdir())) == 8  # node ids and weights of 4 and 8 bytes, with and without times
 
 
 def test_the_adapter_feeds_dgls_dataloader():
@@ -1073,6 +1231,10 @@ def _small(**changes):
         (ValueError, "fanouts", dict(fanouts=[-2])),
         (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
         (ValueError, "method 'walk'.*labor", dict(method="walk")),
+        (ValueError, "layer_dependency is for method 'labor', not 'uniform'", dict(layer_dependency=True)),
+        (ValueError, "batch_dependency is for method 'labor', not 'uniform'", dict(batch_dependency=2)),
+        (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
+        (ValueError, "'dgl' draws without layer_dependency", dict(method="labor", layer_dependency=True, backend="dgl")),
         (ValueError, "backend 'cuda'.*torch", dict(backend="cuda")),
         (ValueError, "exclude", dict(replace=True, method="labor")),
         (ValueError, "exclude", dict(weights=torch.ones(3), method="labor")),
@@ -2738,7 +2900,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
         (dict(recompute=True), {}, {}, "--checkpoint-activations"),
         ({}, dict(precision="fp64"), {}, "--precision fp64"),
         ({}, dict(accumulate=2), {}, "--accumulate 2"),
-        ({}, dict(fanout=[4, 65]), {}, "--fanout 4,65 needs numbers from 1 on, the last up to 64"),
+        ({}, dict(fanout=[4, 49]), {}, "--fanout 4,49: numbers from 1 on are needed, the last up to 48"),
         ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
         ({}, dict(fanout=[4]), {}, "one layer"),
         ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
@@ -3162,6 +3324,13 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
 
 
+def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes():
+    """A layer norm of two numbers leaves their signs: its gradient is zero."""
+    for classes, norm, kind in ((2, "layer", ()), (1, "layer", ()), (3, "layer", torch.nn.LayerNorm), (2, "batch", model.BatchNorm)):
+        inner = [type(part) for part in GNN(6, 8, classes, conv="gin", num_layers=2, norm=norm).layers[-1].mlp]
+        assert len(inner) == 3 + bool(kind) and (not kind or inner[1] is kind)
+
+
 def test_model_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="width 10 cannot be shared by 4 heads"):
         GNN(6, 10, 3, conv="gat", heads=4)
@@ -3550,6 +3719,7 @@ def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(csc, "EDGE_CHUNK", int(rng.integers(1, 200)))
     monkeypatch.setattr(csc, "SORT_EDGES", int(rng.integers(8, 2000)))
+    monkeypatch.setattr(csc, "FEW_EDGES", int(rng.integers(1, 100)))
     monkeypatch.setattr(columns, "ROW_BYTES", int(rng.integers(8, 4000)))
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
     src, dst = edge_index = rng.integers(0, V, (2, M))
@@ -7466,9 +7636,25 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
+    """The flags are the checkpoint's; the run goes on in the middle of K steps that draw alike as if it had not stopped."""
+    words = ["--dataset", tiny, *COMMON, "--sampler", "labor", "--layer-dependency", "--batch-dependency", 3, "--epochs", 4]
+    _, straight = _run_here(tmp_path, *words)
+    _run_here(tmp_path, *words[:-1], 2)
+    shutil.copy(tmp_path / "here.pt", tmp_path / "two.pt")
+    saved = train.parse_args(["--resume", str(tmp_path / "two.pt")])
+    assert (saved.sampler, saved.layer_dependency, saved.batch_dependency) == ("labor", True, 3)
+    _, resumed = _run_here(tmp_path, "--resume", tmp_path / "two.pt", "--epochs", 4)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    _, other = _run_here(tmp_path, *words[:-2], "--epochs", 4, "--batch-dependency", 1)
+    assert any(not torch.equal(straight[name], other[name]) for name in straight)
+    assert train.main(["--resume", str(tmp_path / "two.pt"), "--epochs", "4", "--batch-dependency", "2"]) == 2
+    assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
+
+
 def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
-    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
     state = torch.load(file, weights_only=True)
     state["flags"]["precision"] = "tf32"  # as on a GPU
     torch.save(state, file)
@@ -8035,6 +8221,8 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--task", "graph", "--metric", "roc_auc"], "--metric roc_auc: --task graph has none"),
         (["--gpu", "x"], "--gpu"),
         (["--bogus"], "--bogus"),
+        (["--layer-dependency"], "--layer-dependency is for --sampler labor, --sampler is uniform"),
+        (["--sampler", "weighted", "--batch-dependency", "2"], "--batch-dependency is for --sampler labor, --sampler is weighted"),
     ],
 )
 def test_bad_flags_get_one_sentence_and_code_2(words, complaint, tiny, tmp_path, monkeypatch, capsys):
@@ -8130,7 +8318,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
     for words, world, expected in (([], 1, (200, 1)), (["--batch-size", "100"], 1, (34, 6)), (["--batch-size", "50"], 2, (34, 6)),
                                    (["--batch-size", "10"], 1, (10, 60)), (["--epochs", "3"], 1, (3, 1))):  # fmt: skip
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words])
-        train.settle(ddp.Ranks(world=world), args, 600)
+        assemble.settle(ddp.Ranks(world=world), args, 600)
         assert (args.epochs, args.steps) == expected and args.weight_decay == pytest.approx(0.07 / 600)
     norms = {name: train.parse_args(["--dataset", tiny, "--model", name]).norm for name in model.CONVS}
     assert norms == {"sage": "none", "gcn": "none", "sage-pool": "layer", "gat": "layer", "gin": "layer"}
@@ -8476,6 +8664,20 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     assert json.loads((tmp_path / "out" / "gpu-sampling.json").read_text())["failed"] == ["no time left of --minutes 0"]
 
 
+def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch, capsys):
+    """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
+    losses, took = collections.defaultdict(list), bench_link.interleave
+    monkeypatch.setattr(bench_link, "OwnProcess", lambda threads, make, args: make(args))
+    monkeypatch.setattr(bench_link, "interleave", lambda runs, *a, **k: took(runs, *a, **k, note=lambda name, loss: losses[name].append(loss)))
+    words = ["--root", str(tmp_path), "--rounds", "2", "--fanout", "3,3", "--hidden", "8", "--batch-size", "50", "--threads", "1"]
+    assert bench.main(["link", "--dataset", TINY, *words, "--json", str(tmp_path / "l.json")]) == 0
+    found = json.loads((tmp_path / "l.json").read_text())
+    assert {"ours", "ours, nothing excluded"} <= found["median_ms"].keys() == losses.keys()
+    assert all(0.3 < loss < 1.5 for some in losses.values() for loss in some)
+    if _has_dgl():
+        assert found["ratios"].keys() == {"DGL as shipped", "DGL, malloc kept"} and "times as fast as DGL" in capsys.readouterr().out
+
+
 def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
     pytest.importorskip("matplotlib")
     common = {"machine": {"gpu": "some GPU"}, "arguments": {"what": "gpu"}}
@@ -8543,6 +8745,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     names = {
         "edge_index": rng.integers(0, 400, (2, 4000)), "x": rng.normal(size=(400, 8)).astype(np.float32),
         "y": rng.integers(0, 3, 400), "train_nodes": range(200), "a": range(200), "b": range(200, 300), "c": range(300, 400),
+        "edge_times": torch.zeros(4000).long(), "seeds": torch.arange(9), "times": torch.arange(9), "edge_ids": torch.arange(50),
     }  # fmt: skip
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)  # the fields of PyG's Data that are read
@@ -8575,8 +8778,8 @@ caught = [str(warning.message) for warning in caught]
 """
 
 ALONE = {  # the files that are copied: what is done with them
-    "sampler": SAMPLES + "assert s.backend == 'torch' and len(caught) == 1 and 'copy sampler_c.py' in caught[0], caught",
-    "sampler sampler_c native": SAMPLES + "assert s.backend == 'native' and not caught, caught",
+    "sampler": SAMPLES + "assert s.backend == 'torch' and len(caught) == 1 and 'copy sampler_law.py' in caught[0], caught",
+    "sampler sampler_law sampler_c native": SAMPLES + "assert s.backend == 'native' and not caught, caught",
     "features": """
 import torch
 from collections import namedtuple
@@ -8598,6 +8801,15 @@ from store import GraphStore, build_store, verify
 split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
+""",
+    "link": """
+import types, torch
+from link import Evaluation, Scorer, split_edges
+from loader import from_edge_index
+ends = torch.randint(0, 30, (2, 100))
+indptr, indices = from_edge_index(torch.cat([ends, ends.flip(0)], 1), 30)
+graph = split_edges(types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=30), "80/10/10", seed=1)
+assert 0 < Evaluation(graph)(Scorer("dot", 4), torch.randn(30, 4), "test")["mrr"] <= 1
 """,
     "metrics": """
 import torch
@@ -8623,6 +8835,7 @@ if __name__ == "__main__":
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
+    "link": ("disk", "loader", "features", "metrics", "sampler"),
     "model": ("exact",),
 }
 
