@@ -151,11 +151,12 @@ def cached(ranks, args, store, features, nodes, batch_size):
         args.cache = free_host_bytes() // (2 * ranks.local_world)
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
+    if args.lookahead is not None and not (looks_ahead and args.cache):
+        raise StoreError(f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, in "
+                         f"mode cpu-cpu; here --cache is {args.cache}, their backend {store.meta['backend']}, the mode "
+                         f"{args.mode}")  # fmt: skip
     if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
         return features
-    if args.lookahead is not None and not looks_ahead:
-        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here "
-                         f"they are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
     with reading_all_edges():
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
     trim_memory(1)  # what that took, and the cache can have

@@ -6790,6 +6790,7 @@ def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
         assert all(torch.equal(expected[name], model[name]) for name in expected), words
         last = cached[1]
         assert 0 < last["cache_hit_rate"] < 1 and 0 < last["bytes_min"] <= 64 * (last["rows"] - last["hits"]) <= last["bytes_read"]
+    assert "--lookahead 3 is for a --cache before features" in _train(*common, "--lookahead", 3, code=2)
     _train(*common, "--procs", 2, "--cache", "30KiB", "--checkpoint", tmp_path / "two.pt")
     _train(*common, "--procs", 2, "--checkpoint", tmp_path / "plain.pt")
     two, plain = _parameters(tmp_path / "two.pt"), _parameters(tmp_path / "plain.pt")
