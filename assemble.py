@@ -131,6 +131,8 @@ def place_data(ranks, args, store, used, sizes):
 def make_sampler(args, indptr, indices, fanout, used, strict):
     """The sampler of the flags, which draws by the columns that are used."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
+    if args.sampler == "labor":
+        options |= {"method": "labor", "layer_dependency": args.layer_dependency, "batch_dependency": args.batch_dependency}
     if used.time is None:
         return NeighborSampler(indptr, indices, fanout, **options)
     timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)
@@ -149,11 +151,12 @@ def cached(ranks, args, store, features, nodes, batch_size):
         args.cache = free_host_bytes() // (2 * ranks.local_world)
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
+    if args.lookahead is not None and not (looks_ahead and args.cache):
+        raise StoreError(f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, in "
+                         f"mode cpu-cpu; here --cache is {args.cache}, their backend {store.meta['backend']}, the mode "
+                         f"{args.mode}")  # fmt: skip
     if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
         return features
-    if args.lookahead is not None and not looks_ahead:
-        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here "
-                         f"they are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
     with reading_all_edges():
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
     trim_memory(1)  # what that took, and the cache can have

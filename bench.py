@@ -11,6 +11,7 @@
     python bench.py store --edges 200000000 --features-gb 32 --graphs 1000000 --json store.json
     python bench.py inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python bench.py accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
+    python bench.py labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
     python bench.py gpu                          # on a CUDA GPU: everything that is worth knowing, in 15 minutes
     python bench.py attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python bench.py picture results/*.json       # throughput beside DGL's, drawn from what the others wrote
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from bench_accuracy import bench_accuracy
+from bench_accuracy import bench_accuracy, bench_labor
 from bench_attack import bench_attack
 from bench_gpu import bench_gpu, gpu_machine
 from bench_link import bench_link
@@ -108,13 +109,13 @@ def main(argv=None):
     """Run the command line -> exit code."""
     runs = {"sampler": bench_sampler, "step": bench_step, "link": bench_link, "overlap": bench_overlap, "features": bench_features,
             "scaling": bench_scaling, "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
-            "gpu": bench_gpu, "attack": bench_attack, "picture": bench_picture}  # fmt: skip
+            "labor": bench_labor, "gpu": bench_gpu, "attack": bench_attack, "picture": bench_picture}  # fmt: skip
     numbers = lambda text: [int(k) for k in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(runs))
     add("files", nargs="*", help="picture: what the others wrote with --json (default: results/*.json)")
-    add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy: all of --data")
+    add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all of --data")
     add("--root", default="data", help="folder for built stores")
     add("--fanout", default="15,10,5", type=numbers)
     add("--batch-size", type=int, default=1024)
@@ -131,12 +132,12 @@ def main(argv=None):
     add("--edges", type=int, default=10_000_000, help="store: edges to build from; their reverses are added")
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
-    add("--batches", type=int, default=40, help="store: batches of a training run, of which the first quarter is not timed")
+    add("--batches", type=int, default=40, help="store: batches of a training run; the first quarter is not timed")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places, each time")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
-    add("--data", default="../shared/data", metavar="DIR", help="accuracy: folder of the real graphs")
+    add("--data", default="../shared/data", metavar="DIR", help="accuracy, labor: folder of the real graphs")
     add("--models", metavar="A,B", help="accuracy: only these, of mlp,sage,sage-pool,gcn,gat,gin,labels")
-    add("--runs", type=int, default=10, help="accuracy: seeds, at least 2")
+    add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; files go to gpu-quick under --root")
     add("--minutes", type=float, default=15, help="gpu, attack: time for all parts")
     add("--seed", type=int, default=0, help="attack: of the cases")

@@ -14,9 +14,11 @@ import torch
 
 import datasets
 import train
+from bench_sampler import rows
 from bench_tools import hardware, keep_figures, print_table
 from disk import StoreError
 from model import CONVS
+from sampler import NeighborSampler
 from store import GraphStore
 
 WORDS = [  # settings to choose from: (words of a bag of words, flags); row_normalize=0 leaves them 0 and 1
@@ -85,6 +87,40 @@ def bench_accuracy(args):
             keep(figure, name, "label propagation", "-", "68.3 (all labels)")
     print_table(rows, ["data set", "model", "training", f"test %, n = {args.runs}", "published", "seconds"])
     return {"accuracy": kept}
+
+
+DRAWN = {  # by way of drawing: flags of train.py
+    "uniform": "", "LABOR": "--sampler labor", "LABOR, layer": "--sampler labor --layer-dependency",
+    "LABOR, batch 4": "--sampler labor --batch-dependency 4",
+    "LABOR, layer, batch 4": "--sampler labor --layer-dependency --batch-dependency 4",
+}  # fmt: skip
+
+
+def bench_labor(args):
+    """Test accuracy of GraphSAGE by the way neighbours are drawn, with --fanout, and the input rows of a batch.
+
+    The flags of a data set are those of `bench.py accuracy`, its first setting for all ways of drawing.
+    """
+    names = [args.dataset] if args.dataset in REAL else [n for n in REAL if Path(args.data, f"{n}.npz").is_file()]
+    kept = json.loads(Path(args.json).read_text())["labor"] if args.json and Path(args.json).exists() else {}
+    table = []
+    for name in names:
+        flags, _, sampled, settings = REAL[name]
+        hops = ",".join(map(str, args.fanout))
+        batch = int(sampled.split("--batch-size ")[1])
+        with tempfile.TemporaryDirectory() as scratch:
+            store = GraphStore.open(datasets.prepare(Path(args.data, f"{name}.npz"), scratch, progress=False))
+            read = rows(functools.partial(NeighborSampler, store.indptr, store.indices, args.fanout, check=False), store, batch)
+        for drawn, words in DRAWN.items():
+            said = f"--model sage {flags} --num-layers {len(args.fanout)} --fanout {hops} --batch-size {batch} {words}"
+            figure = accuracy_of(args, name, said, *settings[0], seed=0, runs=args.runs, edges=True) | read[drawn]
+            kept[f"{name}, {drawn}"] = figure
+            keep_figures(args, hardware(), {"labor": kept})
+            table.append([name, drawn, f"{figure['test']:.2f} +- {figure['std']:.2f}", f"{figure['rows']:.0f}",
+                          f"{figure['rows_not_in_the_batch_before']:.0f}"])  # fmt: skip
+            print("  ".join(table[-1]), flush=True)
+    print_table(table, ["data set", "drawing", f"test %, n = {args.runs}", "input rows", "not in the batch before"])
+    return {"labor": kept}
 
 
 def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):

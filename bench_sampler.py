@@ -10,13 +10,35 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from allocator import keep_freed_memory
-from bench_tools import dgl_graph, in_memory, interleave, made, medians, opened, print_times, random_lines
+from bench_tools import dgl_graph, in_memory, interleave, made, medians, opened, print_table, print_times, random_lines
 from sampler import DGLAdapter, NeighborSampler, import_dgl
 
 
 def ours(draw, seeds):
     """A NeighborSampler of this project."""
     return lambda i: sum(block.num_edges for block in draw.sample(seeds[i], i))
+
+
+def restricted(draw, graph, seeds):
+    """Contenders that draw from less than the graph: without the edges that a batch of links excludes (two for each seed),
+    and by time. The times of an edge list are even over 0 .. 2^20; all seeds have the last one, or each its own."""
+    indptr, indices = graph
+    degree, generator = indptr.diff(), torch.Generator().manual_seed(2)
+    rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))
+    when = rank.mul_(1 << 20).div_(degree.repeat_interleave(degree), rounding_mode="floor")
+    timed, latest = draw(edge_times=when), draw(edge_times=when, method="latest")
+    end, own = [], []
+    for nodes in seeds:
+        end.append(torch.full_like(nodes, 1 << 20))
+        own.append(torch.randint(1 << 19, 1 << 20, nodes.shape, generator=generator))
+    gone = [torch.cat([indptr[nodes], indptr[nodes + 1] - 1]).clamp(0, indices.numel() - 1) for nodes in seeds]
+    plain, count = draw(), lambda blocks: sum(block.num_edges for block in blocks)
+    return {
+        "native, edges excluded": lambda i: count(plain.sample(seeds[i], i, exclude=gone[i])),
+        "native, one time": lambda i: count(timed.sample(seeds[i], i, end[i])),
+        "native, own times": lambda i: count(timed.sample(seeds[i], i, own[i])),
+        "native, latest": lambda i: count(latest.sample(seeds[i], i, own[i])),
+    }
 
 
 def dgl(indptr, indices, fanouts, seeds, fused):
@@ -67,7 +89,7 @@ def bench_sampler(args):
         "native": ours(native, seeds),
         "native, 1 thread": ours(draw(threads=1), seeds),
         "torch ops": ours(draw(backend="torch"), seeds),
-    } | made({
+    } | restricted(functools.partial(draw, threads=args.threads), graph, seeds) | made({
         "DGL fused, int64": lambda: dgl(*task, fused=True),
         "DGL unfused, int64": lambda: dgl(*task, fused=False),
         "GraphBolt": lambda: graphbolt(*task),
@@ -86,11 +108,40 @@ def bench_sampler(args):
         name: {"median_ms": ms, "min_ms": least[name], "edges": edges[name], "edges_per_s": rate[name],
                "ratio_to_native": ms / median["native"]} for name, ms in median.items()
     }}  # fmt: skip
+    figures["rows"] = rows(functools.partial(draw, threads=args.threads), store, args.batch_size)
     figures["floor"] = floor(args, native, seeds)
     figures["two_python_threads"] = python_threads(args, draw(threads=1), seeds)
     figures["dgl_dataloader"] = dgl_loader(args, native, seeds) if "DGL fused, int64" in contenders else None
     if args.larger:
         figures["larger"] = larger(args, native, seeds)
+    return figures
+
+
+LABORS = {  # ways to draw: options of a NeighborSampler
+    "uniform": {}, "LABOR": {"method": "labor"}, "LABOR, layer": {"method": "labor", "layer_dependency": True},
+    "LABOR, batch 4": {"method": "labor", "batch_dependency": 4},
+    "LABOR, layer, batch 4": {"method": "labor", "layer_dependency": True, "batch_dependency": 4},
+}  # fmt: skip
+
+
+def rows(draw, store, batch_size, batches=17):
+    """Input rows of a batch of training nodes by way of drawing, and how many of them the batch before did not have."""
+    nodes, figures = store.split["train"], {}
+    order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(3))]
+    row = store.feature_dim * store.features.dtype.itemsize
+    for name, options in LABORS.items():
+        sampler, seen, needed, others = draw(**options), torch.zeros(store.num_nodes, dtype=torch.bool), [], []
+        for step, seeds in enumerate(order.split(batch_size)[:batches]):
+            src = sampler.sample(seeds, step)[0].src_nodes.long()
+            needed.append(src.numel())
+            others.append(src.numel() - int(seen[src].sum()))
+            seen.zero_()[src] = True
+        others = others[1:] or [0]
+        figures[name] = {"rows": statistics.mean(needed), "bytes": row * statistics.mean(needed),
+                         "rows_not_in_the_batch_before": statistics.mean(others)}  # fmt: skip
+    table = [[name, f"{f['rows'] / 1e3:.1f} k", f"{f['bytes'] / 1e6:.1f} MB", f"{f['rows_not_in_the_batch_before'] / 1e3:.1f} k"]
+             for name, f in figures.items()]  # fmt: skip
+    print_table(table, ["drawing", "input rows of a batch", "bytes read", "not in the batch before"])
     return figures
 
 

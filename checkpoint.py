@@ -12,7 +12,8 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
     --residual --dropout --input-dropout --seed       changed file is reported in a line
     --split --metric --edge-split --scorer            --edge-split may be another one where --predict only predicts
     --negatives --negatives-by --unchecked-negatives
-    --link-loss --sampler --temporal
+    --link-loss --sampler --layer-dependency
+    --batch-dependency --temporal
     --batch-size                                      the checkpoint's unless given again; times --accumulate and
                                                       processes it has to stay the same
     --lr --lr-schedule --weight-decay --precision     the checkpoint's unless given again: then another one from the
@@ -46,8 +47,8 @@ from model import EDGE_CONVS, GNN
 from own_model import is_own
 
 FIXED = ("task", "fanout", "accumulate", "model", "model_args", "hidden", "num_layers", "heads", "norm", "residual",
-         "dropout", "input_dropout", "sampler", "temporal", "seed", "split", "metric", "edge_split", "scorer", "negatives",
-         "negatives_by", "unchecked_negatives", "link_loss")  # fmt: skip
+         "dropout", "input_dropout", "sampler", "layer_dependency", "batch_dependency", "temporal", "seed", "split",
+         "metric", "edge_split", "scorer", "negatives", "negatives_by", "unchecked_negatives", "link_loss")  # fmt: skip
 KEPT = ("dataset", "symmetrize", "batch_size", "lr", "lr_schedule", "weight_decay", "epochs", "early_stop", "precision",
         "checkpoint_activations")  # fmt: skip
 WIDTHS = {"node": ("feature_dim", "num_classes", "edge_dim"),  # what a network has to know of a graph, by --task

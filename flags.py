@@ -89,7 +89,10 @@ def make_parser():
     add = parser.add_argument_group("sampling").add_argument
     add("--fanout", type=fanout, metavar="15,10,5", help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
         "PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
-    add("--sampler", default="uniform", choices=["uniform", "weighted"], metavar="KIND", help="uniform, weighted: by the edges' weights")
+    add("--sampler", default="uniform", choices=["uniform", "labor", "weighted"], metavar="KIND", help="uniform; labor: seeds take "
+        "the same neighbours where they can (arXiv 2210.13339); weighted: by the edges' weights")  # fmt: skip
+    add("--layer-dependency", action="store_true", help="labor: all hops draw alike, so that a batch has fewer input rows")
+    add("--batch-dependency", type=count, default=1, metavar="K", help="labor: K steps in a row draw alike, so that rows come again")
     add("--temporal", default="auto", choices=["auto", "at", "before", "off"], metavar="WHEN", help="edges that a seed sees: at its "
         "time or before, only before, off: all (default: at, where edges and nodes have times)")  # fmt: skip
     add("--batch-size", type=count, default=1024, metavar="N", help="seeds of a process in one pass")
@@ -192,6 +195,9 @@ def check_network(parser, args):
         parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}; give a multiple of {args.heads}")
     if args.norm == "batch" and args.checkpoint_activations:
         parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
+    for flag, off in (("layer_dependency", False), ("batch_dependency", 1)):
+        if args.sampler != "labor" and getattr(args, flag) != off:
+            parser.error(f"{spelled(flag)} is for --sampler labor, --sampler is {args.sampler}")
     for flag, off in (("sampler", "uniform"), ("temporal", "auto")):
         if args.task == "graph" and getattr(args, flag) != off:
             parser.error(f"--{flag} {getattr(args, flag)} is for --task node")

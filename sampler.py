@@ -129,6 +129,7 @@ class _Task(NamedTuple):
     weights: Tensor | None  # float [M]
     edge_times: Tensor | None  # int64 [M], ascending in each list
     strict: bool  # edges at the time of their destination are not taken
+    one_draw: bool  # all hops have the key of hop 0
     rule: str  # "uniform", "replace", "latest", "labor" or "weighted"
     edge_ids: bool  # whether blocks have them
     threads: int | None  # None: torch.get_num_threads()
@@ -158,6 +159,8 @@ class NeighborSampler:
         method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with
             common neighbours take the same ones, which makes the outer hops smaller; or "latest", for edges with times:
             the last k.
+        layer_dependency, batch_dependency: of "labor": all hops take a node's neighbours by one draw, and so do as many
+            steps in a row (GraphBolt's idea): fewer distinct sources, in a batch and from one batch to the next.
         weights: float [M], not negative: draw without replacement with probability following the weights
             (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
         edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node
@@ -178,18 +181,20 @@ class NeighborSampler:
     """
 
     def __init__(
-        self, indptr, indices, fanouts, *, replace=False, method="uniform", weights=None, edge_times=None, strict=False,
-        seed=0, edge_ids=False, backend="auto", check=True, threads=None,
+        self, indptr, indices, fanouts, *, replace=False, method="uniform", layer_dependency=False, batch_dependency=1,
+        weights=None, edge_times=None, strict=False, seed=0, edge_ids=False, backend="auto", check=True, threads=None,
     ):  # fmt: skip
         self.fanouts, self.seed, self.backend = [int(k) for k in fanouts], int(seed), backend
         _check_options(self.fanouts, replace, method, weights, edge_times, strict, backend)
+        _check_dependency(method, layer_dependency, batch_dependency, backend)
+        self.one_draw, self.steps_alike = bool(layer_dependency), int(batch_dependency)
         if check:
             _check_graph(indptr, indices, weights, edge_times)
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()  # C reads through pointers
         self.num_nodes = indptr.numel() - 1
         rule = "replace" if replace else method if weights is None else "weighted"
         weights, edge_times = (None if t is None else t.contiguous() for t in (weights, edge_times))
-        task = _Task(self.indptr, self.indices, weights, edge_times, bool(strict), rule, edge_ids, threads)
+        task = _Task(self.indptr, self.indices, weights, edge_times, bool(strict), self.one_draw, rule, edge_ids, threads)
         self.timed = edge_times is not None
         native = _native(task, self.fanouts, self.seed) if backend in ("auto", "native") else None
         if backend == "dgl":
@@ -226,12 +231,14 @@ class NeighborSampler:
         if self.timed or times is not None:
             _check_times(times, seeds, self.timed)
         exclude = None if exclude is None else self._edge_set(exclude)
+        step //= self.steps_alike
         if self.backend == "native" and self.indices.is_cuda:  # looks at the ids and computes the keys on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
         else:
             _check_range(seeds, self.num_nodes)
             seeds, last = seeds.to(self.indices.device, self.indices.dtype).contiguous(), len(self.fanouts) - 1
-            hops = [_Hop(k, hop_key(self.seed, step, i), relabel_outer or i < last) for i, k in enumerate(self.fanouts)]
+            keys = [hop_key(self.seed, step, 0 if self.one_draw else i) for i in range(last + 1)]
+            hops = [_Hop(k, key, relabel_outer or i < last) for i, (k, key) in enumerate(zip(self.fanouts, keys))]
             times = None if times is None else times.to(self.indices.device).contiguous()
             work = (seeds, hops, exclude, times)
         try:
@@ -321,6 +328,18 @@ def _check_options(fanouts, replace, method, weights, edge_times, strict, backen
         raise ValueError(f"{what} goes by the times of edges; give edge_times")
     if edge_times is not None and backend == "dgl":
         raise ValueError("backend 'dgl' does not sample by edge_times; use 'native' or 'torch'")
+
+
+def _check_dependency(method, layer_dependency, batch_dependency, backend):
+    if batch_dependency < 1:
+        raise ValueError(f"batch_dependency is {batch_dependency}: give the number of steps that draw alike, 1 or more")
+    if not layer_dependency and batch_dependency == 1:
+        return
+    name = "layer_dependency" if layer_dependency else "batch_dependency"
+    if method != "labor":
+        raise ValueError(f"{name} is for method 'labor', not {method!r}")
+    if backend == "dgl":
+        raise ValueError(f"backend 'dgl' draws without {name}; use 'native' or 'torch'")
 
 
 def _check_graph(indptr, indices, weights, edge_times):

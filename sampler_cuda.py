@@ -49,7 +49,8 @@ class _Batch(ctypes.Structure):
     """batch_t."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("indptr", "indices", "weights")]
-    _fields_ += [("V", ctypes.c_int64), ("M", ctypes.c_int64), ("rule", ctypes.c_int64), ("seed", ctypes.c_uint64)]
+    _fields_ += [("V", ctypes.c_int64), ("M", ctypes.c_int64), ("rule", ctypes.c_int64), ("one_draw", ctypes.c_int64)]
+    _fields_ += [("seed", ctypes.c_uint64)]
     _fields_ += [(name, ctypes.c_void_p) for name in (
         "input", "src", "local", "edges", "best", "table", "number", "count", "won", "wins", "keys", "sizes", "wanted",
         "first", "excluded")]  # fmt: skip
@@ -77,7 +78,7 @@ class Backend:
     other: each works in a `Frame` of its own, which keeps 4 bytes for each node of the graph.
 
     Args:
-        task: indptr, indices, weights, edge_times, strict, rule, edge_ids; see `_Task` of sampler.py.
+        task: indptr, indices, weights, edge_times, strict, one_draw, rule, edge_ids; see `_Task` of sampler.py.
         fanouts: list of k, from the seeds outward.
         seed: int.
         law: C, see `source`.
@@ -197,6 +198,7 @@ class Frame:
         b.indptr, b.indices = task.indptr.data_ptr(), task.indices.data_ptr()
         b.weights = None if backend.weights is None else backend.weights.data_ptr()
         b.V, b.M, b.rule, b.seed = backend.num_nodes, backend.num_edges, task.rule_number, backend.seed & (2**64 - 1)
+        b.one_draw = task.one_draw
         b.table, b.keys = self.table.data_ptr(), self.keys.data_ptr()
         b.edge_times, b.strict = task.edge_times.data_ptr() if backend.timed else None, task.strict
         b.sizes, b.wanted = sizes, sizes + 8 * (2 + 2 * L)
@@ -308,8 +310,7 @@ class Frame:
         """The blocks with their padding, from the seeds outward.
 
         [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None, src_times or None)].
-        Rows beyond the
-        destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
+        Rows beyond the destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
         """
         rows, places, *_ = self.shape
         return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])

@@ -17,7 +17,7 @@ enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
 #define NO_PAIR (~0ULL)
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
-  i64 V, M, rule; u64 seed;
+  i64 V, M, rule, one_draw; u64 seed;
   const i64 *input;  // step, S, what is added to a position in the table, S seeds
   ID *src;           // source nodes of all hops: the first N of a hop are its sources
   ID *local;         // by position: node of an edge, in the end its number
@@ -146,7 +146,7 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
 // counts: the rows are counted as well.
 KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
   THREAD(h.rows < hops ? hops : h.rows);
-  if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)i);
+  if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)(b.one_draw ? 0 : i));
   if (i == 0) {
     b.sizes[0] = 0;
     b.sizes[1] = b.input[1];

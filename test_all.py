@@ -255,7 +255,7 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
 
 
 def _law(indptr, indices, fanouts, seeds, step, times=None, *, seed=0, replace=False, method="uniform", weights=None,
-         exclude=(), edge_times=None, strict=False):  # fmt: skip
+         exclude=(), edge_times=None, strict=False, layer_dependency=False, batch_dependency=1):  # fmt: skip
     """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists, outermost
     hop first. A source is a pair of a node and a time, which is None where there are none."""
     excluded = set(exclude.nonzero().squeeze(1).tolist() if getattr(exclude, "dtype", 0) == torch.bool else list(map(int, exclude)))
@@ -264,7 +264,7 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, seed=0, replace=F
     weights = None if weights is None else weights.double().tolist()
     when, blocks = None if edge_times is None else edge_times.tolist(), []
     for hop, k in enumerate(fanouts):
-        key = _mix(_mix(_mix(seed % 2**64) ^ (step % 2**64)) ^ hop)
+        key = _mix(_mix(_mix(seed % 2**64) ^ (step // batch_dependency % 2**64)) ^ (0 if layer_dependency else hop))
         offsets, edge_ids, ends = [0], [], []
         for v, t in src:
             row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
@@ -954,6 +954,34 @@ def test_draws_with_replacement_are_uniform():
     assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_dependent_labor_follows_the_law(backend, tmp_path):
+    for i in range(40):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, "labor")
+        options |= {"layer_dependency": i % 3 > 0, "batch_dependency": [1, 2, 7][i % 3 - 1]}
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch" if backend == "cuda" else backend, **options)
+        kernels = _emulated(s, tmp_path, seed=i) if backend == "cuda" else None
+        for step in (step, 6, 7, -1, -8):
+            expected = _law(indptr, indices, fanouts, seeds, step, **options)
+            blocks = kernels.sample(seeds, step // options["batch_dependency"])[::-1] if kernels else s.sample(seeds, step)
+            assert _as_lists(blocks) == expected, (i, fanouts, step)
+
+
+def test_dependent_labor_reads_fewer_rows():
+    """Layer dependency: fewer sources in a batch. Batch dependency: more of the sources of the batch before."""
+    rng = np.random.default_rng(12)
+    indptr, indices = torch.arange(5001) * 40, torch.from_numpy(rng.integers(0, 5000, 200_000).astype(np.int32))
+    sources = {}
+    for name, options in {"plain": {}, "layer": {"layer_dependency": True}, "batch": {"batch_dependency": 4}}.items():
+        s = NeighborSampler(indptr, indices, [5, 5], method="labor", **options)
+        sources[name] = [set(s.sample(torch.arange(100) + 100 * step, step)[0].src_nodes.tolist()) for step in range(8)]
+    first = {name: sum(map(len, sets)) for name, sets in sources.items()}
+    again = {name: len(sets[1] & sets[2]) / len(sets[2]) for name, sets in sources.items()}  # steps 1 and 2 draw alike
+    across = {name: len(sets[3] & sets[4]) / len(sets[4]) for name, sets in sources.items()}  # steps 3 and 4 do not
+    assert first["layer"] < 0.9 * first["plain"], first
+    assert again["batch"] > 1.2 * again["plain"] and abs(across["batch"] - across["plain"]) < 0.1, (again, across)
+
+
 def test_labor_keeps_k_on_average_and_visits_fewer_sources():
     rng = np.random.default_rng(12)
     rows, degree, k = 20_000, 50, 10
@@ -1203,6 +1231,10 @@ def _small(**changes):
         (ValueError, "fanouts", dict(fanouts=[-2])),
         (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
         (ValueError, "method 'walk'.*labor", dict(method="walk")),
+        (ValueError, "layer_dependency is for method 'labor', not 'uniform'", dict(layer_dependency=True)),
+        (ValueError, "batch_dependency is for method 'labor', not 'uniform'", dict(batch_dependency=2)),
+        (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
+        (ValueError, "'dgl' draws without layer_dependency", dict(method="labor", layer_dependency=True, backend="dgl")),
         (ValueError, "backend 'cuda'.*torch", dict(backend="cuda")),
         (ValueError, "exclude", dict(replace=True, method="labor")),
         (ValueError, "exclude", dict(weights=torch.ones(3), method="labor")),
@@ -2883,6 +2915,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
         said = step_graph.obstacle(ddp.Ranks(gpus=1), args, s, types.SimpleNamespace(**{**vars(ring), **changed}), net)
         assert why in said, said
     assert step_graph.obstacle(ddp.Ranks(), args, s, ring, net) == "there is no GPU"
+    timed = loader.AtSeedTimes(s, torch.zeros(50, dtype=torch.int64))
+    assert "by their times" in step_graph.obstacle(ddp.Ranks(gpus=1), args, timed, ring, net)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -5814,6 +5848,7 @@ def _damaged(good, random):
 
 def _reads_damaged_stores(folder):
     mapped = build_store(folder / "mmap", **_graph(num_nodes=160, num_edges=200))
+    columned = build_store(folder / "columns", **_graph(num_nodes=160, num_edges=200), **_events(160, 200))
     sealed = build_store(folder / "lmdb", backend="lmdb", **_graph(num_nodes=160, num_edges=200))
     changed = build_store(folder / "changed", backend="lmdb", block_rows=9, **_graph(num_nodes=160, num_edges=200))
     for number in range(3):
@@ -5829,7 +5864,7 @@ def _reads_damaged_stores(folder):
         return [graph.features.gather(torch.arange(160)), graph.indices.clone()]
 
     random, cases, unnoticed = np.random.default_rng(0), 0, 0
-    for path in (mapped, sealed, changed, many):
+    for path in (mapped, sealed, changed, many, columned):
         right = read(path)
         for lock in path.glob("*-lock"):
             lock.unlink()
@@ -6755,6 +6790,7 @@ def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
         assert all(torch.equal(expected[name], model[name]) for name in expected), words
         last = cached[1]
         assert 0 < last["cache_hit_rate"] < 1 and 0 < last["bytes_min"] <= 64 * (last["rows"] - last["hits"]) <= last["bytes_read"]
+    assert "--lookahead 3 is for a --cache before features" in _train(*common, "--lookahead", 3, code=2)
     _train(*common, "--procs", 2, "--cache", "30KiB", "--checkpoint", tmp_path / "two.pt")
     _train(*common, "--procs", 2, "--checkpoint", tmp_path / "plain.pt")
     two, plain = _parameters(tmp_path / "two.pt"), _parameters(tmp_path / "plain.pt")
@@ -7604,6 +7640,22 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
+    """The flags are the checkpoint's; the run goes on in the middle of K steps that draw alike as if it had not stopped."""
+    words = ["--dataset", tiny, *COMMON, "--sampler", "labor", "--layer-dependency", "--batch-dependency", 3, "--epochs", 4]
+    _, straight = _run_here(tmp_path, *words)
+    _run_here(tmp_path, *words[:-1], 2)
+    shutil.copy(tmp_path / "here.pt", tmp_path / "two.pt")
+    saved = train.parse_args(["--resume", str(tmp_path / "two.pt")])
+    assert (saved.sampler, saved.layer_dependency, saved.batch_dependency) == ("labor", True, 3)
+    _, resumed = _run_here(tmp_path, "--resume", tmp_path / "two.pt", "--epochs", 4)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    _, other = _run_here(tmp_path, *words[:-2], "--epochs", 4, "--batch-dependency", 1)
+    assert any(not torch.equal(straight[name], other[name]) for name in straight)
+    assert train.main(["--resume", str(tmp_path / "two.pt"), "--epochs", "4", "--batch-dependency", "2"]) == 2
+    assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
+
+
 def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
     _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
@@ -8173,6 +8225,8 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--task", "graph", "--metric", "roc_auc"], "--metric roc_auc: --task graph has none"),
         (["--gpu", "x"], "--gpu"),
         (["--bogus"], "--bogus"),
+        (["--layer-dependency"], "--layer-dependency is for --sampler labor, --sampler is uniform"),
+        (["--sampler", "weighted", "--batch-dependency", "2"], "--batch-dependency is for --sampler labor, --sampler is weighted"),
     ],
 )
 def test_bad_flags_get_one_sentence_and_code_2(words, complaint, tiny, tmp_path, monkeypatch, capsys):
@@ -8477,6 +8531,114 @@ def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
     assert "--sampler weighted draws neighbours by the weights" in _train("--dataset", plain, "--gpus", 0, "--sampler", "weighted", code=2)
 
 
+def _told_by_the_future(path, nodes=400, **columns):
+    """Every node has eight neighbours that say nothing before its time, and eight that have its class after it."""
+    rng = np.random.default_rng(0)
+    labels, when = rng.integers(0, 2, nodes), rng.integers(20, 80, nodes)
+    sign = np.append(labels, [0, 1] * 100)  # 200 more nodes carry a sign
+    past = nodes + rng.integers(0, 200, (8, nodes))
+    future = nodes + 2 * rng.integers(0, 100, (8, nodes)) + labels
+    src, dst = np.concatenate([past, future]).ravel(), np.tile(np.arange(nodes), 16)
+    times = np.concatenate([when - rng.integers(0, 20, (8, nodes)), when + rng.integers(1, 20, (8, nodes))]).ravel()
+    x = np.zeros((nodes + 200, 2), np.float32)
+    x[nodes:, 0] = 2 * sign[nodes:] - 1
+    x[:nodes, 1] = rng.standard_normal(nodes)
+    return build_store(path, edge_index=np.stack([src, dst]), features=x, labels=np.append(labels, np.full(200, -1)),
+                       split={"train": np.arange(200), "valid": np.arange(200, 280), "test": np.arange(280, nodes)},
+                       edge_time=times, node_time=np.append(when, np.full(200, 100)), **columns)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sage", "gin", "gat", "own"])
+def test_train_sees_no_future(name, tmp_path):
+    """The future gives the answer away: at each node's own time accuracy is that of guessing, without it all is right."""
+    path = _told_by_the_future(tmp_path / "g")
+    (tmp_path / "own.py").write_text(OWN_LAYERS)
+    words = ["--dataset", path, "--gpus", 0, "--fanout", "10,2", "--epochs", 30, "--lr", 0.01, "--batch-size", 50]
+    words += ["--model", f"{tmp_path}/own.py:Net"] if name == "own" else ["--model", name, "--hidden", 16, "--norm", "layer", "--dropout", 0]
+    exact, sampled = {}, {}
+    for temporal, said in (("auto", "seeds see edges at their own time or before"), ("before", "seeds see edges before their own time"),
+                           ("off", "times of edges are not used: --temporal off")):  # fmt: skip
+        output = _train(*words, "--temporal", temporal, "--log", tmp_path / temporal)
+        assert output.count("edges   ") == 1 and said in output
+        log = _log(tmp_path / temporal)
+        exact[temporal], sampled[temporal] = log[-1]["exact"]["test"], log[-2]["valid_sampled"]
+    for found, least, room in ((exact, 0.97, 0.15), (sampled, 0.9, 0.2)):  # 120 and 80 nodes: three standard deviations
+        assert found["off"] > least and max(abs(found[temporal] - 0.5) for temporal in ("auto", "before")) < room, (exact, sampled)
+
+
+def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
+    path = _told_by_the_future(tmp_path / "g")
+    common = ["--dataset", path, "--gpus", 0, "--fanout", "5,3", "--hidden", 16, "--epochs", 3, "--precision", "fp64", "--lr", 0.01]
+    for procs in (1, 2, 3):
+        _train(*common, "--procs", procs, "--batch-size", 60 // procs, "--log", tmp_path / f"{procs}", "--predict", tmp_path / f"{procs}.npy",
+               "--predict-what", "embeddings")  # fmt: skip
+    expected = _log(tmp_path / "1")
+    for procs in (2, 3):
+        for a, b in zip(expected[:3], _log(tmp_path / f"{procs}")[:3], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-9) and a["valid_sampled"] == b["valid_sampled"]
+        np.testing.assert_allclose(np.load(tmp_path / f"{procs}.npy"), np.load(tmp_path / "1.npy"), rtol=1e-5, atol=1e-6)
+    assert np.load(tmp_path / "1.npy").shape == (600, 16)
+
+
+def test_train_at_its_own_time_goes_on_after_a_kill_to_the_last_bit(tmp_path):
+    path = _told_by_the_future(tmp_path / "g", edge_features=np.random.default_rng(1).random((6400, 2)))
+    common = ["--dataset", path, "--gpus", 0, "--fanout", "5,3", "--hidden", 16, "--batch-size", 10, "--model", "gat", "--epochs", 12]
+    _train(*common, "--checkpoint", tmp_path / "straight.pt")
+    killed, resume = 0, ["--checkpoint", tmp_path / "resumed.pt", "--checkpoint-every", 3, "--resume", "auto"]
+    for turn in range(3):
+        process = _start_fork(tmp_path / "out", *common, *resume, "--prefetch", turn)
+        _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= turn + 1, process, pause=0.005)
+        time.sleep(0.1 + 0.07 * turn)
+        os.kill(process.pid, signal.SIGKILL)
+        _end(process, 0, -signal.SIGKILL)
+        killed += process.exitcode != 0
+    assert killed and "resume  from epoch" in _train(*common, *resume)
+    straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_train_exact_inference_at_its_own_time_is_that_of_the_graph_of_that_time(tmp_path):
+    """Each node's logits are those of the graph that holds nothing but the edges which it may see."""
+    rng = np.random.default_rng(3)
+    path = build_store(tmp_path / "g", edge_index=rng.integers(0, 40, (2, 300)), features=rng.standard_normal((40, 3)).astype("f"),
+                       labels=rng.integers(0, 3, 40), split={"train": np.arange(20)}, edge_time=rng.integers(0, 9, 300),
+                       node_time=rng.integers(0, 9, 40), edge_features=rng.random((300, 2)))  # fmt: skip
+    graph = GraphStore.open(path)
+    dst = torch.repeat_interleave(graph.indptr.diff())
+    for name, temporal in itertools.product(("sage", "gat", "gin", "gine"), ("at", "before")):
+        args = train.parse_args(["--dataset", str(path), "--gpus", "0", "--model", name, "--temporal", temporal, "--fanout", "3,3",
+                                 "--hidden", "8", "--batch-size", "7"])  # fmt: skip
+        ranks = ddp.Ranks()
+        _, _, ring = train.open_data(ranks, args, path)
+        net = train.build_model(ranks, args, graph, ring).eval()
+        found, hidden = train.exact_logits(ranks, args, graph, net), train.exact_logits(ranks, args, graph, net, layers=1)
+        slow = copy.deepcopy(net)
+        slow.degrees = None
+        for v in range(40):
+            keep = graph.edge_time < graph.node_time[v] if temporal == "before" else graph.edge_time <= graph.node_time[v]
+            indptr = torch.nn.functional.pad(torch.bincount(dst[keep], minlength=40).cumsum(0), (1, 0))
+            options = {"edges": graph.edge_features[keep]}
+            expected = inference(slow, indptr, graph.indices[keep], graph.features.tensor, **options)
+            torch.testing.assert_close(found[v], expected[v], rtol=1e-4, atol=1e-5)
+            inner = inference(slow, indptr, graph.indices[keep], graph.features.tensor, layers=1, **options)
+            torch.testing.assert_close(hidden[v], inner[v], rtol=1e-4, atol=1e-5)
+
+
+def test_train_says_what_times_are_missing(tmp_path):
+    whole, plain = _told_by_the_future(tmp_path / "g"), prepare(TINY, tmp_path, progress=False)
+    args = _graph()
+    edges_alone = build_store(tmp_path / "e", **args, edge_time=np.arange(3000))
+    for path, words, complaint in (
+        (plain, ["--temporal", "at"], "--temporal at needs times of edges and nodes .*: .* has no times of edges"),
+        (edges_alone, ["--temporal", "before"], "has no times of nodes"),
+        (whole, ["--model", "gcn"], "--model gcn divides by the degrees of the whole graph, which count edges of the future"),
+        (plain, ["--task", "graph", "--temporal", "off"], "--temporal off is for --task node"),
+        (plain, ["--task", "graph", "--sampler", "weighted"], "--sampler weighted is for --task node"),
+    ):
+        assert re.search(complaint, _train("--dataset", path, "--gpus", 0, *words, code=2))
+    assert "times of edges are not used: nodes have none" in _train("--dataset", edges_alone, "--gpus", 0, "--epochs", 1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; bench.py attack does more
 
@@ -8647,6 +8809,13 @@ def _has_pyg():
     return importlib.util.find_spec("torch_geometric") is not None
 
 
+def _events(num_nodes, num_edges):
+    """What the edges of a graph carry, and when its nodes are classified."""
+    rng = np.random.default_rng(5)
+    return {"edge_weight": rng.random(num_edges), "edge_time": rng.integers(0, 100, num_edges), "node_time": rng.integers(0, 100, num_nodes),
+            "edge_features": rng.random((num_edges, 3)).astype(np.float32)}  # fmt: skip
+
+
 def _readme_commands():
     """README's shell commands that need no GPU, no download and no second graph, without their comments."""
     lines = [line.split("  #")[0].strip() for block in _readme_blocks("bash") for line in block.splitlines()]
@@ -8661,6 +8830,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     shutil.copytree(HERE / "results", tmp_path / "results")
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
+    _save_npz(tmp_path / "events.npz", **_events(200, 3000))
     absent = [name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there]
     np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
@@ -8679,6 +8849,8 @@ def test_readme_commands_run_word_for_word(tmp_path):
                 continue
             shutil.copy(DATA / "esol.npz", tmp_path)
             command += " --epochs 2"
+        elif "events.npz" in command:
+            command += " --epochs 2 --fanout 3,3"
         elif "train.py" in command and "--resume" not in command and "--help" not in command:
             command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
         if "train.py" in command and "--procs" not in command:
@@ -8698,6 +8870,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
         "edge_times": torch.zeros(4000).long(), "seeds": torch.arange(9), "times": torch.arange(9), "edge_ids": torch.arange(50),
     }  # fmt: skip
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names |= {{"edge_weight": "w", "edge_time": "t", "edge_features": "e"}.get(name, name): values for name, values in _events(400, 4000).items()}
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)  # the fields of PyG's Data that are read
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
