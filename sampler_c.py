@@ -50,9 +50,9 @@ PASSES = r"""
 #define THREADS 64    // at most
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-#ifdef TIMED  // a source is a node at a time
-typedef struct { i64 time; ID node, number; } slot_t;
-#define IS(slot, v, t) ((slot).node == (v) && (slot).time == (t))
+#ifdef TIMED  // a source is a node at a time; `when` is the number of that time among those of the batch
+typedef struct { ID node, number, when, unused; } slot_t;  // four: none lies in two lines
+#define IS(slot, v, t) ((slot).node == (v) && (slot).when == (t))
 #else
 typedef struct { ID node, number; } slot_t;  // of a hash table with open addressing; node -1: empty
 #define IS(slot, v, t) ((slot).node == (v))
@@ -67,8 +67,10 @@ typedef struct {        // one hop of a batch; Job in Python
   ID *local;            // [E] the block's indices: global ids until they are relabelled
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
   ID *src;              // [S+E+1] the block's src_nodes
-  i64 *src_times;       // [S+E+1] the block's src_times; like the next ones only where nodes have times
-  const i64 *dst_times; // [S]
+  ID *src_when;         // [S+E+1] numbers of the times of src; like the next ones only where nodes have times
+  const ID *dst_when;   // [S]
+  ID *edge_when;        // [E] that of an edge's destination
+  const i64 *times;     // [num_times] of the batch
   const i64 *edge_times;  // [M] ascending in each list
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;  // N: nodes that have a number so far
@@ -76,7 +78,7 @@ typedef struct {        // one hop of a batch; Job in Python
   const i64 *excluded;  // [num_excluded] edges, ascending
   const i64 *excluded_before;  // [1 + (M >> shift) + 1] how many of them are smaller than i << shift
   i64 num_excluded, shift;
-  i64 strict;           // edges at the time of their destination are not taken
+  i64 num_times, strict;  // strict: edges at the time of their destination are not taken
 } job_t;
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
@@ -154,7 +156,16 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     int i = (int)(row - first);
     at[i] = job->start[row];
     left[i] = job->degree[row];
-    __builtin_prefetch(&job->edge_times[at[i] + left[i] / 2]);
+    __builtin_prefetch(&job->edge_times[at[i] + left[i] - (left[i] > 0)]);
+  }
+  for (i64 row = first; row < end; row++) {  // many lists come by then as a whole
+    int i = (int)(row - first);
+    if (!left[i]) continue;
+    i64 last = job->edge_times[at[i] + left[i] - 1], time = job->times[job->dst_when[row]];
+    i64 whole = last < time || (last == time && !job->strict);
+    at[i] += whole ? left[i] : 0;
+    left[i] -= whole ? left[i] : 1;  // the last edge is known not to
+    __builtin_prefetch(&job->edge_times[at[i] + left[i] / 2 - whole]);
     open[n] = i;
     n += left[i] > 0;
   }
@@ -162,7 +173,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     int still_open = 0;
     for (int q = 0; q < n; q++) {
       int i = open[q];
-      i64 half = left[i] / 2, found = job->edge_times[at[i] + half], time = job->dst_times[first + i];
+      i64 half = left[i] / 2, found = job->edge_times[at[i] + half], time = job->times[job->dst_when[first + i]];
       i64 early = found < time || (found == time && !job->strict);
       at[i] += early ? half + 1 : 0;
       left[i] = early ? left[i] - half - 1 : half;
@@ -299,56 +310,70 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     job->local[base + e] = job->hop.indices[positions[e]];
   }
   if (!within(job->local + base, E, job->V)) return DAMAGED;
+#ifdef TIMED
+  for (i64 row = first; row < end; row++)
+    for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++) job->edge_when[e] = job->dst_when[row];
+#endif
   if (job->edges && E) memcpy(job->edges + base, positions, sizeof(i64) * E);
   return 0;
 }
 
 // ---- relabel
 
-static inline u64 home(ID node, i64 time, i64 bits) {
-  return ((u64)node * 0x9e3779b97f4a7c15ULL + (u64)time * 0xbf58476d1ce4e5b9ULL) >> (64 - bits);
+// Where to look for a node first. Nodes at one time lie near one another: those that are met one after the other mostly
+// have one time, and then their slots are in the cache. The windows of eight times overlap: some have more nodes.
+typedef struct { i64 bits, apart, window; } layout_t;
+static layout_t layout_of(i64 bits, i64 num_times) {
+  layout_t layout = {bits, 1, bits};
+  for (; num_times >> 1 >= layout.apart; layout.apart *= 2) layout.window--;
+  layout.window = layout.window + 3 < bits ? layout.window + 3 : bits;
+  layout.apart = (1LL << bits) / (num_times > 1 ? num_times : 1);
+  return layout;
+}
+static inline u64 home(ID node, ID when, layout_t layout) {
+#ifdef TIMED
+  u64 within = (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.window);
+  return ((u64)when * (u64)layout.apart + within) & ((1ULL << layout.bits) - 1);
+#else
+  return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.bits);
+#endif
 }
 
 // The number of a node, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
-static inline ID number_of(slot_t *table, i64 bits, ID node, i64 time, ID next) {
-  u64 at = home(node, time, bits);
+static inline ID number_of(slot_t *table, layout_t layout, ID node, ID when, ID next) {
+  u64 at = home(node, when, layout);
   slot_t slot = table[at];
-  while (__builtin_expect(!IS(slot, node, time) && slot.node != -1, 0)) {
-    at = (at + 1) & ((1ULL << bits) - 1);
+  while (__builtin_expect(!IS(slot, node, when) && slot.node != -1, 0)) {
+    at = (at + 1) & ((1ULL << layout.bits) - 1);
     slot = table[at];
   }
-  slot.number = IS(slot, node, time) ? slot.number : next;
+  slot.number = IS(slot, node, when) ? slot.number : next;
   slot.node = node;
 #ifdef TIMED
-  slot.time = time;
+  slot.when = when;
 #endif
   table[at] = slot;
   return slot.number;
 }
 
-// The time of an edge's destination, 0 where there are none; `row` is a row at or before it.
-static inline i64 time_of(const job_t *job, i64 edge, i64 *row) {
 #ifdef TIMED
-  while (job->offsets[*row + 1] <= edge) ++*row;
-  return job->dst_times[*row];
+#define WHEN(job, edge) (job)->edge_when[edge]
 #else
-  return 0;
+#define WHEN(job, edge) 0
 #endif
-}
-
 static void relabel_chunk(job_t *job, i64 chunk) {
-  i64 row = chunk * ROWS, row_ahead = row;
-  i64 first = job->offsets[row], end = job->offsets[MIN(row + ROWS, job->S)];
+  i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
   ID *local = job->local, *src = job->src, next = (ID)job->N;
+  slot_t *table = job->table;
+  layout_t layout = layout_of(job->bits, job->num_times);
   for (i64 e = first; e < end; e++) {
     i64 ahead = MIN(e + AHEAD, end - 1);
-    __builtin_prefetch(&job->table[home(local[ahead], time_of(job, ahead, &row_ahead), job->bits)], 1);
-    ID node = local[e];
-    i64 time = time_of(job, e, &row);
-    local[e] = number_of(job->table, job->bits, node, time, next);
+    __builtin_prefetch(&table[home(local[ahead], WHEN(job, ahead), layout)], 1);
+    ID node = local[e], when = WHEN(job, e);
+    local[e] = number_of(table, layout, node, when, next);
     src[next] = node;  // if it is not new, the next node is written over it
 #ifdef TIMED
-    job->src_times[next] = time;
+    job->src_when[next] = when;
 #endif
     next += local[e] == next;
   }
@@ -362,18 +387,19 @@ static void relabel_chunk(job_t *job, i64 chunk) {
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
-  if (job->src_times && job->S) memcpy(job->src_times, job->dst_times, sizeof(i64) * job->S);
+  if (job->src_when && job->S) memcpy(job->src_when, job->dst_when, sizeof(ID) * job->S);
   int failure = share_out(job, pick_chunk, job->table ? relabel_chunk : 0);
   return failure ? failure : job->N;
 }
 
-// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1. times: or null.
-i64 rb_number(slot_t *table, i64 bits, const ID *nodes, const i64 *times, i64 n) {
+// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1. when: or null.
+i64 rb_number(slot_t *table, i64 bits, i64 num_times, const ID *nodes, const ID *when, i64 n) {
+  layout_t layout = layout_of(bits, num_times);
   memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
     i64 ahead = MIN(i + AHEAD, n - 1);
-    __builtin_prefetch(&table[home(nodes[ahead], times ? times[ahead] : 0, bits)], 1);
-    if (number_of(table, bits, nodes[i], times ? times[i] : 0, (ID)i) != (ID)i) return i;
+    __builtin_prefetch(&table[home(nodes[ahead], when ? when[ahead] : 0, layout)], 1);
+    if (number_of(table, layout, nodes[i], when ? when[i] : 0, (ID)i) != (ID)i) return i;
   }
   return -1;
 }
@@ -396,11 +422,11 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rule", "k")),
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in (
-            "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "src_times", "dst_times",
-            "edge_times", "table")),
+            "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "src_when", "dst_when",
+            "edge_when", "times", "edge_times", "table")),
         *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads", "V", "M")),
         *((name, ctypes.c_void_p) for name in ("excluded", "excluded_before")),
-        *((name, ctypes.c_int64) for name in ("num_excluded", "shift", "strict")),
+        *((name, ctypes.c_int64) for name in ("num_excluded", "shift", "num_times", "strict")),
     ]  # fmt: skip
 
 
@@ -409,7 +435,7 @@ TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float",
 SIGNATURES = {
     "rb_count": (ctypes.c_int64, ctypes.POINTER(Job)),
     "rb_pick": (ctypes.c_int64, ctypes.POINTER(Job)),
-    "rb_number": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+    "rb_number": (ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64),
     "rb_huge_pages": (None, ctypes.c_void_p, ctypes.c_int64),
 }
 
@@ -448,12 +474,17 @@ class Backend:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
             work = WorkingMemory(self.library, seeds.dtype, timed=times is not None)
-        if not work.number(seeds, times, max(self.slots, 2 * seeds.numel())):
+        when = None
+        if times is not None:
+            work.times, when = times.unique(return_inverse=True)
+            when = when.to(seeds.dtype)
+        if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
         src, blocks = seeds, []
         for hop in hops:
-            blocks.append(self._hop(work, src, times, hop, excluded))
-            src, times = blocks[-1][2], blocks[-1][4]
+            *fields, when = self._hop(work, src, when, hop, excluded)
+            src = fields[2]
+            blocks.append((*fields, None if times is None else work.times.index_select(0, when)))
         self.slots = work.slots
         self.idle.append(work)
         return blocks
@@ -465,10 +496,10 @@ class Backend:
         counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
         return exclude, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), shift
 
-    def _hop(self, work, dst, times, hop, excluded):
+    def _hop(self, work, dst, when, hop, excluded):
         """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources.
 
-        times: int64 [S] of the destinations, or None.
+        when: [S] numbers of their times in work.times, or None; those of the sources are in the place of src_times.
         """
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
@@ -481,29 +512,32 @@ class Backend:
             edges, before, job.shift = excluded
             job.excluded, job.excluded_before, job.num_excluded = edges.data_ptr(), before.data_ptr(), edges.numel()
             job.gap, job.num_gaps = gap.data_ptr(), num_gaps.data_ptr()
-        if times is not None:
-            job.dst_times, job.edge_times, job.strict = times.data_ptr(), task.edge_times.data_ptr(), task.strict
+        if when is not None:
+            job.times, job.num_times, job.strict = work.times.data_ptr(), work.times.numel(), task.strict
+            job.dst_when, job.edge_times = when.data_ptr(), task.edge_times.data_ptr()
         E = self.library.rb_count(job)
         _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
             raise ValueError(f"this hop has {E} edges, too many for {dst.dtype} blocks; use smaller batches or fanouts")
 
-        local, src, src_times = dst.new_empty(E), dst, times
+        local, src, src_when = dst.new_empty(E), dst, when
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
+        edge_when = None if when is None else dst.new_empty(E)
+        job.edge_when = None if when is None else edge_when.data_ptr()
         job.local, job.edges = local.data_ptr(), edges.data_ptr() if task.edge_ids else None
         if hop.relabel:
-            # a table that is at most half full is quickly searched; two thirds will do where its slots are twice as large
-            slots = 2 * min(S + E, V) if times is None else 3 * (S + E) // 2
+            # a table that is at most half full is quickly searched; two thirds, where its slots are twice as large
+            slots = 2 * min(S + E, V) if when is None else 3 * min(S + E, V * len(work.times)) // 2
             if work.slots < slots:
-                work.number(dst, times, slots)
+                work.number(dst, when, slots)
             src = dst.new_empty(S + E + 1)
             job.src, job.table, job.bits = src.data_ptr(), work.table.data_ptr(), work.bits
-            if times is not None:
-                src_times = times.new_empty(S + E + 1)
-                job.src_times = src_times.data_ptr()
+            if when is not None:
+                src_when = dst.new_empty(S + E + 1)
+                job.src_when = src_when.data_ptr()
         N = self.library.rb_pick(job)
         _check(N, S)
-        return offsets, local, src[:N], edges, None if times is None else src_times[:N]
+        return offsets, local, src[:N], edges, None if when is None else src_when[:N]
 
 
 def _check(result, S):
@@ -519,8 +553,9 @@ class WorkingMemory:
 
     def __init__(self, library, dtype, timed):
         self.library, self.bits = library, 0
-        self.slot_bytes = 2 * dtype.itemsize + 8 * timed
-        self.table = torch.empty(0, dtype=torch.int64)  # slot_t [slots]
+        self.slot_bytes = (4 if timed else 2) * dtype.itemsize
+        self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
+        self.times = torch.empty(0, dtype=torch.int64)  # of the batch, each once
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
@@ -534,11 +569,11 @@ class WorkingMemory:
             self.of_rows = torch.empty(4, S + S // 8, dtype=torch.int64)
         return self.of_rows
 
-    def number(self, nodes, times, slots):
+    def number(self, nodes, when, slots):
         """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""
         self.bits = max(4, (slots - 1).bit_length())
         if self.table.nbytes < self.slots * self.slot_bytes:
-            self.table = self.table.new_empty(self.slots * self.slot_bytes // 8)
+            self.table = self.table.new_empty(self.slots * self.slot_bytes)
             self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)
-        at = None if times is None else times.data_ptr()
-        return self.library.rb_number(self.table.data_ptr(), self.bits, nodes.data_ptr(), at, nodes.numel()) < 0
+        of = self.times.numel(), nodes.data_ptr(), None if when is None else when.data_ptr()
+        return self.library.rb_number(self.table.data_ptr(), self.bits, *of, nodes.numel()) < 0

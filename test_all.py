@@ -388,10 +388,15 @@ def test_sampling_by_time_follows_the_law(method, backend):
         bare, outer = s.sample(seeds, step, times, relabel_outer=False)[0], blocks[0]
         assert torch.equal(bare.indices, indices[outer.edge_ids]) and bare.num_src == bare.num_dst
         assert torch.equal(bare.src_times, outer.src_times[: outer.num_dst])
-        if len(seeds):
-            with pytest.raises(ValueError, match=f"seeds contains node {seeds[0]} at time {times[0]} more than once"):
-                s.sample(torch.cat([seeds, seeds[:1]]), step, torch.cat([times, times[:1]]))
     assert nodes_at_several_times > 50 and cut > 50
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_seed_that_comes_twice_at_one_time_is_named(backend):
+    s = NeighborSampler(**_small(backend=backend, edge_times=torch.tensor([1, 2, 0])))
+    with pytest.raises(ValueError, match="seeds contains node 2 at time -5 more than once"):
+        s.sample(torch.tensor([2, 1, 2, 2]), 0, torch.tensor([3, -5, -5, -5]))
+    assert s.sample(torch.tensor([2, 1, 2]), 0, torch.tensor([3, -5, -5]))[0].src_times.tolist() == [3, -5, -5]
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
@@ -847,7 +852,7 @@ def test_a_hub_of_degree_a_million(method):
             NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, **options).sample(seeds, 2)
             for backend in ("native", "torch")
         )
-        assert all(torch.equal(a, b) for x, y in zip(native, plain) for a, b in zip(x, y))
+        assert all(torch.equal(a, b) for x, y in zip(native, plain) for a, b in zip(x[:4], y[:4]))
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
