@@ -11,7 +11,8 @@ from pathlib import Path
 
 
 def before_torch():
-    """Set the variables that torch and oneDNN read when they are loaded, unless the user has; spawned ranks inherit them.
+    """Set the variables that torch and oneDNN read when they are loaded, unless the user has; spawned ranks inherit
+    them.
 
     CUDA segments that grow need NVIDIA's libnvidia-ml: without it torch 2.13 ends with a segmentation fault.
     """
@@ -39,8 +40,8 @@ def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
 
 
 def trim_memory(level):
-    """Give free memory back to the system once the process has grown by 4 %: batches of different sizes leave gaps in the
-    heap between what stays, and the gaps add up over the epochs.
+    """Give free memory back to the system once the process has grown by 4 %: batches of different sizes leave gaps in
+    the heap between what stays, and the gaps add up over the epochs.
 
     Args:
         level: resident bytes to compare with; 0 the first time.

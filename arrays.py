@@ -240,8 +240,8 @@ class Arrays:
         return columns
 
     def labels(self):
-        """Class labels int64 [V], or several a node [V, C] of 0 and 1: -1 (of several a row) is no label, and so is NaN;
-        whole numbers may come as floats, and classes as [V, 1]. None where there is no such array."""
+        """Class labels int64 [V], or several a node [V, C] of 0 and 1: -1 (of several a row) is no label, and so is
+        NaN; whole numbers may come as floats, and classes as [V, 1]. None where there is no such array."""
         name = self.find(*LABELS)
         if name is None:
             return None

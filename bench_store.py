@@ -129,7 +129,8 @@ def read_rows(folder, args):
 
 
 class FromDisk:
-    """Trains on features that stay on disk, `cache` bytes of them in memory; called with a number of batches -> figures.
+    """Trains on features that stay on disk, `cache` bytes of them in memory; called with a number of batches ->
+    figures.
 
     how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead.
     """
@@ -162,8 +163,8 @@ class FromDisk:
 
 
 def train_in_turn(path, args, ways):
-    """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, in turn, each in a process
-    of its own -> {name: figures}; of all but the first quarter, by which caches are full."""
+    """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, in turn, each in a
+    process of its own -> {name: figures}; of all but the first quarter, by which caches are full."""
     processes = {name: OwnProcess(args.threads, FromDisk, path, args, *way) for name, way in ways.items()}
     rounds = {name: [] for name in ways}
     for _ in range(20):

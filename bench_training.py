@@ -299,9 +299,11 @@ def epochs_of(args, procs):
 
 
 def bench_overlap(args):
-    """Train on features that lie on the disk, with batches prepared ahead and without, and draw the median epoch of each.
+    """Train on features that lie on the disk, with batches prepared ahead and without, and draw the median epoch of
+    each.
 
-    Their pages are dropped from the page cache before each epoch, which is 12 batches; blocks and labels stay in memory.
+    Their pages are dropped from the page cache before each epoch, which is 12 batches; blocks and labels stay in
+    memory.
     """
     store = opened(args.dataset, args.root)
     path, nodes = store.path, torch.randperm(store.num_nodes, generator=torch.Generator().manual_seed(0))

@@ -22,8 +22,8 @@ all there is. What becomes of train.py's flags when a run goes on from a checkpo
                                                       or any graph of the same widths where --predict only predicts
     all others: where it runs, what it writes         this command's own
 
-A graph is recognised by the SHA-256 of its files, as meta.json has them, not by its path. An LMDB file may change by design:
-once it has, it is no longer compared.
+A graph is recognised by the SHA-256 of its files, as meta.json has them, not by its path. An LMDB file may change by
+design: once it has, it is no longer compared.
 
 A checkpoint is input that a stranger may have made. Its pickle may name tensors and dicts alone; its flags pass through
 the parser of the command line, none names code or a file to write; the network that they describe is compared with the
@@ -86,7 +86,8 @@ def load_model(path, model=None):
 
 
 def build_network(args, widths):
-    """The built-in network of the flags, with initial weights, for a graph of these widths (a dict with the names in WIDTHS)."""
+    """The built-in network of the flags, with initial weights, for a graph of these widths (a dict with the names in
+    WIDTHS)."""
     if args.task == "graph":
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
         return Regressor(widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"],

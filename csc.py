@@ -146,7 +146,8 @@ def sorted_edges(edges, indptr, folder, num_edges, times, drop_duplicates, progr
 
 
 def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
-    """Cut edges, given by their keys [n], by destination -> positions of so few at a time that they are sorted in the cache.
+    """Cut edges, given by their keys [n], by destination -> positions of so few at a time that they are sorted in the
+    cache.
 
     Numbers of 16 bits are sorted by their digits: in a few passes over the edges, however many there are.
     """
@@ -238,7 +239,8 @@ class _Spool:
 
 
 def _cut(edges, num_nodes, most) -> tuple[list[int], np.ndarray]:
-    """Cut the nodes into ranges -> (cuts, edges of each range): one of up to `most` edges, several of an eighth of that.
+    """Cut the nodes into ranges -> (cuts, edges of each range): one of up to `most` edges, several of an eighth of
+    that.
 
     A pass over the edges counts them per bucket of destinations, and neighbouring buckets form a range.
     """

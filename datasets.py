@@ -10,8 +10,9 @@
 
     python datasets.py NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize]
 
-`prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a graph
-once, with all the splits that it came with, or with none: `choose_split` takes one of them, or draws one by a seed.
+`prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a
+graph once, with all the splits that it came with, or with none: `choose_split` takes one of them, or draws one by a
+seed.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. This file needs store.py, arrays.py,
 synthetic.py, molecules.py, graph_tables.py and downloads.py.
@@ -218,10 +219,11 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; perhaps what
     edges carry, by the names in `arrays.OF_EDGES`, and `node_time` [V] (in DGL's ndata `time` as well); and perhaps
     `train_idx`, `train_mask` or `train_masks` [K, V], with `val_...` or `valid_...`, and `test_...`; all K splits are
-    kept. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file without features, half of
-    the training nodes get their label as a one-hot feature, the other half stay for training. A file with
-    `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`. Arrays that
-    are not understood are named, and refused where they seem to say something of edges, splits, features or labels.
+    kept. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file
+    without features, half of the training nodes get their label as a one-hot feature, the other half stay for training.
+    A file with `node_offsets` or `atom_offsets` holds many small graphs: see `build_molecules` and `build_crystals`.
+    Arrays that are not understood are named, and refused where they seem to say something of edges, splits, features or
+    labels.
 
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges in
@@ -302,8 +304,8 @@ def _arrays_of(source) -> dict:
 
 
 def _draws(arrays, split=False) -> bool:
-    """Whether a seed decides on what is in a store: a part of the split of many graphs, or which training nodes of a graph
-    show their label; with `split`, whether on the split of one graph."""
+    """Whether a seed decides on what is in a store: a part of the split of many graphs, or which training nodes of a
+    graph show their label; with `split`, whether on the split of one graph."""
     many = arrays.find("node_offsets", "atom_offsets")
     if many:
         return not (arrays.part("train") and arrays.part("valid"))
@@ -314,8 +316,8 @@ def _build_arrays(path, arrays, given, seed, *, more=None, backend="mmap", progr
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
-        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for: then the split of
-            a graph is drawn when it is opened.
+        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for: then the split
+            of a graph is drawn when it is opened.
         more: dict, what meta.json keeps of the source beside that. options: of `build_store`.
     """
     drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")

@@ -171,7 +171,8 @@ def launch(worker, nprocs, *args, gpus=0):
         ranks = Ranks(env["RANK"], env["WORLD_SIZE"], local["LOCAL_RANK"], local["LOCAL_WORLD_SIZE"], gpus)
         store = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # The agent's store outlives a restart (torch 2.13): without a prefix a rank could find where a dead one listened.
+            # The agent's store outlives a restart (torch 2.13): without a prefix a rank could find where a dead one
+            # listened.
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         return _run(worker, ranks, store, args)

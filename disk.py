@@ -6,9 +6,9 @@
     labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: its old content or its new one is there
 
-Every array is a plain .npy file of format 1.0 with one spelling of its header; meta.json holds the size and the SHA-256 of
-every file that never changes, and a checksum of itself. Whoever opens a directory checks sizes and heads, which is safe
-on any bytes; whoever verifies it reads everything. This file needs torch, numpy and tqdm.
+Every array is a plain .npy file of format 1.0 with one spelling of its header; meta.json holds the size and the SHA-256
+of every file that never changes, and a checksum of itself. Whoever opens a directory checks sizes and heads, which is
+safe on any bytes; whoever verifies it reads everything. This file needs torch, numpy and tqdm.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def refuse_existing(path):
 def scratch_folder(path):
     """A hidden folder beside `path`, made with the folders above it, and gone at the end unless it was renamed.
 
-    It is locked for as long as its process lives, in whatever container that is. What dead builds of the same target left
-    is what is not locked; it is removed here.
+    It is locked for as long as its process lives, in whatever container that is. What dead builds of the same target
+    left is what is not locked; it is removed here.
     """
     name = path.name if len(os.fsencode(path.name)) <= 200 else hashlib.sha256(os.fsencode(path.name)).hexdigest()
     above = [folder for folder in path.absolute().parents if not folder.exists()]
@@ -160,8 +160,8 @@ def write_whole(path, write):
     """Write one file so that its old content or its new one is there, never a part of it.
 
     The bytes go into a file beside it that nobody else can have named or opened, which is synced and takes the place of
-    `path` at the end. A device or a pipe cannot be replaced: it is written to as it stands. A symbolic link of one's own
-    is followed, one of another user is refused. What writers of this path left when they were killed is removed.
+    `path` at the end. A device or a pipe cannot be replaced: it is written to as it stands. A symbolic link of one's
+    own is followed, one of another user is refused. What writers of this path left when they were killed is removed.
 
     Args:
         path: the file. Its folder has to exist.
@@ -228,8 +228,8 @@ def _remove_parts(path):
 
 
 def write_npy(path, dtype, shape, chunks, head=128) -> dict:
-    """Write chunks of rows, behind a header of `head` bytes, as one .npy file; returns its record for meta.json. shape[0]
-    may come out smaller."""
+    """Write chunks of rows, behind a header of `head` bytes, as one .npy file; returns its record for meta.json.
+    shape[0] may come out smaller."""
     header = npy_header(dtype, shape, head)
     digest, rows = hashlib.sha256(header), 0
     with open(path, "wb") as file:
@@ -338,7 +338,8 @@ def read_meta(path, form=None, describe=None) -> dict:
 
 
 def _read_regular(file, most) -> bytes:
-    """The bytes of a file, which has to be a regular one (a pipe would wait, a device would never end) of at most `most`."""
+    """The bytes of a file, which has to be a regular one (a pipe would wait, a device would never end) of at most
+    `most`."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     with open(handle, "rb") as data:
         status = os.fstat(handle)

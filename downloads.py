@@ -271,7 +271,8 @@ def _read(file, size) -> bytes:
 def download(url, target, progress):
     """Fetch a URL into a file, resuming what an earlier try left in target.part; does nothing if it is there.
 
-    A part is resumed only while the server's file is the one it was begun with: its ETag or date lies in target.part.tag.
+    A part is resumed only while the server's file is the one it was begun with: its ETag or date lies in
+    target.part.tag.
 
     Raises:
         StoreError: for whatever fails, in a sentence; what has arrived stays for the next try.

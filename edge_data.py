@@ -3,8 +3,8 @@
     used, lines = edge_data(args, store)      # what --model, --sampler and --temporal take of a store's columns
     model.degrees = degrees_at(store.indptr, used.time, used.strict)      # for layers that use degrees
 
-Letters: V nodes and M edges of the graph; N sources of a block; D width of the edges' features. This file needs disk.py,
-model.py and torch.
+Letters: V nodes and M edges of the graph; N sources of a block; D width of the edges' features. This file needs
+disk.py, model.py and torch.
 """
 
 from typing import NamedTuple
@@ -68,8 +68,8 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
 
 
 def degrees_at(indptr, times, strict):
-    """A function of a block: out- and in-degree of each of its sources at its time -> [N, 2]; for both the in-degree, the
-    length of the part of its neighbour list that it may see.
+    """A function of a block: out- and in-degree of each of its sources at its time -> [N, 2]; for both the in-degree,
+    the length of the part of its neighbour list that it may see.
 
     Args:
         indptr: int64 [V+1], times: int64 [M], rising in each list; in host memory.

@@ -121,8 +121,8 @@ class FeatureRing:
             model.py; torch.index_select when None.
         reuse: False gives every batch on CPU a tensor of its own, for callers who keep batches.
         copies: what stands for the GPU in a test.
-        edge_features: [M, D], a row for each of the graph's edges, where batches are to bring those of their edges: blocks
-            then need edge_ids. They go through a ring of their own, of the same slots.
+        edge_features: [M, D], a row for each of the graph's edges, where batches are to bring those of their edges:
+            blocks then need edge_ids. They go through a ring of their own, of the same slots.
 
     Attributes:
         first_hop: True when x is aggregated: `aggregate` is given and the features are a tensor of floats.

@@ -35,8 +35,8 @@ def parse_args(argv, complete):
 
     Returns:
         The flags, and beside them `typed`, the names of those that were given; `trains`, False where a checkpoint only
-        predicts; `again`, the command that goes on with this run; `run`, a name for its lines in --log; `turn`, which of
-        --runs it is.
+        predicts; `again`, the command that goes on with this run; `run`, a name for its lines in --log; `turn`, which
+        of --runs it is.
 
     Raises:
         SystemExit: with code 2 after one sentence, for flags that cannot work.
@@ -308,7 +308,8 @@ def text_of(value):
 
 
 def spelled_out(argv):
-    """--batch_size 8 -> --batch-size 8; --gpu-cache -> --cache; --fanout -1,5 -> --fanout=-1,5, which argparse would take for a flag."""
+    """--batch_size 8 -> --batch-size 8; --gpu-cache -> --cache; --fanout -1,5 -> --fanout=-1,5, which argparse would
+    take for a flag."""
     words = []
     for word in argv:
         if words and words[-1] == "--fanout":

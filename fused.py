@@ -1,5 +1,5 @@
-"""The steps of a layer that are worth fusing: model.py takes them where it finds this file beside it. Here they are in C
-for the CPU; tensors on a GPU are handed on to fused_cuda.py.
+"""The steps of a layer that are worth fusing: model.py takes them where it finds this file beside it. Here they are in
+C for the CPU; tensors on a GPU are handed on to fused_cuda.py.
 
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
@@ -9,8 +9,8 @@ places are worth fetching ahead of their turn. `library` says whether C code ser
 same steps as torch operations, which are the reference.
 
 Letters: S destinations, N sources, E edges of a block; F, D feature widths. This file needs native.py and a C compiler,
-and for GPUs fused_cuda.py, fused_kernels.py and native_cuda.py. The C code runs on torch's own OpenMP threads: threads of
-another kind would fight with them for cores.
+and for GPUs fused_cuda.py, fused_kernels.py and native_cuda.py. The C code runs on torch's own OpenMP threads: threads
+of another kind would fight with them for cores.
 """
 
 import ctypes
@@ -180,7 +180,8 @@ _WORTH_COMPILING = 50_000_000  # multiplications for each thread; compiling take
 
 
 def linear(x, weight, bias=None):
-    """F.linear; large ones in float32 on CPU by oneDNN, where torch asks MKL, which is up to twice as slow on AMD's processors.
+    """F.linear; large ones in float32 on CPU by oneDNN, where torch asks MKL, which is up to twice as slow on AMD's
+    processors.
 
     torch keeps what oneDNN compiled for each number of rows, and batches differ: a gigabyte in the end. So this is done
     only where the variables ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it (train.py sets them), and

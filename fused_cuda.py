@@ -4,10 +4,10 @@ The kernels (fused_kernels.py) are compiled at first use by NVRTC (native_cuda.p
 function here returns None after one warning, and torch operations do the same with several times as many launches.
 
 The same input gives the same bits in every run. No function waits for the GPU, and all work in the capture of a CUDA
-graph. For static shapes a block may be padded: -1 in `indices` behind the last edge, or behind those of each destination
-(edge j of destination i at place i k + j, `indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the batch, which
-are zeros then. Dropout that differs from replay to replay takes its seed from the number of the step on the GPU:
-model.py's `layer_seed`.
+graph. For static shapes a block may be padded: -1 in `indices` behind the last edge, or behind those of each
+destination (edge j of destination i at place i k + j, `indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the
+batch, which are zeros then. Dropout that differs from replay to replay takes its seed from the number of the step on
+the GPU: model.py's `layer_seed`.
 
 Letters: S destinations, N sources, E edges of a block; F, D feature widths; K heads; C classes.
 """

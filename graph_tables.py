@@ -291,8 +291,8 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
             every other column is refused.
 
     Returns:
-        (a memmap of int64 [2, M], sources over destinations; what was kept: edge_weight float64 [M], edge_time int64 [M]
-        or, if the first times are no integers, float64, edge_features float32 [M, D]).
+        (a memmap of int64 [2, M], sources over destinations; what was kept: edge_weight float64 [M], edge_time int64
+        [M] or, if the first times are no integers, float64, edge_features float32 [M, D]).
 
     Raises:
         StoreError: for nodes that are not there, for columns that are not there or that nobody asked for.

@@ -8,8 +8,8 @@
     python train.py --task graph --dataset molecules.npz
 
 Letters: G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets;
-W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py, features.py
-and metrics.py.
+W is the width inside the regressor. A graph is one value of an LMDB file. This file needs disk.py, lmdb_file.py,
+features.py and metrics.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
         value = txn.get(key(3))
     file.append([b"...", b"..."])             # all of them or none, after a crash as well
 
-`LmdbFeatures` keeps feature rows in such a file. This file needs disk.py, torch and numpy, and lmdb once a file is opened.
+`LmdbFeatures` keeps feature rows in such a file. This file needs disk.py, torch and numpy, and lmdb once a file is
+opened.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class LmdbFile:
     def read(self, work):
         """work(txn) at one state of the file -> what it returns, which must not point into the file.
 
-        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of a
-        state can be overwritten by the third commit after it, which begins when the second is there. So the work is
+        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of
+        a state can be overwritten by the third commit after it, which begins when the second is there. So the work is
         done again, damage it met included, when there was a second.
         """
         while True:

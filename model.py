@@ -1,7 +1,7 @@
 """GraphSAGE, GCN, GATv2 and GIN over sampled blocks, and GATv2 and GINE with features of edges.
 
-Copy this file into your own code: it needs nothing but torch, and `inference`, layer by layer, exact.py beside it. A block
-is anything with the fields of `sampler.Block`.
+Copy this file into your own code: it needs nothing but torch, and `inference`, layer by layer, exact.py beside it. A
+block is anything with the fields of `sampler.Block`.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
@@ -191,12 +191,13 @@ class Conv(nn.Module):
     """What all layers share: every node makes a message of its own row, and destinations combine those of their edges.
 
     Training computes the messages of a block's sources, inference those of all nodes, once; both then call `combine`,
-    except that GraphSAGE has shorter ways in training (`forward`, `GNN._fused`). A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
+    except that GraphSAGE has shorter ways in training (`forward`, `GNN._fused`). A layer has `out_dim`, `message_dim`
+    (None: the message is the row itself) and
 
         message(h, degree): [n, F] -> [n, message_dim]
         combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are the positions of
-            the destinations' own messages (None: the first S), h_dst [S, F] their rows. Layers with an edge_dim are given
-            edges [E, edge_dim] as well, the features of the edges.
+            the destinations' own messages (None: the first S), h_dst [S, F] their rows. Layers with an edge_dim are
+            given edges [E, edge_dim] as well, the features of the edges.
 
     degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with None, those in the
     block. Layers that take a mean, a maximum or attention ignore it. nodes [S] are ids of the destinations and seed is
@@ -335,7 +336,8 @@ class GINConv(Conv):
 
 
 class GINEConv(GINConv):
-    """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b))), eps learned.
+    """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b))), eps
+    learned.
 
     In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GINConv`.
     """
@@ -355,8 +357,8 @@ class GINEConv(GINConv):
 class GATv2Conv(Conv):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is its own neighbour too.
 
-    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v). With
-    features of edges, W_edge e_uv is added inside; the edge from v to itself has the mean of those of v's edges.
+    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
+    With features of edges, W_edge e_uv is added inside; the edge from v to itself has the mean of those of v's edges.
 
     Args:
         in_dim, out_dim: F, D. heads: K.
@@ -396,8 +398,8 @@ class GATv2Conv(Conv):
         return out.view(S, K, D).mean(1) if self.mean else out
 
     def _attend(self, indptr, indices, source, target, rows, nodes, seed, drop, edges):
-        """source [N, K, D], target [S, K, D] -> [S, K D], from torch operations; fused.py has the same for CUDA, without
-        features of edges."""
+        """source [N, K, D], target [S, K, D] -> [S, K D], from torch operations; fused.py has the same for CUDA,
+        without features of edges."""
         weight = None
         if self.edge_dim:
             weight = self.edge_linear.weight
@@ -459,8 +461,8 @@ def _at_least_float32(t):
 
 
 def _edge_pieces(source, target, indices, dst, edges, weight, bias=None):
-    """Some edges at a time: (slice of the edges, positions of their sources and destinations, their rows of `edges`, and
-    source_u + target_v + weight e + bias, in float32 or more)."""
+    """Some edges at a time: (slice of the edges, positions of their sources and destinations, their rows of `edges`,
+    and source_u + target_v + weight e + bias, in float32 or more)."""
     step = max(1, PIECE // max(1, source[:1].numel()))
     for a in range(0, indices.numel(), step):
         u, v, e = indices[a : a + step], dst[a : a + step], None
@@ -563,8 +565,8 @@ class GNN(nn.Module):
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need for training on
-            sampled blocks; or a function of a block, which gives those of its sources. With None each block is taken for
-            the whole graph. Not part of the state.
+            sampled blocks; or a function of a block, which gives those of its sources. With None each block is taken
+            for the whole graph. Not part of the state.
 
     Raises:
         ValueError: for an unknown conv or norm, no layers, heads that do not divide the width, or an edge_dim that the

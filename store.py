@@ -16,8 +16,8 @@ are shared by all of them.
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
 the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times: see
-columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they need
-torch, numpy and tqdm (lmdb for backend "lmdb").
+columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they
+need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -314,8 +314,8 @@ class GraphStore:
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
         node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled: False
-            where no node has a label.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled:
+            False where no node has a label.
         path: the directory.
         meta: the contents of meta.json.
     """

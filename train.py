@@ -10,10 +10,11 @@
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
     python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # of a graph with the same features
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset ogbn-products
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset
+    ogbn-products
 
-One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of it
-on threads. DESIGN.md follows one seed node through the files.
+One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of
+it on threads. DESIGN.md follows one seed node through the files.
 """
 
 import sys
@@ -139,7 +140,8 @@ def batches(args, ranks, graph, sampler, ring, seeds, **options):
 
 
 def predict(ranks, args, ring, model, batch, key=None):
-    """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32, float64 with fp64.
+    """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32, float64
+    with fp64.
 
     In training, dropout is a function of the key: the same on all ranks, where it is drawn by node.
     """
@@ -176,9 +178,9 @@ def sampled_score(ranks, args, sampler, ring, model, nodes):
 
 
 def exact_logits(ranks, args, store, model, layers=None):
-    """Logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over the ranks of each machine;
-    for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so many of
-    the first layers, [V, hidden]."""
+    """Logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over the ranks of each
+    machine; for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so
+    many of the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     used, _ = edge_data(args, store)
     if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
@@ -195,9 +197,10 @@ def exact_logits(ranks, args, store, model, layers=None):
 
 @torch.no_grad()
 def logits_in_batches(ranks, args, store, model, layers=None):
-    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers,
-    or those that a node may see at its time: all nodes at once where the graph is small and without times, else
-    --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first layers."""
+    """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has
+    numbers, or those that a node may see at its time: all nodes at once where the graph is small and without times,
+    else --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first
+    layers."""
     model.eval()
     used, _ = edge_data(args, store)
     small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
@@ -399,8 +402,8 @@ def finish(ranks, args, store, ring, model, best, report):
 
 
 def predictions(what, logits, several):
-    """What --predict writes: of logits [V, C] the classes [V] or their probabilities; of `several` labels a node 0 and 1
-    and the probability of each [V, C]. Logits and embeddings stay as they are."""
+    """What --predict writes: of logits [V, C] the classes [V] or their probabilities; of `several` labels a node 0 and
+    1 and the probability of each [V, C]. Logits and embeddings stay as they are."""
     if what == "classes":
         return (logits > 0).to(torch.int8) if several else logits.argmax(1)
     if what == "scores":
