@@ -132,7 +132,7 @@ def main(argv=None):
     add("--edges", type=int, default=10_000_000, help="store: edges to build from; their reverses are added")
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
-    add("--batches", type=int, default=40, help="store: batches of a training run, of which the first quarter is not timed")
+    add("--batches", type=int, default=40, help="store: batches of a training run; the first quarter is not timed")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places, each time")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     add("--data", default="../shared/data", metavar="DIR", help="accuracy, labor: folder of the real graphs")

@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional as F
 
 import datasets
-import flags
 import fused
 import step_graph
 import train
@@ -188,7 +187,7 @@ class Ours:
     """train.py's own loop."""
 
     def __init__(self, args, size, mode, precision, *more):
-        self.ranks, self.flags = Ranks(gpus=1), flags.parse_args(flags_of(args, size, mode, precision, *more))
+        self.ranks, self.flags = Ranks(gpus=1), train.parse_args(flags_of(args, size, mode, precision, *more))
         path = datasets.prepare(graph_name(args, size), args.root)
         self.store, self.sampler, self.ring = train.open_data(self.ranks, self.flags, path)
         self.model = train.build_model(self.ranks, self.flags, self.store, self.ring)

@@ -27,7 +27,8 @@ class Ours:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.003, fused=True)
 
     def __call__(self, i):
-        pairs = torch.randint(len(self.links.pairs), (self.args.batch_size,), generator=torch.Generator().manual_seed(i))
+        generator = torch.Generator().manual_seed(i)
+        pairs = torch.randint(len(self.links.pairs), (self.args.batch_size,), generator=generator)
         batch = self.links.fetch(0, self.links.sample(pairs, i, relabel_outer=not self.links.first_hop))
         h = self.model(batch.blocks, batch.x, aggregated=self.links.first_hop)
         loss = self.links.loss(self.model.scorer, h, batch.y) / len(pairs)
@@ -52,7 +53,8 @@ class Dgl:
         draw = load.NeighborSampler(args.fanout[::-1], prefetch_node_feats=["feat"])
         draw = load.as_edge_prediction_sampler(draw, exclude="reverse_id", reverse_eids=reverse,
                                                negative_sampler=load.negative_sampler.Uniform(1))  # fmt: skip
-        seeds = torch.randint(store.num_edges, (4 * args.batch_size * (args.rounds + 3),), generator=torch.Generator().manual_seed(0))
+        count, generator = 4 * args.batch_size * (args.rounds + 3), torch.Generator().manual_seed(0)
+        seeds = torch.randint(store.num_edges, (count,), generator=generator)
         self.loader = iter(load.DataLoader(graph, seeds, draw, batch_size=args.batch_size))
         widths = [store.feature_dim] + [args.hidden] * len(args.fanout)
         torch.manual_seed(0)
@@ -78,8 +80,8 @@ class Dgl:
 def bench_link(args):
     """Time a step of link prediction of every contender; returns the figures.
 
-    The graph has every edge's reverse. As in `bench.py step` this process keeps freed memory, and DGL "as shipped" runs in a
-    process of its own.
+    The graph has every edge's reverse. As in `bench.py step` this process keeps freed memory, and DGL "as shipped" runs
+    in a process of its own.
     """
     keep_freed_memory()
     runs = {"ours": Ours(args), "ours, nothing excluded": Ours(args, exclude=False)}

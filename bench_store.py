@@ -1,5 +1,5 @@
-"""python bench.py store: building a store, reading rows and training from features on disk, writing and reading many small
-graphs.
+"""python bench.py store: building a store, reading rows and training from features on disk, writing and reading many
+small graphs.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import datasets
-from allocator import keep_freed_memory
+from allocator import keep_freed_memory, trim_memory
 import native
 from bench_tools import OwnProcess, forget_pages, interleave, print_table, watch
 from bench_training import Ours
@@ -31,7 +31,7 @@ from store import GraphStore, MmapFeatures, build_store
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")
 
-# A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into a buffer of its own.
+# A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into its own buffer.
 PLAIN = r"""
 #define _GNU_SOURCE
 #include <linux/aio_abi.h>
@@ -100,8 +100,8 @@ def read_rows(folder, args):
         for a in range(0, size, len(block)):
             out.write(block[: size - a])
         os.fsync(out.fileno())
-    plain = native.load_c("plain_read", PLAIN, ["-O2", "-fPIC", "-shared"],
-                          {"plain_read": (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3)})  # fmt: skip
+    types = ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3
+    plain = native.load_c("plain_read", PLAIN, ["-O2", "-fPIC", "-shared"], {"plain_read": types})
     handle, figures = os.open(file, os.O_RDONLY | os.O_DIRECT), {}
     for row_bytes, run in ((400, 1), (1024, 1), (4096, 1), (1024, 8), (1024, 32)):
         rows, count = (size - 4096) // row_bytes, args.reads // run
@@ -128,35 +128,58 @@ def read_rows(folder, args):
     return figures
 
 
-def train_from_disk(path, args, how, cache):
-    """Train --batches batches on features that stay on disk, `cache` bytes of them in memory -> figures of all but the
-    first quarter, by which caches are full; the bytes read are those of the whole run.
+class FromDisk:
+    """Trains on features that stay on disk, `cache` bytes of them in memory; called with a number of batches -> figures.
 
-    how: "map" reads through the memory map, "disk" with many reads in flight, "lookahead" behind a cache that looks ahead.
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead.
     """
-    keep_freed_memory()
-    store = GraphStore.open(path)
-    table, nodes = store.features, store.split["train"]
-    if isinstance(table, MmapFeatures):  # also where they would fit
-        table = MmapFeatures(table._table, True, *([] if how == "map" else [store.path, table._head]))
-    if cache:
-        visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
-        table = CachedFeatures(table, visits, cache) if how != "lookahead" else LookaheadCache(table, cache, None, visits)
-        del visits
-    ours = Ours(store, [], args, features=table, slots=3)
-    loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=ours.sampler, ring=ours.ring)
-    forget_pages(path)
-    losses, first = [], args.batches // 4
-    with contextlib.closing(iter(loader)) as batches:
-        for batch in itertools.islice(batches, first):
-            losses.append(ours.train(batch))
+
+    def __init__(self, path, args, how, cache):
+        keep_freed_memory()
+        store = GraphStore.open(path)
+        table, nodes = store.features, store.split["train"]
+        if isinstance(table, MmapFeatures):  # also where they would fit
+            table = MmapFeatures(table._table, True, *([] if how == "map" else [store.path, table._head]))
+        if cache:
+            visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
+            ahead = how == "lookahead"
+            table = LookaheadCache(table, cache, None, visits) if ahead else CachedFeatures(table, visits, cache)
+            del visits
+            trim_memory(1)  # what that took, as train.py does
+        self.table, self.ours = table, Ours(store, [], args, features=table, slots=3)
+        sampler, ring = self.ours.sampler, self.ours.ring
+        loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=sampler, ring=ring)
+        self.batches = iter(loader)
+        forget_pages(path)
+
+    def __call__(self, count):
         with watch() as seen:
-            for batch in itertools.islice(batches, args.batches - first):
-                losses.append(ours.train(batch))
-    counts = table.counts() if how == "lookahead" else {}
-    return {"batches_per_s": (args.batches - first) / seen.seconds, "peak_anonymous": seen.peak, "mapped": seen.mapped,
-            "major_faults": seen.faults, "losses": losses, "cache_hit_rate": getattr(table, "hit_rate", None),
-            "lookahead": getattr(table, "lookahead", None), **counts}  # fmt: skip
+            losses = [self.ours.train(batch) for batch in itertools.islice(self.batches, count)]
+        counts = self.table.counts() if isinstance(self.table, LookaheadCache) else {}
+        return {"batches_per_s": count / seen.seconds, "peak_anonymous": seen.peak, "mapped": seen.mapped,
+                "major_faults": seen.faults, "losses": losses, "cache_hit_rate": getattr(self.table, "hit_rate", None),
+                "lookahead": getattr(self.table, "lookahead", None), **counts}  # fmt: skip
+
+
+def train_in_turn(path, args, ways):
+    """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, in turn, each in a process
+    of its own -> {name: figures}; of all but the first quarter, by which caches are full."""
+    processes = {name: OwnProcess(args.threads, FromDisk, path, args, *way) for name, way in ways.items()}
+    rounds = {name: [] for name in ways}
+    for _ in range(20):
+        for name, process in processes.items():
+            rounds[name].append(process(max(1, args.batches // 20)))
+    for process in processes.values():
+        process.process.shutdown()
+    figures = {}
+    for name, all_rounds in rounds.items():
+        timed, last = all_rounds[5:], all_rounds[-1]
+        rates = [f["batches_per_s"] for f in timed]
+        figures[name] = {**last, "batches_per_s": statistics.median(rates), "rates": rates,
+                         "peak_anonymous": max(f["peak_anonymous"] for f in all_rounds),
+                         "major_faults": sum(f["major_faults"] for f in timed),
+                         "losses": [loss for f in all_rounds for loss in f["losses"]]}  # fmt: skip
+    return figures
 
 
 def write_graphs(path, count):
@@ -196,16 +219,26 @@ def read_graphs(path, batch_size=256):
 
 def _print_training(trained, args):
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
-    rows = [[name, f"{f['batches_per_s']:.2f}", gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}",
-             "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"] for name, f in trained.items()]  # fmt: skip
-    print_table(rows, [f"{args.features_gb:g} GB of features", "batches/s", "anonymous", "mapped", "major page faults", "hits"])
+    rows = []
+    for name, f in trained.items():
+        hits = "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"
+        memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
+        rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
+    what = f"{args.features_gb:g} GB of features"
+    print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
+    first = trained.get("mmap, RAM cache", next(iter(trained.values())))
+    for name, f in trained.items():
+        ratios = [a / b for a, b in zip(f["rates"], first["rates"])]
+        if name.startswith("disk"):
+            print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of mmap with a RAM cache, in turn")
     curves = [f["losses"] for f in trained.values()]
-    print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, "
-          f"{'the same bits' if all(curve == curves[0] for curve in curves) else 'NOT the same bits'} in all")  # fmt: skip
+    same = "the same bits" if all(curve == curves[0] for curve in curves) else "NOT the same bits"
+    print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, {same} in all")
     for name, f in trained.items():
         if "bytes_min" in f:
-            print(f"{name}: {gb(f['bytes_read'])} read, MIN must read {gb(f['bytes_min'])}: "
-                  f"{f['bytes_read'] / f['bytes_min']:.3f} times as much; looked {f['lookahead']:,} batches ahead")  # fmt: skip
+            times = f["bytes_read"] / f["bytes_min"]
+            print(f"{name}: {gb(f['bytes_read'])} read, MIN must read {gb(f['bytes_min'])}: {times:.3f} times as much; "
+                  f"looked {f['lookahead']:,} batches ahead")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -221,7 +254,7 @@ def _store_for(dataset, root, backend):
 
 
 def bench_store(args):
-    """Build, read rows, train from disk, write and read small graphs, each in a process of its own; returns the figures."""
+    """Build, read rows, train from disk, write and read small graphs, each in its own process; returns the figures."""
     alone = lambda function, *words: OwnProcess(args.threads, functools.partial, function, *words)()  # noqa: E731
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
     parts, figures = set(args.parts.split(",")) if args.parts else set(PARTS), {}
@@ -239,22 +272,22 @@ def bench_store(args):
             (folder / "edges").unlink()
         if "reads" in parts:
             read = figures["reads"] = alone(read_rows, folder, args)
-            rows = [[name, *(f"{f[how]:,.0f}" for how in f), *(f"{f[how] / f['plain']:.2f}" for how in f if how != "plain")]
+            plain, *own = names = list(next(iter(read.values())))
+            rows = [[name, *(f"{f[how]:,.0f}" for how in names), *(f"{f[how] / f[plain]:.2f}" for how in own)]
                     for name, f in read.items()]  # fmt: skip
-            names = list(next(iter(read.values())))
-            print_table(rows, ["rows", *(f"{name}, reads/s" for name in names), *(f"{name} / plain" for name in names[1:])])
+            print_table(rows, ["rows", *(f"{how}, reads/s" for how in names), *(f"{how} / {plain}" for how in own)])
 
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-        ways = {"train": {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache), "disk": ("disk", 0),
-                          "disk, RAM cache": ("disk", cache), "disk, cache that looks ahead": ("lookahead", cache)},
-                "lmdb": {"LMDB": ("lmdb", 0)}}  # fmt: skip
+        ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
+                "disk, cache that looks ahead": ("lookahead", cache)}  # fmt: skip
         trained = figures["training"] = {}
-        for part in ways:  # one store at a time: both may not fit on the disk
+        for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
             if part in parts:
-                with _store_for(dataset, args.root, "lmdb" if part == "lmdb" else "mmap") as path:
-                    for name, way in ways[part].items():
-                        trained[name] = alone(train_from_disk, path, args, *way)
+                with _store_for(dataset, args.root, backend) as path:
+                    name = backend.upper() if backend == "lmdb" else backend
+                    trained |= train_in_turn(path, args, {name: ("map", 0)})  # by itself: pages serve all processes
+                    trained |= train_in_turn(path, args, ways) if part == "train" else {}
         if trained:
             _print_training(trained, args)
 

@@ -270,7 +270,7 @@ def common_state(ranks, args):
 def check_graph(state, path, args, store):
     """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
     graph of the same widths will do, and one in which some classes do not occur."""
-    blind = args.task == "node" and args.model not in EDGE_CONVS
+    blind = args.task != "graph" and args.model not in EDGE_CONVS
     for name in (name for name in WIDTHS[args.task] if not (blind and name == "edge_dim")):
         there, was = store.meta.get(name, 0), state["graph"][name]
         if there != was and (args.trains or name != "num_classes" or there > was):

@@ -215,7 +215,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
 
     An .npz file, a PyG `Data` and a DGLGraph hold arrays under these names (DGL has its own for edges): `edge_index`
     [2, M], or `edges` [M, 2]; `features`, `x`, `feat` or `node_features` [V, F], or a CSR matrix in `feat_indptr`,
-    `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; and perhaps
+    `feat_indices`, and perhaps `feat_shape` and `feat_data`; `labels`, `y`, `label` or `node_labels` [V]; perhaps what
+    edges carry, by the names in `arrays.OF_EDGES`, and `node_time` [V] (in DGL's ndata `time` as well); and perhaps
     `train_idx`, `train_mask` or `train_masks` [K, V], with `val_...` or `valid_...`, and `test_...`; all K splits are
     kept. Without a split, 20 nodes per class are drawn for train, 30 for valid, the rest is test. In an .npz file without features, half of
     the training nodes get their label as a one-hot feature, the other half stay for training. A file with

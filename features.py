@@ -143,6 +143,7 @@ class FeatureRing:
         self.stored = self.dtype if self.first_hop else features.dtype  # of the buffers
         self.log = log or logging.getLogger(__name__).info
         self.buffers = [None] * slots
+        self.packed = [None] * slots  # what else a batch brings from host memory, in bytes
         self.copied = [None] * slots  # event: the copy out of the slot is done
         self.began = [None] * slots  # event: it began
         self.rows, self.lock = 0, threading.Lock()  # rows of the next buffer to be allocated
@@ -175,15 +176,41 @@ class FeatureRing:
             return Batch(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
         with self.copies.stream(slot, blocks):
             edges = self._edges(slot, blocks)
-            blocks = [block.to(self.device, non_blocking=True) for block in blocks]
+            blocks, y = self._move(slot, blocks, self.labels.index_select(0, seeds.to(self.labels.device)))
             x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
-            y = self.copies.copy(self.labels.index_select(0, seeds.to(self.labels.device)))
-            return Batch(blocks, x, y, self.copies.event(), self.began[slot], edges)
+            ready = self.copied[slot] = self.copies.event()
+            return Batch(blocks, x, y, ready, self.began[slot], edges)
+
+    def _move(self, slot, blocks, y):
+        """Blocks and labels on the device: what lies in host memory goes there in one copy of page-locked memory.
+
+        The edges of a first hop that is aggregated on the host stay there: the GPU never reads them.
+        """
+        if self.first_hop and not self.on_device:
+            blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
+        fields = [block._asdict() for block in blocks] + [{"y": y}]
+        mine = [(values, name) for values in fields for name, t in values.items() if t is not None and not t.is_cuda]
+        tensors = [values[name].contiguous() for values, name in mine]
+        *starts, size = accumulate((-(-t.nbytes // 16) * 16 for t in tensors), initial=0)
+        if size:
+            if self.copied[slot] is not None:
+                self.copied[slot].synchronize()  # the batch before in this slot has left the buffers
+            if self.packed[slot] is None or len(self.packed[slot]) < size:
+                self.packed[slot] = self.copies.buffer((1 << (size - 1).bit_length(),), torch.uint8)
+            part = lambda memory, t, a: memory[a : a + t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
+            for t, a in zip(tensors, starts):
+                part(self.packed[slot], t, a).copy_(t)
+            there = self.copies.copy(self.packed[slot][:size])
+            for (values, name), t, a in zip(mine, tensors, starts):
+                values[name] = part(there, t, a)
+        return [type(block)(**values) for block, values in zip(blocks, fields)], fields[-1]["y"]
 
     def _edges(self, slot, blocks):
         """For each block the features [E, D] of its edges, where the ring has some."""
         if not self.edge_ring:
             return ()
+        if any(block.edge_ids is None for block in blocks):
+            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
         rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
         return rows.split([block.num_edges for block in blocks])
 

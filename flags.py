@@ -141,9 +141,8 @@ def make_parser():
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--cache", "--gpu-cache", dest="cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU "
-        "(cpu-cuda, pinned-cuda) or process (cpu-cpu); others stay behind (default: none; a quarter of what is free if "
-        "features exceed it)")  # fmt: skip
+    add("--cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process "
+        "(cpu-cpu); others stay behind (default: none; half of what is free if features exceed it)")  # fmt: skip
     add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU keep rows used soonest in the next N batches "
         "(default: 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")

@@ -1,6 +1,6 @@
 """Link prediction: edges as examples. Splits of edges, negatives, scorers, losses, evaluation.
 
-    graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges alone; graph.pairs has the rest
+    graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges; graph.pairs has the rest
     links = Links(graph, sampler, ring, negatives=1, seed=0)        # in the place of sampler and ring
     net.scorer = Scorer("dot", width)
     loss = links.loss(net.scorer, net(batch.blocks, batch.x), batch.y)
@@ -8,13 +8,14 @@
 
     python train.py --task link --dataset cora
 
-A positive is a pair of nodes with an edge from the first to the second. Where the reverse edge is there too the two are one
-pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its positives and
-their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn is a function of
-the seed, the step and the pair's number: the same for any number of processes, and checked against the graph.
+A positive is a pair of nodes with an edge from the first to the second. Where the reverse edge is there too the two are
+one pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its
+positives and their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn
+is a function of the seed, the step and the pair's number: the same for any number of processes, checked against the
+graph.
 
-Letters: V nodes and M edges of the graph; P pairs of a batch with K negatives each; D width of an embedding. This file needs
-disk.py, loader.py, metrics.py and sampler.py.
+Letters: V nodes and M edges of the graph; P pairs of a batch with K negatives each; D width of an embedding. This file
+needs disk.py, loader.py, metrics.py and sampler.py.
 """
 
 import argparse
@@ -59,7 +60,8 @@ class Edges:
     """
 
     def __init__(self, indptr, indices):
-        self.indptr, self.sources, self.order = indptr, indices, None  # order [M]: where a sorted edge stands in indices
+        self.indptr, self.sources = indptr, indices
+        self.order = None  # [M] where a sorted edge stands in indices
         self.steps = int(indptr.diff().max()).bit_length() if indptr.numel() > 1 else 0
         falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
         if falls.numel() and not torch.isin(falls, indptr).all():
@@ -109,8 +111,8 @@ class Edges:
 def split_type(text):
     """The argparse type of --edge-split -> the text, checked."""
     if text != "none" and not text.endswith(".npz") and not shares(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of train/valid/test, as in 85/5/10, or time:85/5/10, the "
-                                         "name of an .npz file with valid and test, or none")  # fmt: skip
+        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of train/valid/test, as in 85/5/10, or "
+                                         "time:85/5/10, the name of an .npz file with valid and test, or none")
     return text
 
 
@@ -126,14 +128,16 @@ def split_edges(store, how, seed=0):
 
     Args:
         store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
-        how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are for
-            test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each integers
-            [n, 2], source and destination; "none": all pairs are for training.
+        how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are
+            for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
+            integers [n, 2], source and destination; "none": all pairs are for training.
 
     Returns:
-        A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages: without
-        the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}. split: {part:
-        the numbers of its pairs}. known: `Edges` of the whole graph.
+        A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
+        without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
+        split: {part: the numbers of its pairs}. known: `Edges` of the whole graph.
+
+    It takes about 60 bytes of memory for each edge, and the view holds a copy of the edges.
 
     Raises:
         StoreError: where that cannot be done; nothing of the graph is checked that the store has not checked.
@@ -161,7 +165,7 @@ def split_edges(store, how, seed=0):
         rest = positives(graph.indptr, graph.indices, Edges(graph.indptr, graph.indices))
         pairs["train"] = turned(rest[0], *rest[1:], seed)
     elif not Edges(graph.indptr, graph.indices).has(*pairs["train"].unbind(1)).all():
-        raise StoreError(f"--edge-split {how}: `train` has pairs that are no edges of the graph, or that are in valid or test")
+        raise StoreError(f"--edge-split {how}: `train` has pairs that are no edges of the graph, or in valid or test")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {getattr(store, 'path', 'the graph')} has no edges left to train on")
     graph.pairs = {name: pairs[name] for name in SPLITS}
@@ -170,8 +174,8 @@ def split_edges(store, how, seed=0):
 
 
 def positives(indptr, indices, edges):
-    """Every pair of different nodes with an edge, once -> (int64 [P, 2], where its edge stands in `indices` [P], whether
-    its reverse is an edge too [P])."""
+    """Every pair of different nodes with an edge, once -> (int64 [P, 2], where its edge stands in `indices` [P],
+    whether its reverse is an edge too [P])."""
     target, source = torch.repeat_interleave(indptr.diff()), edges.sources.long()
     both = edges.has(target, source)
     keep = (source < target) | ((source > target) & ~both)
@@ -193,7 +197,7 @@ def turned(pairs, _, both, seed):
 
 
 def drawn_pairs(store, edges, how, seed):
-    """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; "train" is left out for "none"."""
+    """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for "none"."""
     if how == "none":
         return {"valid": torch.zeros(0, 2, dtype=torch.int64), "test": torch.zeros(0, 2, dtype=torch.int64)}
     found = positives(store.indptr, store.indices, edges)
@@ -201,7 +205,8 @@ def drawn_pairs(store, edges, how, seed):
     if how.startswith("time:"):
         times = getattr(store, "edge_time", None)
         if times is None:
-            raise StoreError(f"--edge-split {how} goes by the time of edges, and {getattr(store, 'path', 'the graph')} has none")
+            where = getattr(store, "path", "the graph")
+            raise StoreError(f"--edge-split {how} goes by the time of edges, and {where} has none")
         order = times[found[1]].argsort(stable=True)
     else:
         order = bits_of(pairs, mix(seed)).argsort(stable=True)
@@ -218,7 +223,8 @@ def given_pairs(file, num_nodes):
     except (OSError, ValueError) as error:
         raise StoreError(f"--edge-split {file} cannot be read: {str(error).splitlines()[0]}") from error
     if unknown := set(arrays) - set(SPLITS):
-        raise StoreError(f"--edge-split {file} has an array {min(unknown)!r}: its arrays are {', '.join(SPLITS)}, each [n, 2]")
+        known = ", ".join(SPLITS)
+        raise StoreError(f"--edge-split {file} has an array {min(unknown)!r}: its arrays are {known}, each [n, 2]")
     none = np.zeros((0, 2), np.int64)
     arrays = {"valid": none, "test": none, **arrays}
     return {name: checked_pairs(f"--edge-split {file}: {name}", pairs, num_nodes) for name, pairs in arrays.items()}
@@ -228,7 +234,8 @@ def checked_pairs(name, pairs, num_nodes):
     """Integers [n, 2] below V as an int64 tensor; StoreError for anything else."""
     pairs = np.asarray(pairs)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
-        raise StoreError(f"{name} is {list(pairs.shape)} {pairs.dtype}: integers [n, 2] are needed, source and destination")
+        found = f"{list(pairs.shape)} {pairs.dtype}"
+        raise StoreError(f"{name} is {found}: integers [n, 2] are needed, source and destination")
     bad = np.argwhere((pairs < 0) | (pairs >= num_nodes))
     if len(bad):
         raise StoreError(f"{name}[{bad[0][0]}] is {pairs[bad[0][0]].tolist()}: node ids lie in [0, {num_nodes})")
@@ -297,11 +304,13 @@ class Negatives:
             places = bad.nonzero(as_tuple=True)
             if not len(places[0]):
                 return node
-            again = self._node(key, numbers[places], which[places] + attempt * count) if attempt < TRIES else node[places] + 1
-            node[places] = again % self.num_nodes
+            if attempt < TRIES:
+                node[places] = self._node(key, numbers[places], which[places] + attempt * count)
+            else:
+                node[places] = (node[places] + 1) % self.num_nodes
             bad[places] = self._bad(source[places], node[places])
         at = int(source[bad][0])
-        raise StoreError(f"node {at} has an edge to every node, so no negative can be drawn: --unchecked-negatives takes any")
+        raise StoreError(f"node {at} has an edge to every node, so it has no negative: --unchecked-negatives takes any")
 
     def pairs(self, key, count):
         """`count` pairs of nodes without an edge between them -> int64 [count, 2]; the sources are drawn, too."""
@@ -315,8 +324,8 @@ class Negatives:
 
 
 class Scorer(nn.Module):
-    """How likely an edge is between two embeddings, as a logit: "dot", the dot product; "distmult", with a weight for each
-    column (arXiv 1412.6575); "mlp", a network of one hidden layer on their product, column by column."""
+    """How likely an edge is between two embeddings, as a logit: "dot", the dot product; "distmult", with a weight for
+    each column (arXiv 1412.6575); "mlp", a network of one hidden layer on their product, column by column."""
 
     def __init__(self, kind, width):
         super().__init__()
@@ -347,7 +356,7 @@ class Links:
     Args:
         graph: of `split_edges`. sampler: NeighborSampler of its indptr and indices. ring: FeatureRing.
         negatives: K. seed: decides on them. by_degree: draw them by degree^0.75. checked: against the training edges.
-        softmax: the loss is the cross-entropy of a pair among its negatives; else that of pair and negatives one by one.
+        softmax: the loss is the cross-entropy of a pair among its negatives; else that of each alone.
         exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
     """
 
@@ -355,7 +364,8 @@ class Links:
 
     def __init__(self, graph, sampler, ring, *, negatives=1, seed=0, by_degree=False, checked=True, softmax=False,
                  exclude=True):  # fmt: skip
-        self.sampler, self.ring, self.count, self.key, self.softmax = sampler, ring, negatives, mix(mix(seed) ^ 2), softmax
+        self.sampler, self.ring, self.count, self.softmax = sampler, ring, negatives, softmax
+        self.key = mix(mix(seed) ^ 2)
         self.first_hop, self.features, self.stream, self.exclude = ring.first_hop, ring.features, ring.stream, exclude
         device = sampler.indices.device
         self.pairs, self.edges = graph.pairs["train"].to(device), Edges(sampler.indptr, sampler.indices)
@@ -384,7 +394,7 @@ class Links:
     def fetch(self, slot, blocks):
         """What the ring fetches for the blocks, with y."""
         *blocks, y = blocks
-        y = y.to(self.ring.device, non_blocking=True)  # on the slot's stream, before the event that the ring records there
+        y = y.to(self.ring.device, non_blocking=True)  # on the slot's stream, before the event that the ring records
         return self.ring.fetch(slot, blocks)._replace(y=y)
 
     def loss(self, scorer, h, y):
@@ -405,12 +415,12 @@ class Links:
 
 
 class Evaluation:
-    """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the same
-    source, ROC-AUC and average precision against as many random pairs without an edge.
+    """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the
+    same source, ROC-AUC and average precision against as many random pairs without an edge.
 
-    A pair is ranked against all nodes where there are at most SMALL, leaving out other edges of the source, else against
-    RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole graph and are
-    the same in every run. Of more than MOST pairs the first are taken.
+    A pair is ranked against all nodes where there are at most SMALL, leaving out other edges of the source, else
+    against RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole
+    graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Args:
         graph: of `split_edges`.
@@ -437,7 +447,9 @@ class Evaluation:
         scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
         if part not in self.fixed:
             key = mix(EVALUATION ^ SPLITS.index(part))
-            others = None if self.lists else self.negatives.draw(key, torch.arange(len(pairs)), pairs[:, 0], RANKED_AGAINST)
+            numbers, others = torch.arange(len(pairs)), None
+            if not self.lists:
+                others = self.negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
             self.fixed[part] = self.negatives.pairs(mix(key), len(pairs)), others
         (random, others), mine = self.fixed[part], ranks.part(len(pairs)) if ranks else slice(None)
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))

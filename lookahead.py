@@ -5,20 +5,20 @@
         for batch in batches:
             x = cache.gather(batch.blocks[0].src_nodes)
 
-What our sampler draws is a function of the seed and the step, so the next thousand batches can be drawn before they are
-fetched. The cache then keeps the rows whose next use is nearest, which is what reads least of all that any cache could do
-(Belady's MIN, IBM Systems Journal 5(2), 1966; Ginex, PVLDB 15(11), does it for graph training in super-batches of two
-passes over the disk; here a window slides and each row is read when it is used). A row that no batch of the window asks
-for counts as used later than all others, the less hot, the later; so a window of 0 keeps the hottest rows. A batch may
-leave rows out of the cache altogether.
+What our sampler draws is a function of the seed and the step, so the next thousand batches can be drawn before they
+are fetched. The cache then keeps the rows whose next use is nearest, which is what reads least of all that any cache
+could do (Belady's MIN, IBM Systems Journal 5(2), 1966; Ginex, PVLDB 15(11), does it for graph training in super-
+batches of two passes over the disk; here a window slides and each row is read when it is used). A row that no batch
+of the window asks for counts as used later than all others, the less hot, the later; so a window of 0 keeps the
+hottest rows. A batch may leave rows out of the cache altogether.
 
-How much MIN itself must read, had it known all batches to the end, is counted along: a row is read again unless it could
-have been kept since it was last used, that is, unless at some moment in between the cache was full of rows used again
-sooner. Taking these intervals by their end and keeping each that fits is optimal (interval scheduling on as many machines
-as there are places; OPTgen of Hawkeye, ISCA 2016, counts so).
+How much MIN itself must read, had it known all batches to the end, is counted along: a row is read again unless it
+could have been kept since it was last used, that is, unless at some moment in between the cache was full of rows used
+again sooner. Taking these intervals by their end and keeping each that fits is optimal (interval scheduling on as
+many machines as there are places; OPTgen of Hawkeye, ISCA 2016, counts so).
 
-The values of rows do not depend on any of this. Letters: V nodes, C places in the cache, n rows of a batch. This file needs
-native.py, disk.py, features.py and row_reader.py.
+The values of rows do not depend on any of this. Letters: V nodes, C places in the cache, n rows of a batch. This file
+needs native.py, disk.py, features.py and row_reader.py.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ import torch
 from disk import StoreError, gather_target
 from features import prefetch
 
-RAMP = 4  # batches sampled for each one fetched until the window is full, so that training need not wait for that
+RAMP = 2  # batches sampled for each one fetched until the window is full, so that training need not wait for that
 WINDOW = 10  # a window asks for so many times the rows of the cache, unless --lookahead says otherwise
 
 SOURCE = r"""
@@ -108,7 +108,8 @@ static int32_t make_place(cache_t *cache, i64 node, i64 next) {
       if (!next && level <= cache->coldest) return -1;
       victims = cache->ring + cache->coldest;
     } else {
-      while (cache->farthest > cache->planned && cache->heads[cache->farthest & (cache->ring - 1)] < 0) cache->farthest--;
+      i64 last = cache->ring - 1;
+      while (cache->farthest > cache->planned && cache->heads[cache->farthest & last] < 0) cache->farthest--;
       if (!next || cache->farthest <= next) return -1;
       victims = cache->farthest & (cache->ring - 1);
     }
@@ -137,7 +138,8 @@ static int count_for_min(cache_t *cache, const batch_t *batch, i64 now) {  // no
   i64 earliest = now;
   for (i64 i = 0; i < batch->n; i++) {
     i64 since = batch->previous[i] ? (batch->previous[i] - 1) >> 32 : 0;
-    if (since <= cache->full) continue;  // never used, or at some moment since then the cache was full
+    if (since == now) cache->min_hits++;  // a row of this batch, once more
+    if (since == now || since <= cache->full) continue;  // never used, or at some moment since then the cache was full
     cache->starts[since]++;
     earliest = MIN(earliest, since);
   }
@@ -157,7 +159,7 @@ static int count_for_min(cache_t *cache, const batch_t *batch, i64 now) {  // no
 // ---- what Python calls
 
 void la_close(cache_t *cache) {
-  for (i64 b = cache->planned + 1; cache->window && b <= cache->newest; b++) free(cache->window[b & (cache->ring - 1)].previous);
+  for (i64 b = 0; cache->window && b < cache->ring; b++) free(cache->window[b].previous);
   free(cache->last), free(cache->place), free(cache->places), free(cache->heads), free(cache->window);
   free(cache->kept), free(cache->starts), free(cache->peak), free(cache);
 }
@@ -183,8 +185,8 @@ cache_t *la_open(i64 V, i64 C, i64 lookahead, const unsigned char *level) {  // 
   return cache;
 }
 
-// The next batch after those expected so far asks for these n distinct rows; ids stays where it is until it is planned
-// or forgotten. -> nonzero: no memory.
+// The next batch after those expected so far asks for these n rows; ids stays where it is until it is planned or
+// forgotten. A row that comes twice is known by its last place in the batch. -> nonzero: no memory.
 int la_expect(cache_t *cache, const i64 *ids, i64 n) {
   i64 now = cache->newest + 1;
   batch_t *batch = &cache->window[now & (cache->ring - 1)];
@@ -198,6 +200,7 @@ int la_expect(cache_t *cache, const i64 *ids, i64 n) {
     i64 node = ids[i], last = cache->last[node];
     batch->previous[i] = last;
     cache->last[node] = 1 + (now << 32 | i);
+    if (last && (last - 1) >> 32 == now) continue;
     if (last && (last - 1) >> 32 > cache->planned) {
       cache->window[(last - 1) >> 32 & (cache->ring - 1)].next[(last - 1) & 0xffffffff] = (int32_t)now;
     } else if (cache->place[node]) {
@@ -208,8 +211,8 @@ int la_expect(cache_t *cache, const i64 *ids, i64 n) {
   return 0;
 }
 
-// Decide on the oldest batch that is not planned: row i lies in place from[i] of the cache, -1: it is to be read, and then
-// to be kept in place keep[i], -1: in none. -> how many are to be read, or -1: no memory.
+// Decide on the oldest batch that is not planned: row i lies in place from[i] of the cache, -1: it is to be read, and
+// then to be kept in place keep[i], -1: in none. -> how many are to be read, or -1: no memory.
 i64 la_plan(cache_t *cache, int32_t *from, int32_t *keep) {
   i64 now = cache->planned + 1, reads = 0;
   batch_t *batch = &cache->window[now & (cache->ring - 1)];
@@ -226,7 +229,9 @@ i64 la_plan(cache_t *cache, int32_t *from, int32_t *keep) {
     if (from[i] >= 0) continue;
     reads++;
     i64 node = batch->ids[i];
-    int32_t place = make_place(cache, node, batch->next[i]);
+    int32_t place = cache->place[node] - 1;
+    if (place >= 0) unlink_place(cache, place);  // it comes twice
+    else place = make_place(cache, node, batch->next[i]);
     if (place < 0) continue;
     cache->places[place].node = node;
     cache->place[node] = place + 1;
@@ -308,15 +313,15 @@ class Planner:
         self.expected = deque()  # ids int64 [n] of the batches that are not planned
 
     def expect(self, ids):
-        """A later batch asks for these distinct rows."""
+        """A later batch asks for these rows, some of them perhaps twice (as a node at two times)."""
         ids = ids.to(torch.int64).contiguous()
         if library().la_expect(self.state, ids.data_ptr(), len(ids)):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
         self.expected.append(ids)
 
     def plan(self):
-        """Decide on the oldest batch that was expected -> (ids, from, keep): row i lies in place from[i] of the cache, or
-        is read where that is -1; what was read goes to place keep[i], unless that is -1. int32 [n] both."""
+        """Decide on the oldest batch that was expected -> (ids, from, keep): row i lies in place from[i] of the cache,
+        or is read where that is -1; what was read goes to place keep[i], unless that is -1. int32 [n] both."""
         ids = self.expected.popleft()
         source, keep = torch.empty(2, len(ids), dtype=torch.int32)
         if library().la_plan(self.state, source.data_ptr(), keep.data_ptr()) < 0:
@@ -386,8 +391,8 @@ class LookaheadCache:
 
     @contextmanager
     def looking_ahead(self, batches):
-        """Pass batches on in their order, each when those of the window behind it are known; a context, whose end forgets
-        what was expected and not fetched.
+        """Pass batches on in their order, each when those of the window behind it are known; a context, whose end
+        forgets what was expected and not fetched.
 
         The batches are taken, and decided on, on a thread of its own. All their `blocks[0].src_nodes` are to be
         gathered, in order.

@@ -4,8 +4,8 @@
     roc_auc(score, y), average_precision(score, y)
     ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
 
-Every figure depends on the pairs of score and target alone, not on their order. It agrees with scikit-learn's of the same
-name, ties included. Letters: n examples, C classes or labels. This file needs torch alone.
+Every figure depends on the pairs of score and target alone, not on their order. It agrees with scikit-learn's of the
+same name, ties included. Letters: n examples, C classes or labels. This file needs torch alone.
 """
 
 import math

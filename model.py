@@ -323,7 +323,8 @@ class GINConv(Conv):
     def __init__(self, in_dim, out_dim, norm="none"):
         super().__init__()
         self.out_dim = out_dim
-        norms = [] if norm == "none" else [NORMS[norm](out_dim)]
+        degenerate = norm == "layer" and out_dim < 3  # of two numbers it leaves signs, through which no gradient passes
+        norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
         self.mlp = nn.Sequential(nn.Linear(in_dim, out_dim), *norms, nn.ReLU(), nn.Linear(out_dim, out_dim))
         self.eps = nn.Parameter(torch.zeros(1))
 

@@ -3,16 +3,19 @@
     reader = open_rows("features.npy", offset=4096, row_bytes=1024, rows=V)
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
-A memory map asks for one page a thread at a time, waits, and keeps what it read in the page cache, where a graph that is
-sampled from would rather lie. Here the rows asked for are sorted, those that lie side by side are joined into one request
-of at most REQUEST bytes, and DEPTH requests are under way at a time: through io_uring where the kernel has it and allows
-it, else by as many threads with `pread`. O_DIRECT leaves the page cache alone; where the file system refuses it the file is
-read through the cache. Requests begin and end on blocks of the disk, so a table that starts on a block and has rows of
-whole blocks (a store's features do where a row is a multiple of 512 bytes) is read without a byte too many.
+A memory map asks for one page a thread at a time, waits, and keeps what it read in the page cache, where a graph that
+is sampled from would rather lie. Here the rows asked for are sorted, those that lie side by side are joined into one
+request of at most REQUEST bytes, and DEPTH requests are under way at a time: by io_uring, which takes least of the
+processor, or by as many threads with `pread`, which a busy machine gives more of its time. Where the kernel has and
+allows both, each is tried now and then, and the one that read faster goes on.
 
-C, called without Python's lock; io_uring by its system calls alone, without liburing. Rows are copied out of buffers that
-the kernel knows (registered, so that it need not pin memory for each request): for a row of a few KiB that costs less
-than pinning the place it goes to. Reads that were interrupted or came back short go on where they stopped; an
+O_DIRECT leaves the page cache alone; where the file system refuses it the file is read through the cache. Requests
+begin and end on blocks of the disk, so a table that starts on a block and has rows of whole blocks (a store's
+features do where a row is a multiple of 512 bytes) is read without a byte too many.
+
+C, called without Python's lock; io_uring by its system calls alone, without liburing. Rows are copied out of buffers
+that the kernel knows (registered, so that it need not pin memory for each request): for a row of a few KiB that costs
+less than pinning the place it goes to. Reads that were interrupted or came back short go on where they stopped; an
 error or the end of the file is one StoreError, after which the reader works on.
 
 To copy this file take native.py and disk.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives None.
@@ -23,12 +26,15 @@ import functools
 import os
 import sys
 import threading
+import time
 
 import native
 import torch
 from disk import StoreError
 
 DEPTH = 64  # requests in flight
+LARGE = 1000  # rows of a read by which the engines are compared
+TRY = 50  # reads after which each engine is tried anew
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -92,7 +98,7 @@ typedef struct {           // one call
 
 // ---- sorting rows and joining neighbours
 
-static void sort_wanted(wanted_t *wanted, wanted_t *spare, i64 n, i64 largest) {  // by row: radix sort, 11 bits at a time
+static void sort_wanted(wanted_t *wanted, wanted_t *spare, i64 n, i64 largest) {  // radix sort by row, 11 bits a time
   wanted_t *from = wanted, *to = spare;
   for (int shift = 0; shift < 63 && largest >> shift; shift += 11) {
     i64 start[2049] = {0};
@@ -249,7 +255,7 @@ static void submit(reader_t *reader, i64 number, unsigned *tail) {
   ++*tail;
 }
 
-// -> 0, or an errno with which the ring itself failed; then nothing is known of reads under way, and it is not used again.
+// -> 0, or an errno with which the ring itself failed: the kernel may still write to its buffers, so it is left aside.
 static int read_by_ring(call_t *call) {
   reader_t *reader = call->reader;
   i64 idle[reader->depth], num_idle = 0, under_way = 0;
@@ -329,9 +335,9 @@ int rr_accepts(int fd, i64 block) {
   return !refused;
 }
 
-// Read n rows, row ids[i] to place places[i] of out (null: i) -> bytes asked of the file, or -errno, -ENDED; then *at is
-// where in the file.
-i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *out, i64 *at) {
+// Read n rows, row ids[i] to place places[i] of out (null: i) -> bytes asked of the file, or -errno, -ENDED; then *at
+// is where in the file, -1: the reader is not to be used again.
+i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *out, int by_threads, i64 *at) {
   wanted_t *wanted = malloc((2 * n + 1) * sizeof *wanted);
   request_t *requests = malloc((n + 1) * sizeof *requests);
   i64 bytes = -ENOMEM, largest = 0;
@@ -346,9 +352,12 @@ i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *ou
     call.num_requests = join(reader, wanted, n, requests);
     if (call.num_requests) {
       int broken = 0;
-      if (reader->ring < 0) read_by_threads(&call);
+      if (by_threads || reader->ring < 0) read_by_threads(&call);
       else broken = read_by_ring(&call);
-      if (broken) fail(&call, broken, requests[0].offset);
+      if (broken) {
+        call.failed = broken;
+        call.failed_at = -1;
+      }
     }
     bytes = 0;
     for (i64 i = 0; i < call.num_requests; i++) bytes += requests[i].length;
@@ -370,7 +379,7 @@ SIGNATURES = {
     "rr_close": (None, _ANY),
     "rr_has_ring": (ctypes.c_int, _ANY),
     "rr_accepts": (ctypes.c_int, ctypes.c_int, _I64),
-    "rr_read": (_I64, _ANY, _ANY, _ANY, _I64, _ANY, ctypes.POINTER(_I64)),
+    "rr_read": (_I64, _ANY, _ANY, _ANY, _I64, _ANY, ctypes.c_int, ctypes.POINTER(_I64)),
 }
 
 
@@ -393,23 +402,26 @@ class RowReader:
         path: the file. offset: where row 0 begins. row_bytes, rows: size of a row, and how many there are.
         depth: requests in flight of each call.
         direct: False reads through the page cache.
-        engine: "io_uring", where the kernel allows it, or "threads".
+        engine: "io_uring", where the kernel allows it, or "threads"; None: whichever turns out to be faster.
 
     Attributes:
-        engine: the one in use. direct: whether the page cache is left alone. block: bytes that requests are whole
-        multiples of. bytes_read: asked of the file so far.
+        engine: the one in use at last. direct: whether the page cache is left alone. block: requests are multiples of
+        so many bytes. bytes_read: asked of the file so far.
 
     Raises:
         StoreError: for a file that cannot be opened.
     """
 
-    def __init__(self, path, offset, row_bytes, rows, *, depth=DEPTH, direct=True, engine="io_uring"):
+    def __init__(self, path, offset, row_bytes, rows, *, depth=DEPTH, direct=True, engine=None):
         self.path, self.offset, self.row_bytes, self.rows = str(path), offset, row_bytes, rows
         self.depth = max(1, min(depth, (1 << 26) // max(row_bytes, 1)))
-        self.bytes_read, self.lock, self.wanted = 0, threading.Lock(), engine
+        self.bytes_read, self.lock, self.engines = 0, threading.Lock(), [engine] if engine else ["io_uring", "threads"]
+        self.rates, self.calls = dict.fromkeys(self.engines, 0.0), 0  # rows a second
         self.pid = None
         self.block, self.direct = self._open(direct)
-        self.engine = "io_uring" if _library().rr_has_ring(self._idle_reader(keep=True)) else "threads"
+        if not _library().rr_has_ring(self._idle_reader(keep=True)):
+            self.engines = ["threads"]
+        self.engine = self.engines[0]
 
     def _open(self, direct):
         """Open the file -> (block, whether directly)."""
@@ -436,13 +448,21 @@ class RowReader:
         try:
             reader = self.idle.pop()  # atomic, as append is
         except IndexError:
-            use_ring = self.wanted == "io_uring"
-            reader = _library().rr_open(self.file, self.offset, self.row_bytes, self.block, self.depth, use_ring)
+            ring = "io_uring" in self.engines
+            reader = _library().rr_open(self.file, self.offset, self.row_bytes, self.block, self.depth, ring)
             if not reader:
                 raise StoreError(f"no memory to read {self.path} with {self.depth} requests in flight") from None
         if keep:
             self.idle.append(reader)
         return reader
+
+    def _engine(self, n):
+        """The engine for the next n rows: for a few, the first; else the faster one, and each anew after TRY reads."""
+        if len(self.engines) == 1 or n < LARGE:
+            return self.engines[0]
+        turn = self.calls % TRY
+        self.calls += 1
+        return self.engines[turn] if turn < len(self.engines) else max(self.engines, key=self.rates.get)
 
     def read(self, ids, out, places=None):
         """Read rows.
@@ -466,20 +486,28 @@ class RowReader:
             raise IndexError(f"node {low if low < 0 else high} is out of range: ids lie in [0, {self.rows})")
         ids = ids.to(torch.int64).contiguous()
         if not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
-            raise ValueError(f"out is {list(out.shape)} {out.dtype}: contiguous rows of {self.row_bytes} bytes are needed")
+            raise ValueError(f"out is {list(out.shape)} {out.dtype}: rows of {self.row_bytes} bytes, without gaps, "
+                             "are needed")  # fmt: skip
         if places is None and len(out) < len(ids):
             raise ValueError(f"out has {len(out)} rows, {len(ids)} are needed")
         reader, at = self._idle_reader(), ctypes.c_int64()
         where = None if places is None else places.data_ptr()
-        code = _library().rr_read(reader, ids.data_ptr(), where, len(ids), out.data_ptr(), ctypes.byref(at))
+        engine, start = self._engine(len(ids)), time.perf_counter()
+        threads = engine == "threads"
+        code = _library().rr_read(reader, ids.data_ptr(), where, len(ids), out.data_ptr(), threads, ctypes.byref(at))
+        if at.value < 0:
+            raise StoreError(f"io_uring failed while {self.path} was read: {os.strerror(-code)}")
         self.idle.append(reader)
         if code == -ENDED:
-            raise StoreError(f"{self.path} ends at byte {at.value:,} in the middle of its rows: it was cut short after it was "
-                             "opened; rebuild the store")  # fmt: skip
+            raise StoreError(f"{self.path} ends at byte {at.value:,} in the middle of its rows: it was cut short after "
+                             "it was opened; rebuild the store")  # fmt: skip
         if code < 0:
             raise StoreError(f"{self.path} cannot be read at byte {at.value:,}: {os.strerror(-code)}")
         with self.lock:
             self.bytes_read += code
+            if len(ids) >= LARGE:
+                self.engine, rate = engine, len(ids) / (time.perf_counter() - start)
+                self.rates[engine] = (self.rates[engine] + rate) / 2 if self.rates.get(engine) else rate
         return out
 
     def close(self):

@@ -37,7 +37,7 @@ from itertools import accumulate
 import torch
 
 from native_cuda import load_cuda
-from sampler_kernels import LANES, REGISTERS, aggregate_source, source
+from sampler_kernels import AGGREGATED, LANES, REGISTERS, aggregate_source, source  # noqa: F401
 
 COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
 ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come
@@ -171,7 +171,7 @@ class Backend:
             frame = Frame(self)
             frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
             frame.make_blocks()
-            frame.memory.zero_()  # ids in the padding of src_nodes are ids of nodes
+            frame.memory.zero_()  # ids in the padding are ids of nodes
         return frame
 
 
@@ -360,7 +360,7 @@ class Frame:
         return self.told[2 + 2 * L : 2 + 4 * L : 2]
 
     def aggregate(self, features, out):
-        """Let `start` do the next hop as well, in one kernel: uniform draws of 1 to 64, with replacement or without.
+        """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or without.
 
         Args:
             features: float32 or bfloat16 [V, F].

@@ -10,6 +10,7 @@ from native_cuda import DIALECT
 
 LANES = 8  # threads of a row of the outermost hop: 8 x 16 bytes are the lines that memory is read by
 REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
+AGGREGATED = 48  # and up to this one for the outermost hop in one kernel, which holds nodes and rows beside
 
 _TYPES = r"""
 enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble

@@ -16,7 +16,7 @@ run repeats to the last bit, interrupted or not. Beside a run without graphs, su
 differently.
 
 With several ranks the gradients are averaged between two graphs, as one vector; DistributedDataParallel takes no part.
-This file needs features.py, fused_cuda.py (and what that needs), model.py, sampler.py and sampler_cuda.py.
+This file needs features.py, fused_cuda.py (and what that needs), loader.py, model.py, sampler.py and sampler_cuda.py.
 """
 
 import gc
@@ -28,6 +28,7 @@ import torch.distributed as dist
 import fused
 import sampler_cuda
 from features import Batch
+from loader import AtSeedTimes
 from model import GNN, BatchNorm, SAGEConv, cross_entropy
 from sampler import Block, mix
 
@@ -42,6 +43,8 @@ def obstacle(ranks, args, sampler, ring, model):
         return "there is no GPU"
     if not isinstance(model, GNN) or not all(isinstance(layer, SAGEConv) for layer in model.layers):
         return f"they are for --model sage, this is {args.model}"
+    if isinstance(sampler, AtSeedTimes):
+        return "seeds see edges by their times (--temporal off shows them all)"
     k = args.fanout[-1]
     for hinders, why in (
         (any(isinstance(norm, BatchNorm) for norm in model.norms), "--norm batch would count the padding"),
@@ -53,8 +56,8 @@ def obstacle(ranks, args, sampler, ring, model):
         (ring.labels.dim() > 1, "nodes have several labels"),
         (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1 or k > sampler_cuda.REGISTERS[-1],
-         f"--fanout {','.join(map(str, args.fanout))} needs numbers from 1 on, the last up to {sampler_cuda.REGISTERS[-1]}"),
+        (min(args.fanout) < 1 or k > sampler_cuda.AGGREGATED,
+         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {sampler_cuda.AGGREGATED}"),
         (not isinstance(getattr(sampler, "_backend", None), sampler_cuda.Backend), "the sampler's kernels are not there"),
         (not fused.has_kernels(sampler.indices), "the layers' kernels are not there"),
     ):  # fmt: skip

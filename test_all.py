@@ -59,6 +59,7 @@ import bench
 import bench_accuracy
 import bench_attack
 import bench_gpu
+import bench_link
 import bench_training
 import checkpoint
 import columns
@@ -796,7 +797,7 @@ def _cuda_resources(source, arch, folder):
 def test_cuda_sampler_kernels_stay_in_registers(dtype, arch, tmp_path):
     found = _cuda_resources(sampler._Kernels(dtype).source, arch, tmp_path)
     like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)]
-    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, 25, like[arch == "sm_80"], like[dtype == torch.int64])
+    source, _ = sampler_cuda.aggregate_source(dtype, sampler_law.LAW, sampler_cuda.AGGREGATED, like[arch == "sm_80"], like[dtype == torch.int64])
     found |= _cuda_resources(source, arch, tmp_path)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
@@ -1500,8 +1501,8 @@ def _ring_faults(seed, broken=False):
     for batch in got:
         batch.ready.synchronize()
     device.close()
-    wrong = [i for i, (batch, ids) in enumerate(zip(got, items)) if not torch.equal(batch.x, table[ids])]
-    assert len(got) == len(items) and all(torch.equal(b.y, ids[:1]) for b, ids in zip(got, items))
+    same = lambda batch, ids: torch.equal(batch.x, table[ids]) and torch.equal(batch.y, ids[:1])  # noqa: E731
+    wrong = [i for i, (batch, ids) in enumerate(zip(got, items, strict=True)) if not same(batch, ids)]
     return device.faults + [f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong]
 
 
@@ -1512,7 +1513,7 @@ def _edge_faults(seed, slow, broken=False):
     table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
     ring = FeatureRing(torch.zeros(50, 2), torch.arange(50), slots=depth + 1, copies=device, edge_features=table, reuse=bool(slow))
     if broken:
-        ring.edge_ring.copied = _Forgets(ring.edge_ring.copied)
+        ring.copied, ring.edge_ring.copied = _Forgets(ring.copied), _Forgets(ring.edge_ring.copied)
     items = [[torch.from_numpy(rng.integers(0, 300, n * rng.choice([1, 8]))) for n in rng.integers(0, 30, 2)] for _ in range(14)]
 
     def load(item, slot):
@@ -1968,6 +1969,31 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, t
         row_reader._library.cache_clear()
 
 
+@pytest.mark.parametrize("slow", ["io_uring", "threads"])
+def test_the_faster_engine_reads_and_each_is_tried_anew(slow, tmp_path, monkeypatch):
+    path, table = _table(tmp_path, 2000, 64)
+    reader, used, now = _opened(path, table), [], [0.0]
+    if reader.engine != "io_uring":
+        pytest.skip("no io_uring here")
+    choose = reader._engine
+
+    def chosen(n):
+        used.append(choose(n))
+        return used[-1]
+
+    def clock():  # a read by the slow engine takes 2 seconds, one by the other 1
+        now[0] += 2 if used and used[-1] == slow else 1
+        return now[0]
+
+    monkeypatch.setattr(reader, "_engine", chosen)
+    monkeypatch.setattr(row_reader, "time", types.SimpleNamespace(perf_counter=clock))
+    ids = torch.randint(2000, (row_reader.LARGE,))
+    for _ in range(2 * row_reader.TRY):
+        assert torch.equal(reader.read(ids, torch.empty(len(ids), 64, dtype=torch.uint8)), table[ids])
+    assert used.count(slow) == 2 and reader.engine != slow
+    assert choose(10) == "io_uring"  # few rows
+
+
 FORBIDDEN = """
 import ctypes, struct, sys
 import torch
@@ -2029,13 +2055,14 @@ class _Cache:
             for node, place in zip(ids.tolist(), keep.tolist()):
                 if place >= 0:
                     self.held[place] = node
-        assert len({place for place in keep.tolist() if place >= 0}) == sum(place >= 0 for place in keep.tolist())
+        kept = {(node, place) for node, place in zip(ids.tolist(), keep.tolist()) if place >= 0}
+        assert len(kept) == len({node for node, _ in kept}) == len({place for _, place in kept})
         return keep
 
     def run(self, trace, window):
         waiting = 0
         for batch in trace:
-            self.planner.expect(torch.tensor(sorted(batch)))
+            self.planner.expect(torch.tensor(sorted(batch), dtype=torch.int64))
             waiting += 1
             if waiting > window:
                 self.plan()
@@ -2074,6 +2101,18 @@ def test_what_min_reads_is_counted_exactly_on_long_traces():
             assert sum(map(len, trace)) - cache.planner.min_hits == misses, places
             reads.append(cache.misses)
         assert reads[-1] == misses and reads == sorted(reads, reverse=True), reads
+
+
+def test_rows_that_come_twice_in_a_batch_are_kept_once():
+    rng = np.random.default_rng(0)
+    for places, window in ((0, 2), (5, 0), (12, 4), (12, 30), (25, 30)):
+        once = [set(rng.integers(0, 25, 8).tolist()) for _ in range(60)]
+        twice = [[*batch, *rng.choice(sorted(batch), 3)] for batch in once]
+        expected, cache = _Cache(25, places, window), _Cache(25, places, window)
+        expected.run(once, window), cache.run(twice, window)
+        assert cache.planner.min_hits == expected.planner.min_hits + 3 * len(once)
+        assert cache.misses <= expected.misses + 3 * len(once)
+        assert places > 0 or cache.misses == expected.misses + 3 * len(once)
 
 
 def test_without_a_window_the_hottest_rows_stay():
@@ -2866,7 +2905,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
         (dict(recompute=True), {}, {}, "--checkpoint-activations"),
         ({}, dict(precision="fp64"), {}, "--precision fp64"),
         ({}, dict(accumulate=2), {}, "--accumulate 2"),
-        ({}, dict(fanout=[4, 65]), {}, "--fanout 4,65 needs numbers from 1 on, the last up to 64"),
+        ({}, dict(fanout=[4, 49]), {}, "--fanout 4,49: numbers from 1 on are needed, the last up to 48"),
         ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
         ({}, dict(fanout=[4]), {}, "one layer"),
         ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
@@ -2881,6 +2920,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
         said = step_graph.obstacle(ddp.Ranks(gpus=1), args, s, types.SimpleNamespace(**{**vars(ring), **changed}), net)
         assert why in said, said
     assert step_graph.obstacle(ddp.Ranks(), args, s, ring, net) == "there is no GPU"
+    timed = loader.AtSeedTimes(s, torch.zeros(50, dtype=torch.int64))
+    assert "by their times" in step_graph.obstacle(ddp.Ranks(gpus=1), args, timed, ring, net)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -3290,6 +3331,13 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
 
 
+def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes():
+    """A layer norm of two numbers leaves their signs: its gradient is zero."""
+    for classes, norm, kind in ((2, "layer", ()), (1, "layer", ()), (3, "layer", torch.nn.LayerNorm), (2, "batch", model.BatchNorm)):
+        inner = [type(part) for part in GNN(6, 8, classes, conv="gin", num_layers=2, norm=norm).layers[-1].mlp]
+        assert len(inner) == 3 + bool(kind) and (not kind or inner[1] is kind)
+
+
 def test_model_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="width 10 cannot be shared by 4 heads"):
         GNN(6, 10, 3, conv="gat", heads=4)
@@ -3678,6 +3726,7 @@ def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(csc, "EDGE_CHUNK", int(rng.integers(1, 200)))
     monkeypatch.setattr(csc, "SORT_EDGES", int(rng.integers(8, 2000)))
+    monkeypatch.setattr(csc, "FEW_EDGES", int(rng.integers(1, 100)))
     monkeypatch.setattr(columns, "ROW_BYTES", int(rng.integers(8, 4000)))
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
     src, dst = edge_index = rng.integers(0, V, (2, M))
@@ -5804,6 +5853,7 @@ def _damaged(good, random):
 
 def _reads_damaged_stores(folder):
     mapped = build_store(folder / "mmap", **_graph(num_nodes=160, num_edges=200))
+    columned = build_store(folder / "columns", **_graph(num_nodes=160, num_edges=200), **_events(160, 200))
     sealed = build_store(folder / "lmdb", backend="lmdb", **_graph(num_nodes=160, num_edges=200))
     changed = build_store(folder / "changed", backend="lmdb", block_rows=9, **_graph(num_nodes=160, num_edges=200))
     for number in range(3):
@@ -5819,7 +5869,7 @@ def _reads_damaged_stores(folder):
         return [graph.features.gather(torch.arange(160)), graph.indices.clone()]
 
     random, cases, unnoticed = np.random.default_rng(0), 0, 0
-    for path in (mapped, sealed, changed, many):
+    for path in (mapped, sealed, changed, many, columned):
         right = read(path)
         for lock in path.glob("*-lock"):
             lock.unlink()
@@ -6745,6 +6795,7 @@ def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
         assert all(torch.equal(expected[name], model[name]) for name in expected), words
         last = cached[1]
         assert 0 < last["cache_hit_rate"] < 1 and 0 < last["bytes_min"] <= 64 * (last["rows"] - last["hits"]) <= last["bytes_read"]
+    assert "--lookahead 3 is for a --cache before features" in _train(*common, "--lookahead", 3, code=2)
     _train(*common, "--procs", 2, "--cache", "30KiB", "--checkpoint", tmp_path / "two.pt")
     _train(*common, "--procs", 2, "--checkpoint", tmp_path / "plain.pt")
     two, plain = _parameters(tmp_path / "two.pt"), _parameters(tmp_path / "plain.pt")
@@ -7612,7 +7663,7 @@ def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
 
 def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
-    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--checkpoint", file)
+    _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
     state = torch.load(file, weights_only=True)
     state["flags"]["precision"] = "tf32"  # as on a GPU
     torch.save(state, file)
@@ -8276,7 +8327,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
     for words, world, expected in (([], 1, (200, 1)), (["--batch-size", "100"], 1, (34, 6)), (["--batch-size", "50"], 2, (34, 6)),
                                    (["--batch-size", "10"], 1, (10, 60)), (["--epochs", "3"], 1, (3, 1))):  # fmt: skip
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words])
-        train.settle(ddp.Ranks(world=world), args, 600)
+        assemble.settle(ddp.Ranks(world=world), args, 600)
         assert (args.epochs, args.steps) == expected and args.weight_decay == pytest.approx(0.07 / 600)
     norms = {name: train.parse_args(["--dataset", tiny, "--model", name]).norm for name in model.CONVS}
     assert norms == {"sage": "none", "gcn": "none", "sage-pool": "layer", "gat": "layer", "gin": "layer"}
@@ -8485,6 +8536,114 @@ def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
     assert "--sampler weighted draws neighbours by the weights" in _train("--dataset", plain, "--gpus", 0, "--sampler", "weighted", code=2)
 
 
+def _told_by_the_future(path, nodes=400, **columns):
+    """Every node has eight neighbours that say nothing before its time, and eight that have its class after it."""
+    rng = np.random.default_rng(0)
+    labels, when = rng.integers(0, 2, nodes), rng.integers(20, 80, nodes)
+    sign = np.append(labels, [0, 1] * 100)  # 200 more nodes carry a sign
+    past = nodes + rng.integers(0, 200, (8, nodes))
+    future = nodes + 2 * rng.integers(0, 100, (8, nodes)) + labels
+    src, dst = np.concatenate([past, future]).ravel(), np.tile(np.arange(nodes), 16)
+    times = np.concatenate([when - rng.integers(0, 20, (8, nodes)), when + rng.integers(1, 20, (8, nodes))]).ravel()
+    x = np.zeros((nodes + 200, 2), np.float32)
+    x[nodes:, 0] = 2 * sign[nodes:] - 1
+    x[:nodes, 1] = rng.standard_normal(nodes)
+    return build_store(path, edge_index=np.stack([src, dst]), features=x, labels=np.append(labels, np.full(200, -1)),
+                       split={"train": np.arange(200), "valid": np.arange(200, 280), "test": np.arange(280, nodes)},
+                       edge_time=times, node_time=np.append(when, np.full(200, 100)), **columns)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sage", "gin", "gat", "own"])
+def test_train_sees_no_future(name, tmp_path):
+    """The future gives the answer away: at each node's own time accuracy is that of guessing, without it all is right."""
+    path = _told_by_the_future(tmp_path / "g")
+    (tmp_path / "own.py").write_text(OWN_LAYERS)
+    words = ["--dataset", path, "--gpus", 0, "--fanout", "10,2", "--epochs", 30, "--lr", 0.01, "--batch-size", 50]
+    words += ["--model", f"{tmp_path}/own.py:Net"] if name == "own" else ["--model", name, "--hidden", 16, "--norm", "layer", "--dropout", 0]
+    exact, sampled = {}, {}
+    for temporal, said in (("auto", "seeds see edges at their own time or before"), ("before", "seeds see edges before their own time"),
+                           ("off", "times of edges are not used: --temporal off")):  # fmt: skip
+        output = _train(*words, "--temporal", temporal, "--log", tmp_path / temporal)
+        assert output.count("edges   ") == 1 and said in output
+        log = _log(tmp_path / temporal)
+        exact[temporal], sampled[temporal] = log[-1]["exact"]["test"], log[-2]["valid_sampled"]
+    for found, least, room in ((exact, 0.97, 0.15), (sampled, 0.9, 0.2)):  # 120 and 80 nodes: three standard deviations
+        assert found["off"] > least and max(abs(found[temporal] - 0.5) for temporal in ("auto", "before")) < room, (exact, sampled)
+
+
+def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
+    path = _told_by_the_future(tmp_path / "g")
+    common = ["--dataset", path, "--gpus", 0, "--fanout", "5,3", "--hidden", 16, "--epochs", 3, "--precision", "fp64", "--lr", 0.01]
+    for procs in (1, 2, 3):
+        _train(*common, "--procs", procs, "--batch-size", 60 // procs, "--log", tmp_path / f"{procs}", "--predict", tmp_path / f"{procs}.npy",
+               "--predict-what", "embeddings")  # fmt: skip
+    expected = _log(tmp_path / "1")
+    for procs in (2, 3):
+        for a, b in zip(expected[:3], _log(tmp_path / f"{procs}")[:3], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-9) and a["valid_sampled"] == b["valid_sampled"]
+        np.testing.assert_allclose(np.load(tmp_path / f"{procs}.npy"), np.load(tmp_path / "1.npy"), rtol=1e-5, atol=1e-6)
+    assert np.load(tmp_path / "1.npy").shape == (600, 16)
+
+
+def test_train_at_its_own_time_goes_on_after_a_kill_to_the_last_bit(tmp_path):
+    path = _told_by_the_future(tmp_path / "g", edge_features=np.random.default_rng(1).random((6400, 2)))
+    common = ["--dataset", path, "--gpus", 0, "--fanout", "5,3", "--hidden", 16, "--batch-size", 10, "--model", "gat", "--epochs", 12]
+    _train(*common, "--checkpoint", tmp_path / "straight.pt")
+    killed, resume = 0, ["--checkpoint", tmp_path / "resumed.pt", "--checkpoint-every", 3, "--resume", "auto"]
+    for turn in range(3):
+        process = _start_fork(tmp_path / "out", *common, *resume, "--prefetch", turn)
+        _wait_for(lambda: (tmp_path / "out").read_text().count("\nrun  ") >= turn + 1, process, pause=0.005)
+        time.sleep(0.1 + 0.07 * turn)
+        os.kill(process.pid, signal.SIGKILL)
+        _end(process, 0, -signal.SIGKILL)
+        killed += process.exitcode != 0
+    assert killed and "resume  from epoch" in _train(*common, *resume)
+    straight, resumed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "resumed.pt")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_train_exact_inference_at_its_own_time_is_that_of_the_graph_of_that_time(tmp_path):
+    """Each node's logits are those of the graph that holds nothing but the edges which it may see."""
+    rng = np.random.default_rng(3)
+    path = build_store(tmp_path / "g", edge_index=rng.integers(0, 40, (2, 300)), features=rng.standard_normal((40, 3)).astype("f"),
+                       labels=rng.integers(0, 3, 40), split={"train": np.arange(20)}, edge_time=rng.integers(0, 9, 300),
+                       node_time=rng.integers(0, 9, 40), edge_features=rng.random((300, 2)))  # fmt: skip
+    graph = GraphStore.open(path)
+    dst = torch.repeat_interleave(graph.indptr.diff())
+    for name, temporal in itertools.product(("sage", "gat", "gin", "gine"), ("at", "before")):
+        args = train.parse_args(["--dataset", str(path), "--gpus", "0", "--model", name, "--temporal", temporal, "--fanout", "3,3",
+                                 "--hidden", "8", "--batch-size", "7"])  # fmt: skip
+        ranks = ddp.Ranks()
+        _, _, ring = train.open_data(ranks, args, path)
+        net = train.build_model(ranks, args, graph, ring).eval()
+        found, hidden = train.exact_logits(ranks, args, graph, net), train.exact_logits(ranks, args, graph, net, layers=1)
+        slow = copy.deepcopy(net)
+        slow.degrees = None
+        for v in range(40):
+            keep = graph.edge_time < graph.node_time[v] if temporal == "before" else graph.edge_time <= graph.node_time[v]
+            indptr = torch.nn.functional.pad(torch.bincount(dst[keep], minlength=40).cumsum(0), (1, 0))
+            options = {"edges": graph.edge_features[keep]}
+            expected = inference(slow, indptr, graph.indices[keep], graph.features.tensor, **options)
+            torch.testing.assert_close(found[v], expected[v], rtol=1e-4, atol=1e-5)
+            inner = inference(slow, indptr, graph.indices[keep], graph.features.tensor, layers=1, **options)
+            torch.testing.assert_close(hidden[v], inner[v], rtol=1e-4, atol=1e-5)
+
+
+def test_train_says_what_times_are_missing(tmp_path):
+    whole, plain = _told_by_the_future(tmp_path / "g"), prepare(TINY, tmp_path, progress=False)
+    args = _graph()
+    edges_alone = build_store(tmp_path / "e", **args, edge_time=np.arange(3000))
+    for path, words, complaint in (
+        (plain, ["--temporal", "at"], "--temporal at needs times of edges and nodes .*: .* has no times of edges"),
+        (edges_alone, ["--temporal", "before"], "has no times of nodes"),
+        (whole, ["--model", "gcn"], "--model gcn divides by the degrees of the whole graph, which count edges of the future"),
+        (plain, ["--task", "graph", "--temporal", "off"], "--temporal off is for --task node"),
+        (plain, ["--task", "graph", "--sampler", "weighted"], "--sampler weighted is for --task node"),
+    ):
+        assert re.search(complaint, _train("--dataset", path, "--gpus", 0, *words, code=2))
+    assert "times of edges are not used: nodes have none" in _train("--dataset", edges_alone, "--gpus", 0, "--epochs", 1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; bench.py attack does more
 
@@ -8622,6 +8781,20 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     assert json.loads((tmp_path / "out" / "gpu-sampling.json").read_text())["failed"] == ["no time left of --minutes 0"]
 
 
+def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch, capsys):
+    """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
+    losses, took = collections.defaultdict(list), bench_link.interleave
+    monkeypatch.setattr(bench_link, "OwnProcess", lambda threads, make, args: make(args))
+    monkeypatch.setattr(bench_link, "interleave", lambda runs, *a, **k: took(runs, *a, **k, note=lambda name, loss: losses[name].append(loss)))
+    words = ["--root", str(tmp_path), "--rounds", "2", "--fanout", "3,3", "--hidden", "8", "--batch-size", "50", "--threads", "1"]
+    assert bench.main(["link", "--dataset", TINY, *words, "--json", str(tmp_path / "l.json")]) == 0
+    found = json.loads((tmp_path / "l.json").read_text())
+    assert {"ours", "ours, nothing excluded"} <= found["median_ms"].keys() == losses.keys()
+    assert all(0.3 < loss < 1.5 for some in losses.values() for loss in some)
+    if _has_dgl():
+        assert found["ratios"].keys() == {"DGL as shipped", "DGL, malloc kept"} and "times as fast as DGL" in capsys.readouterr().out
+
+
 def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
     pytest.importorskip("matplotlib")
     common = {"machine": {"gpu": "some GPU"}, "arguments": {"what": "gpu"}}
@@ -8641,6 +8814,13 @@ def _has_pyg():
     return importlib.util.find_spec("torch_geometric") is not None
 
 
+def _events(num_nodes, num_edges):
+    """What the edges of a graph carry, and when its nodes are classified."""
+    rng = np.random.default_rng(5)
+    return {"edge_weight": rng.random(num_edges), "edge_time": rng.integers(0, 100, num_edges), "node_time": rng.integers(0, 100, num_nodes),
+            "edge_features": rng.random((num_edges, 3)).astype(np.float32)}  # fmt: skip
+
+
 def _readme_commands():
     """README's shell commands that need no GPU, no download and no second graph, without their comments."""
     lines = [line.split("  #")[0].strip() for block in _readme_blocks("bash") for line in block.splitlines()]
@@ -8655,6 +8835,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     shutil.copytree(HERE / "results", tmp_path / "results")
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
+    _save_npz(tmp_path / "events.npz", **_events(200, 3000))
     absent = [name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there]
     np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
     commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
@@ -8673,6 +8854,8 @@ def test_readme_commands_run_word_for_word(tmp_path):
                 continue
             shutil.copy(DATA / "esol.npz", tmp_path)
             command += " --epochs 2"
+        elif "events.npz" in command:
+            command += " --epochs 2 --fanout 3,3"
         elif "train.py" in command and "--resume" not in command and "--help" not in command:
             command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (" --runs 2" if "--runs" in command else "")
         if "train.py" in command and "--procs" not in command:
@@ -8692,6 +8875,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
         "edge_times": torch.zeros(4000).long(), "seeds": torch.arange(9), "times": torch.arange(9), "edge_ids": torch.arange(50),
     }  # fmt: skip
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names |= {{"edge_weight": "w", "edge_time": "t", "edge_features": "e"}.get(name, name): values for name, values in _events(400, 4000).items()}
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)  # the fields of PyG's Data that are read
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
@@ -8746,6 +8930,15 @@ split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
 """,
+    "link": """
+import types, torch
+from link import Evaluation, Scorer, split_edges
+from loader import from_edge_index
+ends = torch.randint(0, 30, (2, 100))
+indptr, indices = from_edge_index(torch.cat([ends, ends.flip(0)], 1), 30)
+graph = split_edges(types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=30), "80/10/10", seed=1)
+assert 0 < Evaluation(graph)(Scorer("dot", 4), torch.randn(30, 4), "test")["mrr"] <= 1
+""",
     "metrics": """
 import torch
 from metrics import ranking, score
@@ -8770,6 +8963,7 @@ if __name__ == "__main__":
 TAKEN_ALONG = {  # what the first lines of a file say it needs
     "store": ("disk", "csc", "columns", "lmdb_file", "row_reader", "native"),
     "graphs": ("disk", "lmdb_file", "features", "metrics"),
+    "link": ("disk", "loader", "features", "metrics", "sampler"),
     "model": ("exact",),
 }
 

@@ -30,38 +30,32 @@ import math
 import os
 import statistics
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-import datasets
 import ddp
-import own_model
-from allocator import keep_freed_memory, trim_memory
 import flags
-import lookahead
 import step_graph
-from checkpoint import build_network, check_graph, common_state, complete, restore, save_checkpoint
-from disk import StoreError, readable_size, write_whole
-from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from edge_data import EdgeData, degrees_at, edge_data
-from graphs import GraphDataset, GraphReader
-from link import Links, Scorer, read_pairs, score_pairs, split_edges
-from loader import AtSeedTimes, NodeLoader
+from allocator import trim_memory
+from assemble import build_model, make_sampler, open_data, prepare, reading_all_edges, tune
+from checkpoint import check_graph, common_state, complete, restore, save_checkpoint
+from disk import StoreError, write_whole
+from features import CachedFeatures, FeatureRing, prefetch
+from edge_data import edge_data
+from graphs import GraphReader
+from link import Links, read_pairs, score_pairs
+from loader import NodeLoader
 from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score
-from model import GNN, cross_entropy, gather_rows, graph_degrees, inference, layerwise, self_and_mean
-from own_model import is_own
-from plan import advice, choose_mode, spare_gpu_bytes
+from model import GNN, cross_entropy, inference, layerwise
+from plan import advice
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
-from sampler import DamagedGraph, NeighborSampler, mix
-from store import GraphStore, MmapFeatures, free_host_bytes
+from sampler import DamagedGraph, mix
 
-LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
-PRIOR = 0.07  # precision of a Gaussian prior of the weights, by default: beside T training nodes a weight decay of PRIOR / T
 WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
@@ -188,7 +182,7 @@ def exact_logits(ranks, args, store, model, layers=None):
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     used, _ = edge_data(args, store)
     if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
-        return logits_in_batches(ranks, args, store, model, used, layers)
+        return logits_in_batches(ranks, args, store, model, layers)
     features = getattr(store.features, "tensor", store.features)
     total = ranks.sum_here if ranks.local_world > 1 else None
     try:
@@ -200,11 +194,12 @@ def exact_logits(ranks, args, store, model, layers=None):
 
 
 @torch.no_grad()
-def logits_in_batches(ranks, args, store, model, used, layers=None):
+def logits_in_batches(ranks, args, store, model, layers=None):
     """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has numbers,
     or those that a node may see at its time: all nodes at once where the graph is small and without times, else
     --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first layers."""
     model.eval()
+    used, _ = edge_data(args, store)
     small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
     sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None), used.strict)
     features = getattr(store.features, "tensor", store.features)
@@ -223,15 +218,6 @@ def logits_in_batches(ranks, args, store, model, used, layers=None):
             x = model(batch.blocks, batch.x)
         logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
-
-
-@contextmanager
-def reading_all_edges():
-    """Around what reads every edge of a graph that nobody has checked: damage is DamagedGraph, as for the sampler."""
-    try:
-        yield
-    except IndexError as error:
-        raise DamagedGraph(str(error)) from error
 
 
 def worker(ranks, args, path):
@@ -267,159 +253,6 @@ def run_many(ranks, args, path):
     what = "scores" if args.task == "link" else (args.metric or "score").replace("_", " ")
     report.tell(f"exact {what} over {args.runs} seeds  {line}", {"runs": args.runs, "mean": mean, "std": std})
     return 0
-
-
-def open_data(ranks, args, path):
-    """Open the store and put graph and features where --mode wants them -> (store, sampler, ring).
-
-    Where features are a tensor, the ring brings what the first layer multiplies instead of the input rows: own row
-    beside mean, a third of the bytes, straight from the table.
-    """
-    if path is None:  # under torchrun one rank of each machine prepares the data, the others wait for it
-        with ranks.patience():
-            path = prepare(args) if ranks.local_rank == 0 else None
-        path = path or prepare(args)
-    if args.task == "graph":
-        args.mode, graphs = "store", GraphDataset.open(path)
-        graphs.check_split()
-        if not graphs.split["train"].numel():
-            raise StoreError(f"{path} has no training graphs; build it with a split")
-        settle(ranks, args, graphs.split["train"].numel())
-        reader = GraphReader(graphs, ranks.device, args.sample_threads)
-        return graphs, reader, reader
-    store, links, seeds = GraphStore.open(path), args.task == "link", 1
-    if links:
-        with reading_all_edges():
-            store = split_edges(store, args.edge_split, args.seed)
-        store.num_classes, seeds = args.hidden, 2 + args.negatives  # the width of embeddings; nodes of a pair, at most
-        if args.pairs:
-            read_pairs(args.pairs, store.num_nodes)  # what is wrong with it is said before anything is trained
-    else:
-        datasets.choose_split(store, args.split, seed=args.seed, turn=args.turn, say=print if ranks.leads else lambda line: None)
-        store.check_split()
-    args.metric = args.metric or ("mrr" if links else "accuracy" if store.labels.dim() == 1 else "f1")
-    if not links and not store.labelled and args.trains:
-        raise StoreError(f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task link "
-                         "learns from edges")
-    settle(ranks, args, store.split["train"].numel())
-    args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, fanout=args.fanout,
-                                  batch_size=seeds * args.batch_size, hidden=args.hidden, prefetch=args.prefetch)  # fmt: skip
-    if args.early_stop and not store.split["valid"].numel():
-        raise StoreError(f"--early-stop {args.early_stop} goes by validation {args.metric}, and {path} has no validation {'edges' if links else 'nodes'}")
-    if ranks.leads:
-        print(f"memory  {line}")
-    used, lines = edge_data(args, store)
-    if ranks.leads:
-        for line in lines:
-            print(f"edges   {line}")
-    columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
-    arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
-    if args.mode == "pinned-cuda":
-        spare = spare_gpu_bytes(store, args.mode, args.fanout, seeds * args.batch_size, args.hidden, args.prefetch) - args.cache
-        if ranks.local_world < ranks.world:
-            raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
-        arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
-    indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
-    placed = EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
-    features = cached(ranks, args, store, features, torch.arange(store.num_nodes) if links else store.split["train"],
-                      seeds * args.batch_size)  # fmt: skip
-    sampler = make_sampler(args, indptr, indices, args.fanout, placed, used.strict)
-    dtype = {"bf16": torch.float32 if is_own(args.model) else torch.bfloat16, "fp64": torch.float64}.get(args.precision, torch.float32)
-    in_place = args.model == "sage" and not args.input_dropout and {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
-    ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
-                       log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
-                       aggregate=self_and_mean if in_place else None, edge_features=placed.features)  # fmt: skip
-    if links:
-        ring = sampler = Links(store, sampler, ring, negatives=args.negatives, by_degree=args.negatives_by == "degree", seed=args.seed,
-                               checked=not args.unchecked_negatives, softmax=args.link_loss == "softmax")  # fmt: skip
-    return store, sampler, ring
-
-
-def make_sampler(args, indptr, indices, fanout, used, strict):
-    """The sampler of the flags, which draws by the columns that are used."""
-    options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
-    if args.sampler == "labor":
-        options |= {"method": "labor", "layer_dependency": args.layer_dependency, "batch_dependency": args.batch_dependency}
-    if used.time is None:
-        return NeighborSampler(indptr, indices, fanout, **options)
-    timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)
-    return AtSeedTimes(timed, used.seed_time)
-
-
-def cached(ranks, args, store, features, nodes, batch_size):
-    """The features behind the cache of --cache, which every process has; without one, as they are.
-
-    On CPU, before a memory-mapped table, it holds the rows that the next batches use soonest; on a GPU and before LMDB,
-    whose rows may change, the rows that are used most often by batches of these nodes, chosen once.
-    """
-    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
-    looks_ahead = mapped and lookahead.library() is not None
-    if looks_ahead and store.features.large and not args.cache:
-        args.cache = free_host_bytes() // (4 * ranks.local_world)
-        if ranks.leads:
-            print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
-    if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
-        return features
-    if args.lookahead is not None and not looks_ahead:
-        raise StoreError(f"--lookahead {args.lookahead} is for features that are mapped from a file in mode cpu-cpu; here they "
-                         f"are {store.meta['backend']} in mode {args.mode}")  # fmt: skip
-    with reading_all_edges():
-        visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
-    if looks_ahead:
-        return LookaheadCache(store.features, args.cache, args.lookahead, visits)
-    return CachedFeatures(features, visits, args.cache, ranks.device)
-
-
-def settle(ranks, args, examples):
-    """Fill in what depends on the number of training examples, and on nothing that more processes would change."""
-    args.total_batch = args.batch_size * args.accumulate * ranks.world
-    examples = max(examples, 1)  # without labels there are none, and nothing is trained
-    args.steps = -(-examples // args.total_batch)
-    if args.epochs is None:
-        args.epochs = max(10, -(-LEAST_STEPS // args.steps))
-    if args.weight_decay is None:
-        args.weight_decay = PRIOR / examples if args.task == "node" else 0.0
-
-
-def tune(ranks, args):
-    """Allocator and precision settings, each said in one line."""
-    if args.precision is None:
-        has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
-        args.precision = "tf32" if has_tf32 else "fp32"
-    torch.set_float32_matmul_precision("high" if args.precision == "tf32" and ranks.gpus else "highest")
-    said = "left alone"
-    if args.allocator == "tuned" and ranks.gpus:
-        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
-    elif args.allocator == "tuned":
-        said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-        said += f", oneDNN keeps {os.environ.get('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'all')} products"
-    if ranks.leads:
-        print(f"memory  allocator: {said}; --allocator system leaves it alone")
-
-
-def build_model(ranks, args, store, ring):
-    """The model with the initial weights of --seed, the same on every rank."""
-    torch.manual_seed(args.seed)
-    if is_own(args.model):
-        sizes = store.feature_dim, store.num_classes
-        model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
-        if args.task == "link":
-            model.scorer = Scorer(args.scorer, store.num_classes)
-    else:
-        model = build_network(args, {**store.meta, **{name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}})
-    if args.task == "graph" and not ring.binary:
-        model.mean.copy_(ring.mean), model.std.copy_(ring.std)
-    dtype = torch.float64 if args.precision == "fp64" else torch.float32
-    model.to(ranks.device, dtype)
-    if layerwise(model) and any(layer.uses_degree for layer in model.layers):
-        used, _ = edge_data(args, store)
-        with reading_all_edges():
-            if used.time is not None:
-                model.degrees = degrees_at(store.indptr, used.time, used.strict)
-            else:
-                model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
-    return model
 
 
 def run(ranks, args, path):
@@ -578,11 +411,6 @@ def predictions(what, logits, several):
 def parse_args(argv):
     """The command line, completed by the checkpoint to go on from; see flags.py and checkpoint.py."""
     return flags.parse_args(argv, complete)
-
-
-def prepare(args):
-    """The store directory of --dataset, built on first use."""
-    return datasets.prepare(args.dataset, args.root, seed=args.seed, backend=args.backend, symmetrize=args.symmetrize)
 
 
 def main(argv=None):
