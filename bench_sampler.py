@@ -20,8 +20,9 @@ def ours(draw, seeds):
 
 
 def restricted(draw, graph, seeds):
-    """Contenders that draw from less than the graph: without the edges that a batch of links excludes (two for each seed),
-    and by time. The times of an edge list are even over 0 .. 2^20; all seeds have the last one, or each its own."""
+    """Contenders that draw from less than the graph: without the edges that a batch of links excludes (two for each
+    seed), and by time. The times of an edge list are even over 0 .. 2^20; all seeds have the last one, or each its
+    own."""
     indptr, indices = graph
     degree, generator = indptr.diff(), torch.Generator().manual_seed(2)
     rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))

@@ -360,7 +360,8 @@ class Frame:
         return self.told[2 + 2 * L : 2 + 4 * L : 2]
 
     def aggregate(self, features, out):
-        """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or without.
+        """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or
+        without.
 
         Args:
             features: float32 or bfloat16 [V, F].
