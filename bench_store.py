@@ -232,9 +232,11 @@ def _print_training(trained, args):
         ratios = [a / b for a, b in zip(f["rates"], first["rates"])]
         if name.startswith("disk"):
             print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of mmap with a RAM cache, in turn")
-    curves = [f["losses"] for f in trained.values()]
+    curves = [f.pop("losses") for f in trained.values()]
     same = "the same bits" if all(curve == curves[0] for curve in curves) else "NOT the same bits"
     print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, {same} in all")
+    for f, curve in zip(trained.values(), curves):
+        f["first_loss"], f["last_loss"] = curve[0], curve[-1]
     for name, f in trained.items():
         if "bytes_min" in f:
             times = f["bytes_read"] / f["bytes_min"]
