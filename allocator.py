@@ -18,7 +18,9 @@ def before_torch():
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ) and _loads("libnvidia-ml.so.1"):
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # products compiled for one batch's size are not kept:
+    os.environ.setdefault(
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0"
+    )  # products compiled for one batch's size are not kept:
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # see linear() in model.py; 0 is more than this one bears
 
 

@@ -228,8 +228,10 @@ class Arrays:
             shape, count = list(columns[column].shape), num_nodes if column == "node_time" else num_edges
             if shape[:1] != [count]:
                 things = "nodes" if column == "node_time" else "edges"
-                raise self.error(f"{name} is {shape}: a row for each of the {count} {things} is needed; drop the array, or "
-                                 f"{self._do_without(name)}")
+                raise self.error(
+                    f"{name} is {shape}: a row for each of the {count} {things} is needed; drop the array, or "
+                    f"{self._do_without(name)}"
+                )
             if column != "edge_features" and shape[1:] == [1]:
                 columns[column] = columns[column].reshape(-1)
         if self._adjacent is not None:
@@ -247,7 +249,9 @@ class Arrays:
             return None
         values = self[name]
         if values.ndim == 0 or values.ndim > 2 and values.size != max(values.shape):
-            raise self.error(f"{name} is {list(values.shape)}: a label for each node, [V], is needed, or [V, C] of 0 and 1")
+            raise self.error(
+                f"{name} is {list(values.shape)}: a label for each node, [V], is needed, or [V, C] of 0 and 1"
+            )
         if values.size == max(values.shape):
             values = values.reshape(-1)
         elif (values.sum(1) == 1).all() and ((values == 0) | (values == 1)).all():
@@ -259,8 +263,10 @@ class Arrays:
         missing = np.isnan(values)
         bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
         if len(bad):
-            raise self.error(f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where there is "
-                             "none")
+            raise self.error(
+                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where there is "
+                "none"
+            )
         if missing.any():
             self.say(f"{missing.sum():,} of {values.size:,} in {name} are NaN: these nodes have no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)

@@ -33,7 +33,9 @@ from sampler import DamagedGraph, NeighborSampler
 from store import GraphStore, MmapFeatures, free_host_bytes
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
-PRIOR = 0.07  # precision of a Gaussian prior of the weights: by default a weight decay of PRIOR / T beside T training nodes
+PRIOR = (
+    0.07  # precision of a Gaussian prior of the weights: by default a weight decay of PRIOR / T beside T training nodes
+)
 
 
 def prepare(args):
@@ -100,8 +102,10 @@ def open_graph(ranks, args, path):
         if args.pairs:
             read_pairs(args.pairs, store.num_nodes)  # what is wrong with it is said before anything is trained
     elif not store.labelled and args.trains:
-        raise StoreError(f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task "
-                         "link learns from edges")
+        raise StoreError(
+            f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task "
+            "link learns from edges"
+        )
     else:
         say = print if ranks.leads else lambda line: None
         datasets.choose_split(store, args.split, seed=args.seed, turn=args.turn, say=say)
@@ -109,8 +113,9 @@ def open_graph(ranks, args, path):
     args.metric = args.metric or ("mrr" if links else "accuracy" if store.labels.dim() == 1 else "f1")
     if args.early_stop and not store.split["valid"].numel():
         examples = "edges" if links else "nodes"
-        raise StoreError(f"--early-stop {args.early_stop} goes by validation {args.metric}, and {path} has no validation "
-                         f"{examples}")
+        raise StoreError(
+            f"--early-stop {args.early_stop} goes by validation {args.metric}, and {path} has no validation {examples}"
+        )
     return store
 
 
@@ -132,7 +137,11 @@ def make_sampler(args, indptr, indices, fanout, used, strict):
     """The sampler of the flags, which draws by the columns that are used."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
     if args.sampler == "labor":
-        options |= {"method": "labor", "layer_dependency": args.layer_dependency, "batch_dependency": args.batch_dependency}
+        options |= {
+            "method": "labor",
+            "layer_dependency": args.layer_dependency,
+            "batch_dependency": args.batch_dependency,
+        }
     if used.time is None:
         return NeighborSampler(indptr, indices, fanout, **options)
     timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)

@@ -143,7 +143,11 @@ def main(argv=None):
     add("--seed", type=int, default=0, help="attack: of the cases")
     add("--parts", metavar="A,B", help="gpu, store: only these, of those that bench_gpu.py and bench_store.py list")
     add("--out", metavar="DIR", help="gpu: folder of gpu-*.json (default: results)")
-    add("--png", metavar="FILE", help="where the picture goes (default: results/throughput.png; overlap: results/timeline.png)")
+    add(
+        "--png",
+        metavar="FILE",
+        help="where the picture goes (default: results/throughput.png; overlap: results/timeline.png)",
+    )
     args = parser.parse_args(argv)
     if args.files and args.what != "picture":
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")

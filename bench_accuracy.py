@@ -110,7 +110,9 @@ def bench_labor(args):
         batch = int(sampled.split("--batch-size ")[1])
         with tempfile.TemporaryDirectory() as scratch:
             store = GraphStore.open(datasets.prepare(Path(args.data, f"{name}.npz"), scratch, progress=False))
-            read = rows(functools.partial(NeighborSampler, store.indptr, store.indices, args.fanout, check=False), store, batch)
+            read = rows(
+                functools.partial(NeighborSampler, store.indptr, store.indices, args.fanout, check=False), store, batch
+            )
         for drawn, words in DRAWN.items():
             said = f"--model sage {flags} --num-layers {len(args.fanout)} --fanout {hops} --batch-size {batch} {words}"
             figure = accuracy_of(args, name, said, *settings[0], seed=0, runs=args.runs, edges=True) | read[drawn]

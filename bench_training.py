@@ -16,7 +16,17 @@ from torch.nn import functional as F
 
 import model
 from allocator import keep_freed_memory
-from bench_tools import OwnProcess, dgl_graph, forget_pages, in_memory, interleave, made, medians, memory_of_process, opened
+from bench_tools import (
+    OwnProcess,
+    dgl_graph,
+    forget_pages,
+    in_memory,
+    interleave,
+    made,
+    medians,
+    memory_of_process,
+    opened,
+)
 from bench_tools import print_table, print_times
 from ddp import Ranks
 from features import FeatureRing

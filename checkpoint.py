@@ -239,7 +239,11 @@ def adopt(args, state, path):
         typed = getattr(args, name)
         if name not in args.typed:
             setattr(args, name, value)
-        elif name in FIXED and typed != value and not (is_own(typed) and is_own(value) or name == "edge_split" and not args.trains):
+        elif (
+            name in FIXED
+            and typed != value
+            and not (is_own(typed) and is_own(value) or name == "edge_split" and not args.trains)
+        ):
             made = f"{spelled(name)} {text_of(value)}"
             raise StoreError(f"checkpoint {path} was made with {made}, this run has {text_of(typed)}")
     if is_own(args.model) and "model" not in args.typed:

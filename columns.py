@@ -49,11 +49,18 @@ def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
             continue
         values, count = array_like(name, values), num_nodes if name == "node_time" else num_edges
         shape = tuple(values.shape)
-        if isinstance(values, Rows) or shape[:1] != (count,) or len(shape) > 1 + (name == "edge_features") or 0 in shape[1:]:
+        if (
+            isinstance(values, Rows)
+            or shape[:1] != (count,)
+            or len(shape) > 1 + (name == "edge_features")
+            or 0 in shape[1:]
+        ):
             what, wanted = ("node", f"[{count}]") if name == "node_time" else ("edge", f"[{count}]")
             wanted = f"[{count}, D]" if name == "edge_features" else wanted
-            raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: an array {wanted} is needed, a row for "
-                             f"each {what} that is given")
+            raise StoreError(
+                f"{name} is a {type(values).__name__} {list(shape)}: an array {wanted} is needed, a row for "
+                f"each {what} that is given"
+            )
         if name in ("edge_time", "node_time"):
             checked[name] = whole_numbers(name, values)
             continue
@@ -87,8 +94,10 @@ def _check_weights(name, chunk, first):
     bad = (~(torch.isfinite(chunk.float()) & (chunk >= 0))).nonzero()
     if len(bad):
         row = int(bad[0])
-        raise StoreError(f"{name}[{first + row}] is {chunk[row].item()}: a weight says how likely an edge is drawn, so it "
-                         "is finite and not negative; other numbers can be edge_features")
+        raise StoreError(
+            f"{name}[{first + row}] is {chunk[row].item()}: a weight says how likely an edge is drawn, so it "
+            "is finite and not negative; other numbers can be edge_features"
+        )
 
 
 def write_columns(path, columns, rows=None) -> dict:
@@ -101,7 +110,9 @@ def write_columns(path, columns, rows=None) -> dict:
     files = {}
     for name, array in columns.items():
         picked = None if name == "node_time" else rows
-        dtype = {"edge_weight": "float32", "edge_features": storage_dtype(_uint8_for_bool(array.dtype))}.get(name, "int64")
+        dtype = {"edge_weight": "float32", "edge_features": storage_dtype(_uint8_for_bool(array.dtype))}.get(
+            name, "int64"
+        )
         shape, step = [len(array) if picked is None else len(picked), *array.shape[1:]], _step(array)
         cuts = [slice(a, a + step) for a in range(0, shape[0], step)]
         chunks = (array[cut if picked is None else picked[cut]] for cut in cuts)

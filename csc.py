@@ -174,7 +174,9 @@ def spooled_bytes(num_edges, numbered) -> int:
 def _bits(indptr) -> int:
     """Bits that hold a node, of which two have to fit into 64."""
     if len(indptr) - 1 > 1 << 32:
-        raise StoreError(f"edges of {len(indptr) - 1:,} nodes are to be sorted: up to 2^32 can be; give indptr and indices")
+        raise StoreError(
+            f"edges of {len(indptr) - 1:,} nodes are to be sorted: up to 2^32 can be; give indptr and indices"
+        )
     return max(len(indptr) - 2, 1).bit_length()
 
 

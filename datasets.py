@@ -131,7 +131,9 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     elif graph.num_splits > 1:
         taken = turn % graph.num_splits if number is None else number
         graph.take_split(taken)
-        say(f"split   number {taken} of {graph.num_splits}, counted from 0{'' if number is not None else '; --split K takes another'}")
+        say(
+            f"split   number {taken} of {graph.num_splits}, counted from 0{'' if number is not None else '; --split K takes another'}"
+        )
 
 
 def known_datasets() -> list[str]:
@@ -355,7 +357,9 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetr
         arrays.say("it has no labels: a trained model can predict on it, and --task link can learn from its edges")
     elif not split:
         split = _split_per_class(labels, random)
-        arrays.say(f"it has no split: {DRAWN} are drawn ({'by --seed of train.py' if 'split' in source else f'seed {seed}'})")
+        arrays.say(
+            f"it has no split: {DRAWN} are drawn ({'by --seed of train.py' if 'split' in source else f'seed {seed}'})"
+        )
     if features is None:
         if labels.ndim == 2 or isinstance(split, list):
             raise arrays.error("it has no features, and labels stand for them only with one label a node and one split")
@@ -409,7 +413,16 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
             if nodes.names is not None:
                 nodes.save(folder / "nodes.txt")
-            arrays = Arrays(file, dict(edge_index=edge_index, features=rows, **({} if labels is None else {"labels": labels}), **split, **columns))
+            arrays = Arrays(
+                file,
+                dict(
+                    edge_index=edge_index,
+                    features=rows,
+                    **({} if labels is None else {"labels": labels}),
+                    **split,
+                    **columns,
+                ),
+            )
             _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
             if nodes.names is not None:
                 os.replace(folder / "nodes.txt", path / "nodes.txt")

@@ -103,7 +103,7 @@ class Ranks(NamedTuple):
         return tensor
 
     def rows(self, tensor):
-        """The rows of every rank's tensor [n, ...], one below the other, in the order of the ranks -> [sum of n, ...]."""
+        """The rows of every rank's tensor [n, ...], one below the other, in order of the ranks -> [sum of n, ...]."""
         if self.world == 1:
             return tensor
         counts = [int(n) for n in self.gather(len(tensor))]

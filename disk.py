@@ -118,7 +118,9 @@ def scratch_folder(path):
         folder = path.with_name(f".{name}.building.{uuid.uuid4().hex[:12]}")
         folder.mkdir()
         lock = os.open(folder, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # some network file systems have no locks, and then nothing is taken for dead
+        with contextlib.suppress(
+            OSError
+        ):  # some network file systems have no locks, and then nothing is taken for dead
             fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():  # not taken for dead before it was locked
             break
@@ -507,7 +509,9 @@ def whole_numbers(name, values) -> np.ndarray:
         return integers(name, values)
     bad = np.flatnonzero(~(np.abs(values) <= 1 << 53) | (values != np.rint(values)))
     if len(bad):
-        raise StoreError(f"{name}[{bad[0]}] is {values[bad[0]]}: whole numbers are needed; of finer times give a multiple")
+        raise StoreError(
+            f"{name}[{bad[0]}] is {values[bad[0]]}: whole numbers are needed; of finer times give a multiple"
+        )
     return values.astype(np.int64)
 
 
@@ -534,13 +538,14 @@ def _ids(name, values, labels, what) -> np.ndarray:
     if values.dtype not in (np.bool_, torch.bool):
         return integers(f"split {name!r}", values)
     if tuple(values.shape) != labels.shape:
-        raise StoreError(f"split {name!r} is a mask of shape {list(values.shape)}: one of [{len(labels)}], or {what} ids, "
-                         "are needed")
+        raise StoreError(
+            f"split {name!r} is a mask of shape {list(values.shape)}: one of [{len(labels)}], or {what} ids, are needed"
+        )
     return np.flatnonzero(values)
 
 
 def check_splits(splits, labels) -> dict[str, np.ndarray]:
-    """A split of nodes as int64 ids [n] for each of SPLITS, or a list of K of them as [K, n], rows filled up with -1."""
+    """A split of nodes as int64 ids [n] for each of SPLITS, or a list of K of them as [K, n], rows filled up by -1."""
     known = labels if labels.ndim == 1 else labels.min(1)
     if isinstance(splits, dict):
         return check_split(splits, known)

@@ -288,7 +288,9 @@ def download(url, target, progress):
             if response.status != 206:  # a server without ranges, or with another file than before, sends everything
                 have = 0
             version = response.headers.get("ETag", "W/")
-            version = response.headers.get("Last-Modified") if version.startswith("W/") else version  # weak: not of bytes
+            version = (
+                response.headers.get("Last-Modified") if version.startswith("W/") else version
+            )  # weak: not of bytes
             tag.write_text(version) if version else tag.unlink(missing_ok=True)
             length = response.headers.get("Content-Length")
             total = have + int(length) if length else None
@@ -302,8 +304,10 @@ def download(url, target, progress):
     except urllib.error.HTTPError as error:
         whole = str(error.headers.get("Content-Range", "")).rpartition("/")[2]
         if error.code != 416 or whole != str(have):  # 416: nothing is left to send, because the part is all of it
-            raise StoreError(f"cannot download {url}: the server answers {error.code} {error.reason}"
-                             + (f"; {part} does not fit it: remove that to begin anew" if error.code == 416 else "")) from error
+            raise StoreError(
+                f"cannot download {url}: the server answers {error.code} {error.reason}"
+                + (f"; {part} does not fit it: remove that to begin anew" if error.code == 416 else "")
+            ) from error
         size = total = have
     except (OSError, http.client.HTTPException) as error:
         raise StoreError(f"the download of {url} failed: {error}; run it again to go on from where it stopped, or put "

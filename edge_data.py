@@ -39,27 +39,41 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
     elif store.edge_features is not None:
         lines.append(f"features of edges are not used by --model {args.model}: {' and '.join(EDGE_CONVS)} take them")
     if args.model in EDGE_CONVS and args.model not in CONVS and used.features is None:
-        raise StoreError(f"--model {args.model} takes features of edges, and {store.path} has none; gin is the same without")
+        raise StoreError(
+            f"--model {args.model} takes features of edges, and {store.path} has none; gin is the same without"
+        )
     timed = store.edge_time is not None and store.node_time is not None and args.task == "node"
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off" and args.task != "node":
         raise StoreError(f"--temporal {temporal} is for --task node")
     if temporal != "off" and not timed:
-        raise StoreError(f"--temporal {temporal} needs times of edges and nodes (edge_time, node_time): {store.path} has "
-                         f"{'no times of edges' if store.edge_time is None else 'no times of nodes'}")
+        raise StoreError(
+            f"--temporal {temporal} needs times of edges and nodes (edge_time, node_time): {store.path} has "
+            f"{'no times of edges' if store.edge_time is None else 'no times of nodes'}"
+        )
     if temporal != "off":
         if args.model == "gcn":
-            raise StoreError("--model gcn divides by the degrees of the whole graph, which count edges of the future: take "
-                             "sage, gat or gin, or --temporal off")
+            raise StoreError(
+                "--model gcn divides by the degrees of the whole graph, which count edges of the future: take "
+                "sage, gat or gin, or --temporal off"
+            )
         used = used._replace(time=store.edge_time, seed_time=store.node_time, strict=temporal == "before")
         when = "at their own time or before it" if temporal == "at" else "before their own time"
         lines.append(f"seeds see edges {when}, in every hop; --temporal off shows them all")
     elif store.edge_time is not None:
-        why = "--temporal off" if timed else "nodes have none (node_time)" if args.task == "node" else f"--task {args.task}"
+        why = (
+            "--temporal off"
+            if timed
+            else "nodes have none (node_time)"
+            if args.task == "node"
+            else f"--task {args.task}"
+        )
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "weighted":
         if store.edge_weight is None:
-            raise StoreError(f"--sampler weighted draws neighbours by the weights of their edges, and {store.path} has none")
+            raise StoreError(
+                f"--sampler weighted draws neighbours by the weights of their edges, and {store.path} has none"
+            )
         used = used._replace(weight=store.edge_weight)
         lines.append("neighbours are drawn by the weights of their edges; exact inference counts all edges alike")
     elif store.edge_weight is not None:

@@ -147,8 +147,21 @@ class FeatureRing:
         self.copied = [None] * slots  # event: the copy out of the slot is done
         self.began = [None] * slots  # event: it began
         self.rows, self.lock = 0, threading.Lock()  # rows of the next buffer to be allocated
-        self.edge_ring = None if edge_features is None else FeatureRing(
-            edge_features, None, slots=slots, device=device, log=log, dtype=dtype, gather=gather, reuse=reuse, copies=self.copies)
+        self.edge_ring = (
+            None
+            if edge_features is None
+            else FeatureRing(
+                edge_features,
+                None,
+                slots=slots,
+                device=device,
+                log=log,
+                dtype=dtype,
+                gather=gather,
+                reuse=reuse,
+                copies=self.copies,
+            )
+        )
 
     def stream(self, slot):
         """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
@@ -177,7 +190,9 @@ class FeatureRing:
         with self.copies.stream(slot, blocks):
             edges = self._edges(slot, blocks)
             blocks, y = self._move(slot, blocks, self.labels.index_select(0, seeds.to(self.labels.device)))
-            x = self._fetch(slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer)
+            x = self._fetch(
+                slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer
+            )
             ready = self.copied[slot] = self.copies.event()
             return Batch(blocks, x, y, ready, self.began[slot], edges)
 
@@ -210,7 +225,9 @@ class FeatureRing:
         if not self.edge_ring:
             return ()
         if any(block.edge_ids is None for block in blocks):
-            raise ValueError("features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)")
+            raise ValueError(
+                "features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)"
+            )
         rows = self.edge_ring._fetch(slot, torch.cat([block.edge_ids for block in blocks]))
         return rows.split([block.num_edges for block in blocks])
 

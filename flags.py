@@ -76,80 +76,109 @@ def make_parser():
     count, number, from_zero = positive(int), positive(float), positive(float, zero=True)
 
     add = parser.add_argument_group("data").add_argument
-    add("--task", default="node", choices=["node", "link", "graph"], metavar="KIND", help="node: classes of nodes; link: edges; graph: targets "
+    add("--task", default="node", choices=["node", "link", "graph"], metavar="KIND",
+        help="node: classes of nodes; link: edges; graph: targets "
         "of many small graphs")  # fmt: skip
-    add("--dataset", default="synthetic", metavar="NAME", help="synthetic, synthetic:nodes=..., a store folder, an .npz file, "
+    add("--dataset", default="synthetic", metavar="NAME",
+        help="synthetic, synthetic:nodes=..., a store folder, an .npz file, "
         "cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M (default: %(default)s)")  # fmt: skip
     add("--root", default="data", metavar="DIR", help="folder for downloads and built stores")
     add("--backend", default="mmap", choices=["mmap", "lmdb"], help="how a newly built store keeps features")
-    add("--split", type=positive(int, zero=True), metavar="K", help="which of several splits to take, from 0 (default: the first; "
+    add("--split", type=positive(int, zero=True), metavar="K",
+        help="which of several splits to take, from 0 (default: the first; "
         "--runs: each in turn)")  # fmt: skip
     add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--fanout", type=fanout, metavar="15,10,5", help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
+    add("--fanout", type=fanout, metavar="15,10,5",
+        help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
         "PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
-    add("--sampler", default="uniform", choices=["uniform", "labor", "weighted"], metavar="KIND", help="uniform; labor: seeds take "
+    add("--sampler", default="uniform", choices=["uniform", "labor", "weighted"], metavar="KIND",
+        help="uniform; labor: seeds take "
         "the same neighbours where they can (arXiv 2210.13339); weighted: by the edges' weights")  # fmt: skip
-    add("--layer-dependency", action="store_true", help="labor: all hops draw alike, so that a batch has fewer input rows")
-    add("--batch-dependency", type=count, default=1, metavar="K", help="labor: K steps in a row draw alike, so that rows come again")
-    add("--temporal", default="auto", choices=["auto", "at", "before", "off"], metavar="WHEN", help="edges that a seed sees: at its "
+    add("--layer-dependency", action="store_true",
+        help="labor: all hops draw alike, so that a batch has fewer input rows")  # fmt: skip
+    add("--batch-dependency", type=count, default=1, metavar="K",
+        help="labor: K steps in a row draw alike, so that rows come again")  # fmt: skip
+    add("--temporal", default="auto", choices=["auto", "at", "before", "off"], metavar="WHEN",
+        help="edges that a seed sees: at its "
         "time or before, only before, off: all (default: at, where edges and nodes have times)")  # fmt: skip
     add("--batch-size", type=count, default=1024, metavar="N", help="seeds of a process in one pass")
     add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=name_of(CONVS | EDGE_CONVS), default="sage", metavar="NAME", help=f"{', '.join(CONVS | EDGE_CONVS)}, or yours: FILE.py:NAME")
-    add("--model-args", type=words_of, metavar="A=1,B=x", help="your own is NAME(features, classes, A=1, B='x') (default: none)")
+    add("--model", type=name_of(CONVS | EDGE_CONVS), default="sage", metavar="NAME",
+        help=f"{', '.join(CONVS | EDGE_CONVS)}, or yours: FILE.py:NAME")  # fmt: skip
+    add("--model-args", type=words_of, metavar="A=1,B=x",
+        help="your own is NAME(features, classes, A=1, B='x') (default: none)")  # fmt: skip
     add("--hidden", type=count, default=128, metavar="N", help="width of the inner layers, all heads together")
     add("--num-layers", type=count, metavar="N", help="layers (default: one for each fanout, else 3)")
     add("--heads", type=count, default=4, metavar="N", help="attention heads of gat")
-    add("--norm", choices=list(NORMS), metavar="KIND", help="after inner layers: none, layer, batch (default: layer for "
+    add("--norm", choices=list(NORMS), metavar="KIND",
+        help="after inner layers: none, layer, batch (default: layer for "
         f"{', '.join(NORMALISED)})")  # fmt: skip
     add("--residual", action="store_true", help="add each layer's input to its output")
-    add("--dropout", type=from_zero, default=0.5, metavar="P", help="probability after each inner layer and of gat's attention")
+    add("--dropout", type=from_zero, default=0.5, metavar="P",
+        help="probability after each inner layer and of gat's attention")  # fmt: skip
     add("--input-dropout", type=from_zero, default=0.0, metavar="P", help="probability of the features (default: 0)")
 
     add = parser.add_argument_group("links").add_argument
-    add("--edge-split", type=split_type, default="85/5/10", metavar="A/B/C", help="percent of edges to train, validate and test on, "
-        "drawn by --seed; time:A/B/C by their time; none: train on all; or FILE.npz with valid and test [n, 2]")  # fmt: skip
-    add("--scorer", default="dot", choices=["dot", "distmult", "mlp"], metavar="KIND", help="of two embeddings: dot, distmult, mlp")
+    add("--edge-split", type=split_type, default="85/5/10", metavar="A/B/C",
+        help="percent of edges to train, validate and test on, "
+        "drawn by --seed; time:A/B/C by their time; none: train on all; or FILE.npz with valid and test "
+        "[n, 2]")  # fmt: skip
+    add("--scorer", default="dot", choices=["dot", "distmult", "mlp"], metavar="KIND",
+        help="of two embeddings: dot, distmult, mlp")  # fmt: skip
     add("--negatives", type=count, default=1, metavar="N", help="drawn for each edge in training, none of them an edge")
-    add("--negatives-by", default="uniform", choices=["uniform", "degree"], metavar="KIND", help="uniform, or degree: by degree^0.75")
+    add("--negatives-by", default="uniform", choices=["uniform", "degree"], metavar="KIND",
+        help="uniform, or degree: by degree^0.75")  # fmt: skip
     add("--unchecked-negatives", action="store_true", help="negatives may be edges")
-    add("--link-loss", default="bce", choices=["bce", "softmax"], metavar="KIND", help="bce: one by one; softmax: edge among negatives")
+    add("--link-loss", default="bce", choices=["bce", "softmax"], metavar="KIND",
+        help="bce: one by one; softmax: edge among negatives")  # fmt: skip
     add("--pairs", metavar="FILE.npy", help="node ids [n, 2] whose scores --predict writes instead of embeddings")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--lr", type=number, default=0.003, metavar="RATE", help="Adam's learning rate")
     add("--lr-schedule", default="constant", choices=["constant", "cosine"], help="cosine: falls to 0 over --epochs")
     add("--weight-decay", type=from_zero, metavar="X", help="Adam's L2 term (default: 0.07 / training nodes)")
-    add("--epochs", type=count, metavar="N", help="passes over the training nodes (default: 10, or 200 optimizer steps)")
-    add("--metric", choices=list(dict.fromkeys(sum(METRICS.values(), []))), metavar="NAME", help="accuracy, roc_auc, f1 "
-        "(default: accuracy, of several labels a node f1); of links mrr, hits@1, hits@10, roc_auc, ap (default: mrr)")  # fmt: skip
-    add("--early-stop", type=count, metavar="N", help="end after N epochs without a better validation --metric and take "
+    add("--epochs", type=count, metavar="N",
+        help="passes over the training nodes (default: 10, or 200 optimizer steps)")  # fmt: skip
+    add("--metric", choices=list(dict.fromkeys(sum(METRICS.values(), []))), metavar="NAME",
+        help="accuracy, roc_auc, f1 "
+        "(default: accuracy, of several labels a node f1); of links mrr, hits@1, hits@10, roc_auc, ap "
+        "(default: mrr)")  # fmt: skip
+    add("--early-stop", type=count, metavar="N",
+        help="end after N epochs without a better validation --metric and take "
         "the best epoch's weights (default: off)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="fixes weights, order, sampling and dropout")
-    add("--runs", type=count, default=1, metavar="N", help="train with N seeds from --seed on; mean and standard deviation")
-    add("--precision", choices=["fp32", "tf32", "bf16", "fp64"], help="of the matrix products; fp64 is for comparing runs "
+    add("--runs", type=count, default=1, metavar="N",
+        help="train with N seeds from --seed on; mean and standard deviation")  # fmt: skip
+    add("--precision", choices=["fp32", "tf32", "bf16", "fp64"],
+        help="of the matrix products; fp64 is for comparing runs "
         "(default: tf32 on a GPU that has it, else fp32)")  # fmt: skip
-    add("--checkpoint-activations", action="store_true", help="compute inner layers again in the backward pass instead of "
+    add("--checkpoint-activations", action="store_true",
+        help="compute inner layers again in the backward pass instead of "
         "keeping them: less memory, more time")  # fmt: skip
 
     add = parser.add_argument_group("processes and placement").add_argument
-    add("--gpus", type=positive(int, zero=True), metavar="N", help="GPUs, one process each; 0 trains on CPU (default: 1 when "
+    add("--gpus", type=positive(int, zero=True), metavar="N",
+        help="GPUs, one process each; 0 trains on CPU (default: 1 when "
         "there is one)")  # fmt: skip
     add("--procs", type=count, default=1, metavar="N", help="processes with --gpus 0; they share the cores")
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
-    add("--cache", type=size, default=0, metavar="4GiB", help="feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process "
+    add("--cache", type=size, default=0, metavar="4GiB",
+        help="feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process "
         "(cpu-cpu); others stay behind (default: none; half of what is free if features exceed it)")  # fmt: skip
-    add("--lookahead", type=positive(int, zero=True), metavar="N", help="on CPU keep rows used soonest in the next N batches "
+    add("--lookahead", type=positive(int, zero=True), metavar="N",
+        help="on CPU keep rows used soonest in the next N batches "
         "(default: 10 caches full)")  # fmt: skip
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
-    add("--cuda-graph", default="auto", choices=["auto", "on", "off"], help="a step as CUDA graphs, without the host: for sage "
+    add("--cuda-graph", default="auto", choices=["auto", "on", "off"],
+        help="a step as CUDA graphs, without the host: for sage "
         "with features that GPUs read; on: say so where it cannot be")  # fmt: skip
-    add("--allocator", default="tuned", choices=["tuned", "system"], help="tuned: on CPU freed memory is kept, on CUDA segments "
+    add("--allocator", default="tuned", choices=["tuned", "system"],
+        help="tuned: on CPU freed memory is kept, on CUDA segments "
         "can grow; system: left alone")  # fmt: skip
 
     add = parser.add_argument_group("files").add_argument
@@ -159,8 +188,10 @@ def make_parser():
         "flags; auto: from that of --checkpoint, once it is there")  # fmt: skip
     add("--predict", metavar="FILE.npy", help="write exact predictions for every node; with --resume FILE nothing is "
         "trained unless --epochs or --checkpoint is given")  # fmt: skip
-    add("--predict-what", default="classes", choices=["classes", "scores", "logits", "embeddings"], metavar="KIND", help="classes, "
-        "int64 [V]; scores (probabilities), logits, float32 [V, classes]; embeddings: what the last layer is given, [V, hidden]")  # fmt: skip
+    add("--predict-what", default="classes", choices=["classes", "scores", "logits", "embeddings"], metavar="KIND",
+        help="classes, "
+        "int64 [V]; scores (probabilities), logits, float32 [V, classes]; embeddings: what the last layer is given, "
+        "[V, hidden]")  # fmt: skip
     add("--log", "--log-file", metavar="FILE", help="append JSON lines: the flags, then each epoch (under torchrun "
         "write --log-file)")  # fmt: skip
     add("--tensorboard", metavar="DIR", help="write the epochs' figures for TensorBoard")
@@ -172,9 +203,18 @@ def make_parser():
 def check_network(parser, args):
     """Fill in what depends on other flags; refuse a network and a way to train it that cannot work, on any machine."""
     if is_own(args.model):
-        for flag in ("hidden",) * (args.task != "link") + ("heads", "norm", "residual", "dropout", "input_dropout", "checkpoint_activations"):
+        for flag in ("hidden",) * (args.task != "link") + (
+            "heads",
+            "norm",
+            "residual",
+            "dropout",
+            "input_dropout",
+            "checkpoint_activations",
+        ):
             if getattr(args, flag) not in (parser.get_default(flag), "none"):
-                parser.error(f"{spelled(flag)} is for the built-in models; give {args.model} what it needs by --model-args")
+                parser.error(
+                    f"{spelled(flag)} is for the built-in models; give {args.model} what it needs by --model-args"
+                )
         if args.task == "graph":
             parser.error(f"--model {args.model} is for --task node")
         if args.predict_what == "embeddings":
@@ -192,7 +232,9 @@ def check_network(parser, args):
         if getattr(args, flag) >= 1:
             parser.error(f"{spelled(flag)} {getattr(args, flag)} must be below 1")
     if args.model == "gat" and args.hidden % args.heads:
-        parser.error(f"--hidden {args.hidden} cannot be shared by --heads {args.heads}; give a multiple of {args.heads}")
+        parser.error(
+            f"--hidden {args.hidden} cannot be shared by --heads {args.heads}; give a multiple of {args.heads}"
+        )
     if args.norm == "batch" and args.checkpoint_activations:
         parser.error("--checkpoint-activations would count each batch twice in --norm batch; use --norm layer")
     for flag, off in (("layer_dependency", False), ("batch_dependency", 1)):
@@ -201,8 +243,6 @@ def check_network(parser, args):
     for flag, off in (("sampler", "uniform"), ("temporal", "auto")):
         if args.task == "graph" and getattr(args, flag) != off:
             parser.error(f"--{flag} {getattr(args, flag)} is for --task node")
-    if args.task == "link" and args.temporal in ("at", "before"):
-        parser.error(f"--temporal {args.temporal} is for --task node; --edge-split time:85/5/10 splits links by their time")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed}: give a whole number from 0 to 2^63 - 1")
     for flag in LINK_FLAGS:
@@ -217,10 +257,14 @@ def check_network(parser, args):
     if args.task == "link" and args.split is not None:
         parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
     if args.task == "link" and args.temporal not in ("auto", "off"):
-        parser.error(f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time")
+        parser.error(
+            f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time"
+        )
     args.temporal = "off" if args.task == "link" else args.temporal
     if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
-        parser.error(f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none")
+        parser.error(
+            f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none"
+        )
     if args.task == "graph" and args.precision == "fp64":
         parser.error("--precision fp64 is for --task node; use fp32 or bf16")
 
@@ -261,7 +305,9 @@ def check_files(parser, args):
     if args.pairs and not args.predict:
         parser.error(f"--pairs {args.pairs} needs --predict FILE.npy to write their scores to")
     if args.task == "link" and "predict_what" in args.typed:
-        parser.error(f"--predict-what {args.predict_what} is for --task node: --task link writes embeddings, or scores of --pairs")
+        parser.error(
+            f"--predict-what {args.predict_what} is for --task node: --task link writes embeddings, or scores of --pairs"
+        )
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         if getattr(args, flag) is None:
             continue
@@ -339,7 +385,9 @@ def size(text):
     try:
         return int(float(found[1]) * units[found[2]])
     except (TypeError, KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB, 512MiB or a number of bytes") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; write it as 4GiB, 512MiB or a number of bytes"
+        ) from None
 
 
 def positive(kind, zero=False):

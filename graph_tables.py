@@ -314,7 +314,9 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
         cuts = np.cumsum([len(columns) for columns in real.values()])[:-1]
 
         def pairs():
-            kinds = dict(whole=[more[name][0] for name in whole], real=[j for columns in real.values() for j in columns])
+            kinds = dict(
+                whole=[more[name][0] for name in whole], real=[j for columns in real.values() for j in columns]
+            )
             for lines, pair, integers, floats, _ in nodes.chunks(table, ends, **kinds):
                 found = dict(zip(whole, integers.T)) | dict(zip(real, np.split(floats, cuts, axis=1)))
                 if "edge_features" in found:
@@ -328,7 +330,9 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
             raise StoreError(f"{file} has a header and no rows")
         table.say(*(f"{name} from {', '.join(map(table.column, columns))}" for name, columns in more.items()))
         files.close()
-        dtypes = {name: np.int64 if name in whole else np.float32 if name == "edge_features" else np.float64 for name in more}
+        dtypes = {
+            name: np.int64 if name in whole else np.float32 if name == "edge_features" else np.float64 for name in more
+        }
         kept = {name: np.memmap(f"{target}-{name}", dtype, "r") for name, dtype in dtypes.items()}
         if "edge_features" in kept:
             kept["edge_features"] = kept["edge_features"].reshape(len(found), -1)
@@ -374,7 +378,9 @@ def edge_rows(file, target, name) -> np.ndarray:
 
         def rows():
             for lines, integers, floats, _ in table.chunks(**{"whole" if whole else "real": every}):
-                yield integers if whole else _float32(table, lines, floats, every) if name == "edge_features" else floats
+                yield (
+                    integers if whole else _float32(table, lines, floats, every) if name == "edge_features" else floats
+                )
 
         dtype = np.int64 if whole else np.float32 if name == "edge_features" else np.float64
         found = spool(target, rows(), dtype, table.width)

@@ -85,9 +85,11 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     graphs, nodes = {len(num_nodes), len(num_edges), len(y)}, {num_nodes.sum(), len(x)}
     edges, least = {num_edges.sum(), len(src), len(e)}, min(num_nodes.min(initial=1), num_edges.min(initial=0) + 1)
     if max(len(graphs), len(nodes), len(edges)) > 1 or least < 1:
-        raise StoreError(f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
-                         f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, e {len(e)}, "
-                         f"y {len(y)}: they do not fit, or a graph has no node")
+        raise StoreError(
+            f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
+            f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, e {len(e)}, "
+            f"y {len(y)}: they do not fit, or a graph has no node"
+        )
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
     if len(bad):

@@ -28,8 +28,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import (ROW_BYTES, StoreError, as_numpy, check_finite, check_npy, check_size, dump_meta, file_record, gather_target, read_meta,
-                  sha256_of, storage_dtype, sync)
+from disk import (
+    ROW_BYTES,
+    StoreError,
+    as_numpy,
+    check_finite,
+    check_npy,
+    check_size,
+    dump_meta,
+    file_record,
+    gather_target,
+    read_meta,
+    sha256_of,
+    storage_dtype,
+    sync,
+)
 
 READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
 BLOCK_HEADER = struct.Struct("<4sIIII")  # magic, rows, row width, bytes per element, CRC-32 of the rows behind it

@@ -350,7 +350,9 @@ class GINEConv(GINConv):
         """See `Conv`."""
         count = indptr.diff()
         dst = torch.repeat_interleave(count, output_size=indices.numel())
-        total = _EdgeSums.apply(message, edges, self.edge_linear.weight, self.edge_linear.bias, indices, dst, len(h_dst))
+        total = _EdgeSums.apply(
+            message, edges, self.edge_linear.weight, self.edge_linear.bias, indices, dst, len(h_dst)
+        )
         return self.mlp((1 + self.eps) * h_dst + total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1)))
 
 
@@ -480,7 +482,9 @@ class _EdgeScores(torch.autograd.Function):
     """attn . leaky_relu(source_u + target_v + weight e) of every edge, some at a time: no [E, K, D] stays."""
 
     @staticmethod
-    def forward(ctx, source, target, attn, indices, dst, edges=None, weight=None):  # [N, K, D], [S, K, D], ... -> [E, K]
+    def forward(
+        ctx, source, target, attn, indices, dst, edges=None, weight=None
+    ):  # [N, K, D], [S, K, D], ... -> [E, K]
         ctx.save_for_backward(source, target, attn, indices, dst, edges, weight)
         scores = source.new_empty(indices.numel(), attn.shape[0], dtype=_at_least_float32(source))
         for part, _, _, _, z in _edge_pieces(source, target, indices, dst, edges, weight):
@@ -518,7 +522,9 @@ class _EdgeSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         source, edges, weight, bias, indices, dst = ctx.saved_tensors
-        to_source, to_weight, to_bias = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, weight, bias))
+        to_source, to_weight, to_bias = (
+            torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, weight, bias)
+        )
         for _, u, v, e, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
             g = grad.index_select(0, v).to(z.dtype).mul_(z > 0)
             to_source.index_add_(0, u, g)
@@ -540,7 +546,12 @@ class BatchNorm(nn.BatchNorm1d):
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv, "gat": GATv2Conv, "gin": GINConv}
 EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # those that take features of edges; gine needs them
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
-NORMALISED = ("sage-pool", "gat", "gin", "gine")  # by default in train.py: without a norm they learn slowly or not at all
+NORMALISED = (
+    "sage-pool",
+    "gat",
+    "gin",
+    "gine",
+)  # by default in train.py: without a norm they learn slowly or not at all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -588,7 +599,9 @@ class GNN(nn.Module):
             known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
             raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {known}")
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
-        options = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}, "gine": {"norm": norm}}.get(conv, {})
+        options = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}, "gine": {"norm": norm}}.get(
+            conv, {}
+        )
         options |= {"edge_dim": edge_dim} if edge_dim else {}
         last = {**options, "mean": True} if conv == "gat" else options
         self.layers = nn.ModuleList(convs[conv](*pair, **options) for pair in pairs[:-1])
@@ -611,7 +624,9 @@ class GNN(nn.Module):
             edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
         """
         if self.edge_dim and not edges:
-            raise ValueError(f"edges is {edges}: with edge_dim {self.edge_dim} the features of each block's edges are needed")
+            raise ValueError(
+                f"edges is {edges}: with edge_dim {self.edge_dim} the features of each block's edges are needed"
+            )
         dtype = next(self.parameters()).dtype
         if x.dtype != dtype and not (x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)

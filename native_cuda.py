@@ -179,7 +179,10 @@ class Launch:
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
         codes = [_code(kernels._numbers, c_type) for c_type, _ in kernels.signatures[kernel]]
-        self._format, self._structs = struct.Struct("".join(codes)), {i: None for i, code in enumerate(codes) if not code}
+        self._format, self._structs = (
+            struct.Struct("".join(codes)),
+            {i: None for i, code in enumerate(codes) if not code},
+        )
         self._memory = ctypes.create_string_buffer(self._format.size)
         sizes = [struct.calcsize("".join(codes[: i + 1])) - struct.calcsize(code) for i, code in enumerate(codes)]
         self._places = list(zip(codes, sizes))  # code of struct and offset in the memory
@@ -244,7 +247,9 @@ def _raw_stream(index):
     return torch.cuda.current_stream(index).cuda_stream
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)  # twenty times as fast; torch's compiler takes it too
+_raw_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _raw_stream
+)  # twenty times as fast; torch's compiler takes it too
 
 
 # ---------------------------------------------------------------------------------------------------------------------

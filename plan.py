@@ -107,9 +107,11 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     mode = mode or next((m for m in reversed(choices) if modes[m]["possible"]), None)
     arrays = modes["pinned-cuda"]["shared"]
     in_memory = arrays <= free_host
-    why = (f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
-           + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
-           + "; lmdb is for rows that change while others read them")
+    why = (
+        f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
+        + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
+        + "; lmdb is for rows that change while others read them"
+    )
     sums = {m: _sum_line(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
     return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap", "backend_why": why}
 
@@ -154,8 +156,10 @@ def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:
     if mode == "cpu-cpu":
         return host
     free = "(no GPU here)" if free_gpu is None else f"of {readable_size(free_gpu)} free"
-    return (f"each GPU {readable_size(p['gpu'])} + {readable_size(p['gpu_step'])} for batches = {readable_size(p['gpu'] + p['gpu_step'])} {free}, "
-            + host)
+    return (
+        f"each GPU {readable_size(p['gpu'])} + {readable_size(p['gpu_step'])} for batches = {readable_size(p['gpu'] + p['gpu_step'])} {free}, "
+        + host
+    )
 
 
 def estimate_lines(path, **options) -> str:

@@ -222,7 +222,9 @@ class Report:
 
 def flags_of(args):
     """The flags of a run, without what parse_args adds -> {name: value}."""
-    return {name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run", "turn")}
+    return {
+        name: value for name, value in vars(args).items() if name not in ("typed", "trains", "again", "run", "turn")
+    }
 
 
 def hardware(ranks):
@@ -254,7 +256,8 @@ def describe(ranks, args, store, model):
             f"{store.feature_dim} features; pairs: {split} ({args.edge_split})",
             f"model   {args.model}, {network}, scorer {args.scorer}, {parameters}; {fanout}; {args.negatives} negatives a pair, "
             f"{args.negatives_by}{', unchecked' if args.unchecked_negatives else ''}, {args.link_loss}",
-            args.total_batch * 2 > len(store.split["train"]) and f"advice  a step leaves the {args.total_batch:,} pairs that it is "
+            args.total_batch * 2 > len(store.split["train"])
+            and f"advice  a step leaves the {args.total_batch:,} pairs that it is "
             f"to predict out of the messages, and there are {len(store.split['train']):,}: give a smaller --batch-size",
         )
     elif args.task == "graph":

@@ -194,7 +194,9 @@ class NeighborSampler:
         self.num_nodes = indptr.numel() - 1
         rule = "replace" if replace else method if weights is None else "weighted"
         weights, edge_times = (None if t is None else t.contiguous() for t in (weights, edge_times))
-        task = _Task(self.indptr, self.indices, weights, edge_times, bool(strict), self.one_draw, rule, edge_ids, threads)
+        task = _Task(
+            self.indptr, self.indices, weights, edge_times, bool(strict), self.one_draw, rule, edge_ids, threads
+        )
         self.timed = edge_times is not None
         native = _native(task, self.fanouts, self.seed) if backend in ("auto", "native") else None
         if backend == "dgl":

@@ -138,7 +138,12 @@ class StepGraphs:
     def __init__(self, ranks, args, store, sampler, ring, model, optimizer, predict):
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, predict, args.seed
-        self.features, self.stream, self.kernels, self.repeated = ring.features, ring.stream, sampler._backend.kernels, 0
+        self.features, self.stream, self.kernels, self.repeated = (
+            ring.features,
+            ring.stream,
+            sampler._backend.kernels,
+            0,
+        )
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         scalar = lambda dtype: torch.zeros((), dtype=dtype, device=ranks.device)  # noqa: E731
         self.loss_sum, self.weight, self.rate = scalar(torch.float64), scalar(torch.float32), scalar(torch.float32)

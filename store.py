@@ -61,9 +61,28 @@ MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 # building
 
 
-def build_store(path, *, edge_index=None, indptr=None, indices=None, features, labels=None, split=None,
-                edge_weight=None, edge_time=None, edge_features=None, node_time=None, backend="mmap", num_classes=None, symmetrize=False,
-                drop_self_loops=False, drop_duplicates=False, block_rows=None, source="", progress=False) -> Path:
+def build_store(
+    path,
+    *,
+    edge_index=None,
+    indptr=None,
+    indices=None,
+    features,
+    labels=None,
+    split=None,
+    edge_weight=None,
+    edge_time=None,
+    edge_features=None,
+    node_time=None,
+    backend="mmap",
+    num_classes=None,
+    symmetrize=False,
+    drop_self_loops=False,
+    drop_duplicates=False,
+    block_rows=None,
+    source="",
+    progress=False,
+) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
@@ -143,14 +162,18 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
         chunks = checked_indices(indices, num_nodes, progress)
     else:
         if isinstance(indices, Rows):
-            raise StoreError("indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
-                             "must rise in edge_time")
+            raise StoreError(
+                "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
+                "must rise in edge_time"
+            )
         numbered = bool(columns.keys() - {"node_time"})
         edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered)
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
         drop_duplicates = options["drop_duplicates"]
         if numbered:
-            chunks = _spooled(sorted_edges(edges, indptr, path, meta["num_edges"], times, drop_duplicates, progress), order)
+            chunks = _spooled(
+                sorted_edges(edges, indptr, path, meta["num_edges"], times, drop_duplicates, progress), order
+            )
         else:
             chunks = sorted_sources(edges, indptr, path, drop_duplicates, progress)
     most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
@@ -196,8 +219,10 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        raise StoreError(f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features, or "
-                         f"[{num_nodes}, C] of 0 and 1")
+        raise StoreError(
+            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features, or "
+            f"[{num_nodes}, C] of 0 and 1"
+        )
     if labels.ndim == 2:
         return _check_rows_of_labels(labels, num_classes)
     largest = int(labels.max())
@@ -207,10 +232,12 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         num_classes = max(largest + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
         if num_classes > 1000 + 10 * present:
-            raise StoreError(f"labels run up to {largest:,} and {present:,} different ones occur: {num_classes:,} classes "
-                             f"make a last layer of {num_classes:,} x 128 (--hidden) x 4 bytes, "
-                             f"{readable_size(num_classes * 512)}; number them from 0 with numpy.unique(labels, "
-                             "return_inverse=True)")
+            raise StoreError(
+                f"labels run up to {largest:,} and {present:,} different ones occur: {num_classes:,} classes "
+                f"make a last layer of {num_classes:,} x 128 (--hidden) x 4 bytes, "
+                f"{readable_size(num_classes * 512)}; number them from 0 with numpy.unique(labels, "
+                "return_inverse=True)"
+            )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
     bad = np.flatnonzero((labels < -1) | (labels >= num_classes))
@@ -231,8 +258,10 @@ def _check_rows_of_labels(labels, num_classes):
     bad = np.argwhere(known[:, None] & (labels != 0) & (labels != 1))
     if len(bad):
         row, column = bad[0]
-        raise StoreError(f"labels[{row}, {column}] is {labels[row, column]}: of several labels a node each is 0 or 1, or a "
-                         "whole row is -1 where there are none")
+        raise StoreError(
+            f"labels[{row}, {column}] is {labels[row, column]}: of several labels a node each is 0 or 1, or a "
+            "whole row is -1 where there are none"
+        )
     return labels.astype(np.int8), labels.shape[1]
 
 
@@ -445,7 +474,9 @@ class MmapFeatures:
 
     def put_rows(self, ids, rows):
         """Rows of a memory-mapped array do not change: StoreError."""
-        raise StoreError("put_rows is for a store with backend lmdb: this one has backend mmap, whose rows stay as built")
+        raise StoreError(
+            "put_rows is for a store with backend lmdb: this one has backend mmap, whose rows stay as built"
+        )
 
 
 def _features_of(path):

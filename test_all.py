@@ -118,7 +118,8 @@ _IMPORTED_BY = os.getpid()
 
 @functools.cache
 def _forkserver():
-    """A process that has imported everything: what it forks begins at once, where a new interpreter imports for 3 seconds."""
+    """A process that has imported everything: what it forks begins at once, where a new interpreter imports for 3
+    seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_all", "torch._dynamo"])  # Adam imports the second
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +153,8 @@ def _in_fork(output, cwd, function, args):
 
 
 def _fork(output, function, *args, cwd="."):
-    """Start function(*args) in a process of its own, whose ranks are forked as well -> the process; it prints into the file `output`."""
+    """Start function(*args) in a process of its own, whose ranks are forked as well -> the process; it prints into the
+    file `output`."""
     process = _forkserver().Process(target=_in_fork, args=(output, os.path.abspath(cwd), function, args))
     process.output = Path(output)
     process.output.touch()
@@ -176,7 +178,8 @@ _BESIDE = {}  # test -> function of a folder that starts the process it looks at
 
 
 def _beside(start):
-    """A decorator: start(folder, the test's parameters) runs when the first test does; the others need not wait for its process."""
+    """A decorator: start(folder, the test's parameters) runs when the first test does; the others need not wait for its
+    process."""
 
     def register(test):
         _BESIDE[test.__name__] = start
@@ -256,8 +259,8 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
 
 def _law(indptr, indices, fanouts, seeds, step, times=None, *, seed=0, replace=False, method="uniform", weights=None,
          exclude=(), edge_times=None, strict=False, layer_dependency=False, batch_dependency=1):  # fmt: skip
-    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists, outermost
-    hop first. A source is a pair of a node and a time, which is None where there are none."""
+    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists,
+    outermost hop first. A source is a pair of a node and a time, which is None where there are none."""
     excluded = set(exclude.nonzero().squeeze(1).tolist() if getattr(exclude, "dtype", 0) == torch.bool else list(map(int, exclude)))
     indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
     src = list(zip(seeds.tolist(), [None] * len(seeds) if times is None else times.tolist()))
@@ -326,7 +329,8 @@ def test_sampler_follows_the_law(method, backend):
 
 
 def _excluded(i, indptr, indices):
-    """Edges to exclude in the i-th case: none, one, some, whole lists, all but a few; ids in any order, twice, or a mask."""
+    """Edges to exclude in the i-th case: none, one, some, whole lists, all but a few; ids in any order, twice, or a
+    mask."""
     rng, M = np.random.default_rng([i, 7]), indices.numel()
     share = [0, 1 / max(M, 1), 0.1, 0.5, 0.97][i % 5]
     edges = np.flatnonzero(rng.random(M) < share)
@@ -344,8 +348,8 @@ BY_TIME = {**METHODS, "latest": {"method": "latest"}}
 
 
 def _timed_case(i, method):
-    """The i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): lists with many edges of
-    one time, times of either sign and at both ends of int64, nodes that are seeds at several times."""
+    """The i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): lists with many edges
+    of one time, times of either sign and at both ends of int64, nodes that are seeds at several times."""
     indptr, indices, fanouts, seeds, step, options = _law_case(i, "uniform" if method == "latest" else method)
     rng = np.random.default_rng([i, 11])
     spread, ends = [3, 20, 10**6][i % 3], np.iinfo(np.int64)
@@ -2744,7 +2748,8 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
 
 
 class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
-    """torch.cuda.CUDAGraph for tensors in host memory: what its body does is done again at each replay, in the same memory."""
+    """torch.cuda.CUDAGraph for tensors in host memory: what its body does is done again at each replay, in the same
+    memory."""
 
     recording = []
 
@@ -3405,7 +3410,8 @@ def _for_loading():
 
 
 def test_loader_covers_each_epoch_once_whatever_prepares_it():
-    """Two epochs: the same for any depth and threads; cut among processes and passes, the seeds of a step stay what they are."""
+    """Two epochs: the same for any depth and threads; cut among processes and passes, the seeds of a step stay what
+    they are."""
     graph, seeds = _for_loading()
     plain = NeighborSampler(graph.indptr, graph.indices, [4, 2], seed=9)
     expected, steps = None, None
@@ -4474,7 +4480,8 @@ def test_datasets_npz_splits(tmp_path, capsys):
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
-    """Ids of K splits come as [K, n] or [n, K], short rows filled up with -1; masks as [K, V]; --runs takes one after the other."""
+    """Ids of K splits come as [K, n] or [n, K], short rows filled up with -1; masks as [K, V]; --runs takes one after
+    the other."""
     first = np.stack([np.arange(40), np.arange(100, 140), np.r_[np.arange(50, 80), np.full(10, -1)]])
     valid, test = np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)]), np.arange(190, 200)
     masks = np.stack([_mask(ids[ids >= 0]) for ids in first])
@@ -6063,7 +6070,8 @@ def test_roc_auc_is_the_share_of_pairs_in_order():
 
 
 def test_metrics_are_what_their_definitions_say():
-    """Plain Python, ties and classes that do not occur included; macro F1, micro F1, mean ROC-AUC, precision at each recall."""
+    """Plain Python, ties and classes that do not occur included; macro F1, micro F1, mean ROC-AUC, precision at each
+    recall."""
     random = np.random.default_rng(0)
     for _ in range(30):
         n, C = int(random.integers(5, 30)), int(random.integers(3, 6))
@@ -6112,7 +6120,8 @@ def test_metrics_are_those_of_scikit_learn():
 
 
 def _several_labels(folder, nodes=600, labels=5):
-    """A store whose nodes have several labels each, which their features show with noise, as do those of their neighbours."""
+    """A store whose nodes have several labels each, which their features show with noise, as do those of their
+    neighbours."""
     rng = np.random.default_rng(0)
     y = (rng.random((nodes, labels)) < 0.3).astype(np.int64)
     x = (y + rng.normal(size=y.shape)).astype(np.float32)
@@ -6124,7 +6133,8 @@ def _several_labels(folder, nodes=600, labels=5):
 
 
 def test_train_several_labels_a_node(tmp_path):
-    """BCE, micro-F1 by default, mean ROC-AUC on demand; predictions are 0 and 1, or their probabilities; 1 and 2 processes agree."""
+    """BCE, micro-F1 by default, mean ROC-AUC on demand; predictions are 0 and 1, or their probabilities; 1 and 2
+    processes agree."""
     path, y = _several_labels(tmp_path)
     graph = GraphStore.open(path)
     assert graph.labels.dtype == torch.int8 and graph.labels.tolist() == y.tolist() and graph.num_classes == 5 and not verify(path)
@@ -8374,7 +8384,8 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
 
 
 def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
-    """A checkpoint is input: what it says of a file never makes that file run. A changed file is said, one that does not fit refused."""
+    """A checkpoint is input: what it says of a file never makes that file run. A changed file is said, one that does
+    not fit refused."""
     file, ran = tmp_path / "net.py", tmp_path / "ran"
     file.write_text(OWN_LAYERS + f"\nopen({str(ran)!r}, 'a').write('x')\n")
     _train("--dataset", tiny, "--model", f"{file}:Net", *OWN, "--epochs", 1, "--checkpoint", tmp_path / "c.pt")
@@ -8829,7 +8840,8 @@ def _readme_commands():
 
 
 def test_readme_commands_run_word_for_word(tmp_path):
-    """All in one folder, in the order of README, with small settings behind them; train.py's in forks where it starts no ranks."""
+    """All in one folder, in the order of README, with small settings behind them; train.py's in forks where it starts
+    no ranks."""
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(HERE / "results", tmp_path / "results")

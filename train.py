@@ -66,7 +66,12 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     graphs: the step as CUDA graphs, see step_graph.py; None without.
     """
     model.train()
-    clock, loss_sum, count, done = Clock(ranks.gpus), torch.zeros((), dtype=torch.float64, device=ranks.device), 0, first
+    clock, loss_sum, count, done = (
+        Clock(ranks.gpus),
+        torch.zeros((), dtype=torch.float64, device=ranks.device),
+        0,
+        first,
+    )
     if graphs:
         sampler, ring, loss_sum = graphs, graphs, graphs.begin()
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
@@ -113,7 +118,13 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     loss_sum, count = ranks.sum(loss_sum.item(), count)
     if ranks.world > 1 and not graphs:
         stages["exchange"] = ranks.exchange(model) * (done - first)
-    figures = {"first_step": first, "loss": loss_sum / max(count, 1), "seconds": seconds, "seeds_per_s": count / seconds, **stages}
+    figures = {
+        "first_step": first,
+        "loss": loss_sum / max(count, 1),
+        "seconds": seconds,
+        "seeds_per_s": count / seconds,
+        **stages,
+    }
     return done, stop.answer, figures, clock.laps
 
 
@@ -161,7 +172,9 @@ def predict(ranks, args, ring, model, batch, key=None):
                 raise RuntimeError(f"{args.model} failed when it was called with {given}: {error}") from error
     seeds = len(batch.y) if isinstance(ring, GraphReader) else batch.blocks[-1].num_dst
     if output.shape[:1] != (seeds,):
-        raise StoreError(f"the model returned {list(output.shape)} for {seeds} seeds: a row of logits for each is needed")
+        raise StoreError(
+            f"the model returned {list(output.shape)} for {seeds} seeds: a row of logits for each is needed"
+        )
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
@@ -284,7 +297,9 @@ def run(ranks, args, path):
         elif file:
             print(f"resume  after epoch {start}: nothing is trained")
         if args.checkpoint and args.trains and args.checkpoint != file and os.path.isfile(args.checkpoint):
-            print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it")
+            print(
+                f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it"
+            )
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
     if ranks.leads and said:
@@ -319,7 +334,11 @@ def run(ranks, args, path):
             figures = {"epoch": epoch + 1, **figures, "lr": learning_rate(args, epoch), **valid,
                        "peak_bytes": peak_memory(ranks)}  # fmt: skip
             report.tell(epoch_line(args, figures), figures)
-            watched = figures["valid"][args.metric] if args.early_stop and args.task == "link" else figures.get("valid_sampled")
+            watched = (
+                figures["valid"][args.metric]
+                if args.early_stop and args.task == "link"
+                else figures.get("valid_sampled")
+            )
             if args.early_stop and watched > best["score"]:
                 weights = {name: value.clone() for name, value in model.state_dict().items()}
                 best.update(score=watched, epoch=epoch + 1, model=weights)
@@ -373,7 +392,9 @@ def finish(ranks, args, store, ring, model, best, report):
         ranks.barrier()
         return None
     metric = args.metric.replace("_", " ")
-    if args.task == "node" and not args.predict and ranks.sum(store.features.large)[0]:  # on any rank: each saw what was free at its start
+    if (
+        args.task == "node" and not args.predict and ranks.sum(store.features.large)[0]
+    ):  # on any rank: each saw what was free at its start
         line = f"exact layer-wise {metric}  n/a: the features do not fit into memory; --predict computes it"
         report.tell(line, {"exact": None})
         return dict.fromkeys(store.split)
