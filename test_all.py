@@ -55,6 +55,7 @@ import torch
 from tqdm import tqdm
 
 import allocator
+import assemble
 import bench
 import bench_accuracy
 import bench_attack
@@ -7152,7 +7153,7 @@ def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_pa
     if name == "sage":  # also where the features do not fit into memory, which leaves out the accuracy otherwise
         with monkeypatch.context() as little:
             little.setattr(store, "free_host_bytes", lambda: 1000)
-            little.setattr(train, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
+            little.setattr(assemble, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
             assert train.main([*words[:2], "--mode", "cpu-cpu", "--predict", str(tmp_path / "large.npy")]) == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
         (tmp_path / "large.npy").unlink()
