@@ -175,10 +175,10 @@ KERNEL pick(batch_t b, part_t h) {
   if (i >= N) return;
   hop_t hop = law_of(&b, &h);
   row_t row = row_of(&b, i);
-  i64 n = edges_of(&b, &h, i, at), *edges = b.edges + h.first + at;
-  if (n == b.count[i]) pick_row(&hop, (u64)b.src[i], &row, n, edges, b.best + h.first + at);
+  i64 n = edges_of(&b, &h, i, at), first = h.first + at, *edges = b.edges + first;
+  if (b.edge_times) for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
+  if (n == b.count[i]) pick_row(&hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be made again
-  if (b.edge_times) for (i64 j = 0; j < n; j++) b.number[h.first + at + j] = b.group[i];  // for `claim`
 }
 // Their nodes.
 KERNEL claim(batch_t b, part_t h) {
