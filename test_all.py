@@ -1,4 +1,18 @@
-"""Every test of ringblock: pytest test_all.py. Tests on real graphs skip where ../shared/data is not there."""
+"""Every test of ringblock: pytest test_all.py. Tests on real graphs skip where ../shared/data is not there.
+
+Sections, each behind a line of dashes, and words for `pytest -k`:
+
+    processes                       what other sections start beside the tests, and how it ends
+    sampler.py                      law, cuda, exclude, time, labor: against the law in plain Python
+    features.py                     ring, slot, place, share, cache; row_reader.py; lookahead.py
+    store.py                        estimate, mode; store; datasets, npz, csv, fuzz; rows that change, kills, full disks
+    model.py, loader.py             model, layer, inference; loader
+    train.py, ddp.py                train, procs, resume, torchrun, signal; checkpoint; link; temporal, edge_features
+    what a run tells, accuracy      log, profile, timeline; learns
+    attacked, bench.py, README.md   damaged, bench, readme, alone
+
+Those that take longest run beside the others from the start (`_beside`); `pytest --durations=20` names them.
+"""
 
 import argparse
 import atexit
@@ -8364,6 +8378,7 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     own, log = ["--dataset", tiny, "--model", f"{file}:Net", "--model-args", "hidden=32", *OWN], tmp_path / "log"
     output = _train(*own, "--epochs", 4, "--checkpoint", tmp_path / "full.pt", "--log", log)
     assert _log(log)[-1]["exact"]["test"] > 0.5 and f"model   {file}:Net, 2 hops" in output
+    assert "\nexact accuracy  train " in output and "layer-wise" not in output
     output = _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")
     assert "half.pt holds an earlier run" not in output
     assert "half.pt holds an earlier run and will be replaced" in _train(*own, "--epochs", 2, "--checkpoint", tmp_path / "half.pt")

@@ -190,13 +190,18 @@ def sampled_score(ranks, args, sampler, ring, model, nodes):
     return score(args.metric, logits, y)
 
 
+def by_layers(args, store, model):
+    """Whether exact inference goes layer by layer; at each node's own time every layer has rows of its own."""
+    return layerwise(model) and edge_data(args, store)[0].time is None
+
+
 def exact_logits(ranks, args, store, model, layers=None):
     """Logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over the ranks of each
     machine; for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so
     many of the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
     used, _ = edge_data(args, store)
-    if not layerwise(model) or used.time is not None:  # at each node's own time every layer has rows of its own
+    if not by_layers(args, store, model):
         return logits_in_batches(ranks, args, store, model, layers)
     features = getattr(store.features, "tensor", store.features)
     total = ranks.sum_here if ranks.local_world > 1 else None
@@ -391,12 +396,10 @@ def finish(ranks, args, store, ring, model, best, report):
         report.scores(scores)
         ranks.barrier()
         return None
-    metric = args.metric.replace("_", " ")
-    if (
-        args.task == "node" and not args.predict and ranks.sum(store.features.large)[0]
-    ):  # on any rank: each saw what was free at its start
-        line = f"exact layer-wise {metric}  n/a: the features do not fit into memory; --predict computes it"
-        report.tell(line, {"exact": None})
+    metric = f"{'exact layer-wise' if by_layers(args, store, model) else 'exact'} {args.metric.replace('_', ' ')}"
+    large = ranks.sum(store.features.large)[0]  # on any rank: each saw what was free at its start
+    if args.task == "node" and large and not args.predict:
+        report.tell(f"{metric}  n/a: the features do not fit into memory; --predict computes it", {"exact": None})
         return dict.fromkeys(store.split)
     logits = exact_logits(ranks, args, store, model)
     if args.task == "link":
@@ -410,7 +413,7 @@ def finish(ranks, args, store, ring, model, best, report):
         return exact
     exact = {name: score(args.metric, logits[nodes], store.labels[nodes]) for name, nodes in store.split.items()}
     line = "  ".join(f"{name} {percent(figure)}" for name, figure in exact.items())
-    report.tell(f"exact layer-wise {metric}  {line}", {"exact": exact, "seed": args.seed})
+    report.tell(f"{metric}  {line}", {"exact": exact, "seed": args.seed})
     report.results({f"exact/{name}": figure for name, figure in exact.items()}, args.epochs)
     if args.predict:
         if args.predict_what == "embeddings":
