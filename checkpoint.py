@@ -137,6 +137,8 @@ def check_archive(data):
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed")
+        if folder := next((entry for entry in archive.infolist() if entry.external_attr & 0x10), None):
+            raise ValueError(f"{folder.filename} in it is marked as a folder")  # torch would take it as empty
         if damaged := archive.testzip():  # torch.load does not look at the checksums
             raise ValueError(f"{damaged} in it is damaged")
         for name in filter(lambda name: name.endswith(".pkl"), archive.namelist()):

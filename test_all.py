@@ -7094,7 +7094,10 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
         inside = max(archive.infolist(), key=lambda info: info.file_size)
     flipped = bytearray(good)
     flipped[inside.header_offset + 300] ^= 1  # in a tensor: torch.load would take it
-    for damaged in (bytes(flipped), good[: len(good) // 2], b""):
+    entry = good.rindex(b"PK\x01\x02", 0, good.rindex(inside.filename.encode()))  # of the central directory
+    folder = bytearray(good)
+    folder[entry + 38] |= 0x10  # torch.load takes a folder's tensor as empty
+    for damaged in (bytes(flipped), good[: len(good) // 2], b"", bytes(folder)):
         bad.write_bytes(damaged)
         with pytest.raises(StoreError, match="bad.pt is not a checkpoint"):
             checkpoint.read_checkpoint(bad)
