@@ -45,6 +45,7 @@ from disk import (
 )
 
 READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
+EMPTY = (1 << 64) - 1  # the root of a tree without pages
 BLOCK_HEADER = struct.Struct("<4sIIII")  # magic, rows, row width, bytes per element, CRC-32 of the rows behind it
 MAP_ROOM = 1 << 30  # address space beyond the end of an LMDB file; it doubles when that is used up
 
@@ -261,9 +262,11 @@ def check_lmdb(path, name, record) -> Path:
     if any(meta[:6] != (8, 0xBEEFC0DE, 1, size_of_page, 0x4008, 0) for meta in metas):
         raise StoreError(f"{file} does not start as it should: its header is damaged; rebuild the store")
     older, newer = sorted(metas, key=lambda meta: meta[-1])
-    root, last, number = newer[-3:]
-    empty = root == (1 << 64) - 1
-    if number - older[-1] != 1 or metas[number % 2] is not newer or not (empty or 1 < root <= last):
+    last, number = newer[-2:]
+    in_turn = number - older[-1] == 1 and metas[number % 2] is newer
+    # a file grows, and begins empty: else the later state was damaged, and LMDB would go back to the one before
+    grows = older[-2] <= last and (older[-1] > 0 or older[-3] == EMPTY)
+    if not (in_turn and grows and all(root == EMPTY or 1 < root <= end for *_, root, end, _ in metas)):
         raise StoreError(f"{file} has a header that makes no sense: it is damaged; rebuild the store")
     if (last + 1) * size_of_page > size and structure_problems(file):  # the last pages may be free and never written
         raise StoreError(f"{file} is truncated: it has {size} bytes and should have {(last + 1) * size_of_page}; "

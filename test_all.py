@@ -5697,6 +5697,23 @@ for number in range(1, 8):  # without regard for readers LMDB would use pages ag
     assert features.gather(torch.arange(400)).eq(7).all()
 
 
+def test_store_a_later_state_that_was_damaged_is_not_passed_over_for_the_one_before(tmp_path):
+    """LMDB takes the one of two states with the higher number: if that number or the state is damaged, the other one."""
+    path = build_graphs(tmp_path / "many", [_graphs(5)])
+    for more in (3, 4):
+        data = (path / "graphs.lmdb").read_bytes()
+        pages = 0, struct.unpack_from("<I", data, 40)[0]
+        later = max(pages, key=lambda at: struct.unpack_from("<Q", data, at + 144)[0])
+        for first, count in ((144, 1), (144, 8), (128, 24), (136, 8)):
+            damaged = bytearray(data)
+            damaged[later + first:later + first + count] = bytes(count)
+            (path / "graphs.lmdb").write_bytes(damaged)
+            with pytest.raises(StoreError, match="its header|a header that makes no sense|is truncated"):
+                GraphDataset.open(path)
+        (path / "graphs.lmdb").write_bytes(data)
+        GraphDataset.open(path).append(_graphs(more, first=len(GraphDataset.open(path))))
+
+
 def test_store_map_grows_while_threads_read(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_file, "MAP_ROOM", 0)
     graphs, done = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(50)])), threading.Event()
