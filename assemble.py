@@ -164,7 +164,9 @@ def cached(ranks, args, store, features, nodes, batch_size):
         raise StoreError(f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, in "
                          f"mode cpu-cpu; here --cache is {args.cache}, their backend {store.meta['backend']}, the mode "
                          f"{args.mode}")  # fmt: skip
-    if not args.cache or args.mode == "cuda-cuda":  # all features are where a cache would be
+    if args.cache and args.mode == "cuda-cuda" and ranks.leads:
+        print(f"memory  --cache {readable_size(args.cache)} has no effect: all features are in GPU memory")
+    if not args.cache or args.mode == "cuda-cuda":
         return features
     with reading_all_edges():
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)

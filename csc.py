@@ -331,4 +331,5 @@ def chunked(array, rows, name, progress) -> Iterator:
 
 
 def index_dtype(num_nodes) -> str:
+    """The narrower of the two dtypes of `indices` that holds every node."""
     return "int32" if num_nodes < 1 << 31 else "int64"

@@ -284,6 +284,7 @@ def structure_problems(file) -> list[str]:
 
 
 def import_lmdb():
+    """The lmdb package; StoreError that names the pip line where it is not installed."""
     try:
         import lmdb.verify
     except ImportError as error:
