@@ -11,7 +11,7 @@ Sections, each behind a line of dashes, and words for `pytest -k`:
     what a run tells, accuracy      log, profile, timeline; learns
     attacked, bench.py, README.md   damaged, bench, readme, alone
 
-Those that take longest run beside the others from the start (`_beside`); `pytest --durations=20` names them.
+Those that take longest run beside the others, three at a time (`_beside`); `pytest --durations=20` names them.
 """
 
 import argparse
@@ -61,6 +61,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: its idle threads shall not take the cores of others
 
 import numpy as np
 import pytest
@@ -204,7 +206,7 @@ def _beside(start):
 
 
 class _Queue:
-    """The processes of such tests, in the tests' order, two at a time: more would starve the tests on 2 cores."""
+    """The processes of such tests, in the tests' order, three at a time: more would starve the tests on 2 cores."""
 
     def __init__(self, items, new_folder):
         self.waiting = {item.name: item for item in items if getattr(item, "originalname", None) in _BESIDE}
@@ -222,7 +224,7 @@ class _Queue:
         return [entry[0] for entry in self.started.values() if isinstance(entry, tuple)]
 
     def top_up(self):
-        while self.waiting and sum(map(_is_running, self.processes())) < 2:
+        while self.waiting and sum(map(_is_running, self.processes())) < 3:
             self.start(next(iter(self.waiting)))
 
     def get(self, name):
