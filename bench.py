@@ -133,6 +133,8 @@ def main(argv=None):
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: batches of a training run; the first quarter is not timed")
+    add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt too; the interpreter that has it")
+    add("--papers", type=float, default=1, help="store: size of its part papers, 1 for that of ogbn-papers100M")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places, each time")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     add("--data", default="../shared/data", metavar="DIR", help="accuracy, labor: folder of the real graphs")

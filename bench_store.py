@@ -2,13 +2,16 @@
 small graphs.
 """
 
+import argparse
 import contextlib
 import ctypes
 import functools
 import itertools
+import json
 import os
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -19,8 +22,9 @@ import torch
 import datasets
 from allocator import keep_freed_memory, trim_memory
 import native
-from bench_tools import OwnProcess, forget_pages, interleave, print_table, watch
+from bench_tools import OwnProcess, forget_pages, interleave, memory_of_process, print_table, watch
 from bench_training import Ours
+from csc import Rows, ahead
 from disk import StoreError
 from features import CachedFeatures, expected_visits
 from graphs import GraphDataset, block_diagonal, build_graphs
@@ -29,7 +33,8 @@ from lookahead import LookaheadCache
 from row_reader import open_rows
 from store import GraphStore, MmapFeatures, build_store
 
-PARTS = ("build", "reads", "train", "lmdb", "graphs")
+PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
+PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
 
 # A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into its own buffer.
 PLAIN = r"""
@@ -128,6 +133,61 @@ def read_rows(folder, args):
     return figures
 
 
+class RandomEdges:
+    """Edges [2, M] in random order, drawn where they are read: half of them between nodes of the same thousand, the
+    others from node V u^3, so that low ids are hubs."""
+
+    dtype, ndim = np.dtype(np.int32), 2
+
+    def __init__(self, num_nodes, num_edges):
+        self.num_nodes, self.shape = num_nodes, (2, num_edges)
+
+    def __getitem__(self, key):
+        first, last, _ = key[1].indices(self.shape[1])
+        random = np.random.Generator(np.random.SFC64([5, first]))
+        ends = (random.random((2, last - first), np.float32) * np.float32(self.num_nodes)).astype(np.int32)
+        src, dst = np.minimum(ends, self.num_nodes - 1, out=ends)
+        u = random.random(last - first, np.float32)
+        far = np.minimum((u * u * u * np.float32(self.num_nodes)).astype(np.int32), self.num_nodes - 1)
+        near = np.minimum(dst // 1000 * 1000 + src % 1000, self.num_nodes - 1)
+        return np.stack([np.where(src & 1024, near, far), dst])
+
+
+def build_papers(path, p):
+    """Build a store of the size of ogbn-papers100M from edges in random order and float16 features -> figures."""
+    V, random = p["nodes"], np.random.Generator(np.random.SFC64(0))
+    labels = random.permutation(np.arange(-(-V // 1000)) % p["classes"]).repeat(1000)[:V]
+    centroids = random.standard_normal((p["classes"], p["features"]), np.float32).astype(np.float16)
+
+    def rows(first):
+        own = np.random.Generator(np.random.SFC64([6, first]))
+        noise = own.integers(-3, 4, (min(1 << 15, V - first), p["features"]), np.int8)
+        return centroids[labels[first : first + len(noise)]] + noise.astype(np.float16)
+
+    features = Rows([V, p["features"]], np.float16, ahead(rows, V, 1 << 15))
+    train = np.sort(random.choice(V, p["train"], replace=False))
+    with watch() as seen:
+        build_store(path, edge_index=RandomEdges(V, p["edges"]), features=features, labels=labels,
+                    num_classes=p["classes"], split={"train": train}, source="random, the size of ogbn-papers100M",
+                    progress=True)  # fmt: skip
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return {"seconds": seen.seconds, "edges_per_s": p["edges"] / seen.seconds, "peak_anonymous": seen.peak, "bytes": size}
+
+
+def train_papers(folder, args):
+    """Build that store and train --batches batches of 1,024 with fanout 15,10,5 from it -> figures."""
+    p = {name: max(2000, int(number * args.papers)) if number > 1000 else number for name, number in PAPERS.items()}
+    needed = 8 * p["edges"] + 4 * p["edges"] + 2 * p["nodes"] * (p["features"] + 8)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, and {folder} has {free / 1e9:.0f} GB left")
+    args = argparse.Namespace(**{**vars(args), "fanout": [15, 10, 5], "batch_size": 1024})
+    built = OwnProcess(args.threads, functools.partial, build_papers, folder / "papers", p)()
+    how = {"disk, cache that looks ahead": ("lookahead", int(args.cache_gb * 1e9))}
+    trained = train_in_turn(folder / "papers", args, how)["disk, cache that looks ahead"]
+    epoch = -(-p["train"] // args.batch_size) / trained["batches_per_s"]
+    return {"build": built, "training": trained, "epoch_s": epoch, **p}
+
+
 class FromDisk:
     """Trains on features that stay on disk, `cache` bytes of them in memory; called with a number of batches ->
     figures.
@@ -150,7 +210,7 @@ class FromDisk:
         self.table, self.ours = table, Ours(store, [], args, features=table, slots=3)
         sampler, ring = self.ours.sampler, self.ours.ring
         loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=sampler, ring=ring)
-        self.batches = iter(loader)
+        self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
         forget_pages(path)
 
     def __call__(self, count):
@@ -162,16 +222,50 @@ class FromDisk:
                 "lookahead": getattr(self.table, "lookahead", None), **counts}  # fmt: skip
 
 
+class GraphBolt:
+    """Trains in the interpreter `--graphbolt`, called as `FromDisk` is: the same seeds in the same order."""
+
+    def __init__(self, path, args):
+        store = GraphStore.open(path)
+        loader = NodeLoader(store, store.split["train"], args.fanout, batch_size=args.batch_size, sampler=(), ring=())
+        seeds = torch.cat([batch.seeds for batch in itertools.islice(loader._parts(0, 0), args.batches)])
+        with tempfile.NamedTemporaryFile(suffix=".npy") as order:
+            np.save(order, seeds.numpy())
+            order.flush()
+            words = [path, order.name, ",".join(map(str, args.fanout)), args.batch_size, args.hidden, args.threads]
+            command = [args.graphbolt, "bench_graphbolt.py", *map(str, words)]
+            there = Path(__file__).parent
+            self.process = subprocess.Popen(command, cwd=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            if self.process.stdout.readline() != "ready\n":
+                raise StoreError(f"--graphbolt {args.graphbolt} cannot run bench_graphbolt.py; its words are above")
+        self.faults = 0
+        forget_pages(path)
+
+    def __call__(self, count):
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        memory, before = memory_of_process("status", self.process.pid), self.faults
+        self.faults = int(Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[9])
+        return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"], "losses": answer["losses"],
+                "mapped": memory["RssFile"], "major_faults": self.faults - before, "cache_hit_rate": None}  # fmt: skip
+
+    def shutdown(self):
+        self.process.communicate()
+
+
 def train_in_turn(path, args, ways):
     """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, in turn, each in a
     process of its own -> {name: figures}; of all but the first quarter, by which caches are full."""
     processes = {name: OwnProcess(args.threads, FromDisk, path, args, *way) for name, way in ways.items()}
-    rounds = {name: [] for name in ways}
+    if args.graphbolt and len(ways) > 1:
+        processes["GraphBolt, mmap"] = GraphBolt(path, args)
+    rounds = {name: [] for name in processes}
     for _ in range(20):
         for name, process in processes.items():
             rounds[name].append(process(max(1, args.batches // 20)))
     for process in processes.values():
-        process.process.shutdown()
+        process.shutdown()
     figures = {}
     for name, all_rounds in rounds.items():
         timed, last = all_rounds[5:], all_rounds[-1]
@@ -218,25 +312,26 @@ def read_graphs(path, batch_size=256):
     return {"graphs_per_s": rate, "peak_anonymous": seen.peak, "grown": seen.grown, "mapped": seen.mapped}
 
 
-def _print_training(trained, args):
+def _print_training(trained, what):
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
     rows = []
     for name, f in trained.items():
         hits = "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"
         memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
         rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
-    what = f"{args.features_gb:g} GB of features"
     print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
-    first = trained.get("mmap, RAM cache", next(iter(trained.values())))
+    first = next(iter(trained.values()))
+    for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap")):
+        if name.startswith("disk") and other in trained:
+            ratios = [a / b for a, b in zip(trained[name]["rates"], trained[other]["rates"])]
+            print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of {other}, in turn")
     for name, f in trained.items():
-        ratios = [a / b for a, b in zip(f["rates"], first["rates"])]
-        if name.startswith("disk"):
-            print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of mmap with a RAM cache, in turn")
-    curves = [f.pop("losses") for f in trained.values()]
-    same = "the same bits" if all(curve == curves[0] for curve in curves) else "NOT the same bits"
-    print(f"loss {curves[0][0]:.6f} .. {curves[0][-1]:.6f}, {same} in all")
-    for f, curve in zip(trained.values(), curves):
+        curve = f.pop("losses")
         f["first_loss"], f["last_loss"] = curve[0], curve[-1]
+        expected = curve if f is first else expected
+        if f is not first and not name.startswith("GraphBolt"):
+            same = "the same bits" if curve == expected else "NOT the same bits"
+            print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} as {next(iter(trained))}")
     for name, f in trained.items():
         if "bytes_min" in f:
             times = f["bytes_read"] / f["bytes_min"]
@@ -261,8 +356,8 @@ def bench_store(args):
     alone = lambda function, *words: OwnProcess(args.threads, functools.partial, function, *words)()  # noqa: E731
     gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
     parts, figures = set(args.parts.split(",")) if args.parts else set(PARTS), {}
-    if unknown := parts - set(PARTS):
-        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(PARTS)}")
+    if unknown := parts - {*PARTS, "papers"}:
+        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(PARTS)},papers")
     Path(args.root).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
         folder = Path(folder)
@@ -292,7 +387,19 @@ def bench_store(args):
                     trained |= train_in_turn(path, args, {name: ("map", 0)})  # by itself: pages serve all processes
                     trained |= train_in_turn(path, args, ways) if part == "train" else {}
         if trained:
-            _print_training(trained, args)
+            _print_training(trained, f"{args.features_gb:g} GB of features")
+
+        if "papers" in parts:
+            papers = figures["papers"] = train_papers(folder, args)
+            built, trained = papers["build"], papers["training"]
+            print(f"papers: {papers['nodes']:,} nodes, {papers['edges']:,} edges built in {built['seconds']:.0f} s, "
+                  f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous memory; "
+                  f"{gb(built['bytes'])} on disk")  # fmt: skip
+            hours = papers["epoch_s"] / 3600
+            print(f"papers: {trained['batches_per_s']:.2f} batches/s, an epoch of {papers['train']:,} nodes in "
+                  f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and {gb(trained['mapped'])} mapped")  # fmt: skip
+            _print_training({"disk, cache that looks ahead": trained}, f"{gb(built['bytes'])} on disk")
+            shutil.rmtree(folder / "papers")
 
         if "graphs" in parts:
             graphs = figures["graphs"] = {"write": alone(write_graphs, folder / "many", args.graphs)}

@@ -154,6 +154,9 @@ class OwnProcess:
     def __call__(self, *args):
         return self.process.submit(OwnProcess._call, args).result()
 
+    def shutdown(self):
+        self.process.shutdown()
+
     @staticmethod
     def _make(make, args, options):
         OwnProcess.held = make(*args, **options)
@@ -163,9 +166,9 @@ class OwnProcess:
         return OwnProcess.held(*args)
 
 
-def memory_of_process(file):
-    """Figures of this process from /proc/self/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
-    lines = [line.split() for line in Path("/proc/self", file).read_text().splitlines()]
+def memory_of_process(file, pid="self"):
+    """Figures of a process from /proc/PID/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
+    lines = [line.split() for line in Path("/proc", str(pid), file).read_text().splitlines()]
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
