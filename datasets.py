@@ -411,8 +411,6 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
             if node_time is not None:
                 columns["node_time"] = graph_tables.node_times(node_time, nodes)
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
-            if nodes.names is not None:
-                nodes.save(folder / "nodes.txt")
             arrays = Arrays(
                 file,
                 dict(
@@ -423,10 +421,8 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
                     **columns,
                 ),
             )
-            _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
-            if nodes.names is not None:
-                os.replace(folder / "nodes.txt", path / "nodes.txt")
-            return path
+            options |= {"node_names": nodes.names}
+            return _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
     except OSError as error:
         raise StoreError(f"cannot build {path} from {file}: {error}") from error
 

@@ -458,7 +458,8 @@ def verify_directory(path, read, interpret) -> list[str]:
         return [f"meta.json: {error}"]
     for name, record in meta["files"].items():
         try:
-            (check_lmdb if name.endswith(".lmdb") else check_npy)(path, name, record)
+            check = {".lmdb": check_lmdb, ".npy": check_npy}.get(Path(name).suffix, check_size)
+            check(path, name, record)
             if "sha256" in record:
                 digest = sha256_of(path / name).hexdigest()
                 if digest != record["sha256"]:

@@ -5261,6 +5261,7 @@ def test_tables_nodes_with_names(tmp_path):
         assert _edges(graph) == sorted(zip(*EDGES_X_Y[0])) and graph.features.tensor.tolist() == EDGES_X_Y[1]
         assert graph.labels.tolist() == EDGES_X_Y[2] and graph.split["train"].tolist() == [0, 2] and verify(path) == []
         assert (path / "nodes.txt").read_text("utf-8") == "".join(f"{name}\n" for name in names)
+        assert list(map(str, names)) == graph.node_names() and "nodes.txt" in store.info(path)
         for part, content, complaint in ((e, "from,to\nzoe,7\n", "line 2"), (y, Y, "no column of ids"), (x, X, "line 1: column 1 is '#c'|there is no node")):
             good = part.read_bytes()
             with pytest.raises(StoreError, match=complaint):
@@ -5269,6 +5270,47 @@ def test_tables_nodes_with_names(tmp_path):
             part.write_bytes(good)
     with pytest.raises(StoreError, match="holds the ids of the nodes, but b is there more than once"):
         graph_tables.features(_table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n"), tmp_path / "x")
+
+
+def test_tables_names_of_nodes_are_guarded(tmp_path):
+    """nodes.txt is under the store's checksums; a store from before that, which has it beside them, opens as it did."""
+    x = _table_file(tmp_path / "x.csv", "".join(f"n{i},{line}\n" for i, line in enumerate(X.split())))
+    e = _table_file(tmp_path / "e.csv", re.sub(r"(\d)", r"n\1", EDGES))
+    y = _table_file(tmp_path / "y.csv", "".join(f"n{i},{i % 2}\n" for i in range(6)))
+    built = datasets.build(e, tmp_path / "s", features=x, labels=y, split={"train": _table_file(tmp_path / "t.csv", "n0\n")})
+    names = (built / "nodes.txt").read_bytes()
+    for content, opens in ((names.replace(b"n3", b"n9"), True), (names[:-3], False), (names + b"n6\n", False), (None, False)):
+        (built / "nodes.txt").write_bytes(content) if content is not None else (built / "nodes.txt").unlink()
+        problems = verify(built)
+        assert len(problems) == 1 and problems[0].startswith("nodes.txt: "), problems
+        assert _run("store.py", "verify", built).returncode == 1
+        with nullcontext() if opens else pytest.raises(StoreError, match="nodes.txt .*rebuild the store"):
+            GraphStore.open(built)
+    (built / "nodes.txt").write_bytes(names)
+    assert verify(built) == []
+    for wrong in ({"shape": [7]}, {"dtype": "int64"}, {"sha256": None}):
+        meta = json.loads((built / "meta.json").read_bytes())
+        meta["files"]["nodes.txt"] = {k: v for k, v in (meta["files"]["nodes.txt"] | wrong).items() if v is not None}
+        kept = (built / "meta.json").read_bytes()
+        (built / "meta.json").write_bytes(disk.dump_meta(meta))
+        with pytest.raises(StoreError, match="describes 'nodes.txt' as .* which does not fit the graph"):
+            GraphStore.open(built)
+        (built / "meta.json").write_bytes(kept)
+    meta = json.loads((built / "meta.json").read_bytes())
+    del meta["files"]["nodes.txt"]
+    (built / "meta.json").write_bytes(disk.dump_meta(meta))
+    assert GraphStore.open(built).node_names() is None and verify(built) == []
+
+
+def test_store_names_of_nodes(tmp_path):
+    x = np.eye(3, dtype=np.float32)
+    for names, complaint in ((["a", "b"], "node_names has 2 names: 3 are needed"), (["a", "b\nc", "d"], "name 1, 'b.nc', .* line"),
+                             (["a", "b", "a"], "node_names holds 'a' more than once")):  # fmt: skip
+        with pytest.raises(StoreError, match=complaint):
+            build_store(tmp_path / "s", edge_index=[[0, 1], [1, 2]], features=x, node_names=names)
+    assert not (tmp_path / "s").exists()
+    path = build_store(tmp_path / "s", edge_index=[[0, 1], [1, 2]], features=x, node_names=["a", "\u2028b", ""])
+    assert GraphStore.open(path).node_names() == ["a", "\u2028b", ""] and verify(path) == []
 
 
 def test_tables_classes_are_kept(tmp_path):
