@@ -1,6 +1,6 @@
 """What edges and nodes carry beside the graph: weights, times and features of edges, times and names of nodes.
 
-    columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)    # each may be None
+    columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)   # each may be None
     files = write_columns(folder, columns, rows)      # rows [M']: which edge of the input each stored edge is
     expected = column_files(need, M, V)               # what meta.json has to say of them
     problems = list(column_problems(graph))           # what `verify` finds wrong with them

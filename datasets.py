@@ -131,9 +131,8 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     elif graph.num_splits > 1:
         taken = turn % graph.num_splits if number is None else number
         graph.take_split(taken)
-        say(
-            f"split   number {taken} of {graph.num_splits}, counted from 0{'' if number is not None else '; --split K takes another'}"
-        )
+        another = "; --split K takes another" if number is None else ""
+        say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
 
 
 def known_datasets() -> list[str]:

@@ -203,7 +203,8 @@ class LmdbFile:
         return self._env
 
     def _room_for_locks(self):
-        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> there is room."""
+        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> whether
+        there is room."""
         lock = Path(f"{self.path}-lock")
         there = lock.exists()
         try:

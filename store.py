@@ -15,9 +15,9 @@ are shared by all of them.
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs plan.py
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
-the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times
-and names: see columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they
-need torch, numpy and tqdm (lmdb for backend "lmdb").
+the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and
+names: see columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py
+along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays

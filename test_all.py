@@ -2918,9 +2918,9 @@ def test_a_cuda_step_graph_takes_the_steps_of_a_run_without(cuda_graphs, tight, 
         for batch in batches:
             fitting += any(batch.x is slot.x for slot in graphs.slots)
             graphs.step(batch)
-            blocks = draws.sample(batch.seeds, batch.key, relabel_outer=False)
+            blocks = draws.sample(batch.seeds, batch.global_step, relabel_outer=False)
             plain = ring.fetch(0, blocks)
-            logits = theirs(plain.blocks, plain.x, aggregated=True, key=sampler.mix(sampler.mix(5) ^ batch.key))
+            logits = theirs(plain.blocks, plain.x, aggregated=True, key=sampler.mix(sampler.mix(5) ^ batch.global_step))
             loss = torch.nn.functional.cross_entropy(logits, labels[batch.seeds], reduction="sum")
             (loss / batch.total).backward()
             optimizers[1].param_groups[0]["lr"] = 2.0 ** -(7 + epoch)
@@ -3443,7 +3443,7 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
 
 
 def _loaded(batches):
-    return [(b.step, b.key, b.total, b.last, b.seeds.tolist(), b.x.clone(), b.y, _as_lists(b.blocks)) for b in batches]
+    return [(b.step, b.global_step, b.total, b.last, b.seeds.tolist(), b.x.clone(), b.y, _as_lists(b.blocks)) for b in batches]
 
 
 def _same(a, b):
@@ -3619,7 +3619,7 @@ def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
         for rank in range(world):
             part = loader.NodeLoader(graph, seeds, [4, 3], batch_size=300 // world, rank=rank, world=world, dtype=torch.float64)
             for batch in part:
-                torch.manual_seed(batch.key)
+                torch.manual_seed(batch.global_step)
                 torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y, reduction="sum").backward()
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
@@ -7562,7 +7562,7 @@ def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
     links = _links(graph, negatives=2, exclude=exclude)
     for step in range(20):
         everyone = torch.randperm(len(graph.pairs["train"]), generator=torch.Generator().manual_seed(step))[:60]
-        *blocks, y = links.sample(everyone[20:40], step, everyone=everyone)
+        *blocks, y = links.sample(everyone[20:40], step, step_seeds=everyone)
         nodes = blocks[-1].src_nodes[: blocks[-1].num_dst]
         assert nodes.numel() == nodes.unique().numel() and y.shape == (20, 4)
         assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][everyone[20:40]])
