@@ -27,6 +27,7 @@ def restricted(draw, graph, seeds):
     degree, generator = indptr.diff(), torch.Generator().manual_seed(2)
     rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))
     when = rank.mul_(1 << 20).div_(degree.repeat_interleave(degree), rounding_mode="floor")
+    when = in_memory(when)
     timed, latest = draw(edge_times=when), draw(edge_times=when, method="latest")
     end, own = [], []
     for nodes in seeds:
