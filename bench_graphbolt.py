@@ -31,8 +31,10 @@ def main(store, order, fanout, batch_size, hidden, threads, how):
     """Answer numbers of batches until the input ends."""
     torch.set_num_threads(int(threads))
     store, seeds = Path(store), torch.from_numpy(np.load(order))
-    fanout, hidden, meta = [int(k) for k in fanout.split(",")], int(hidden), json.loads((store / "meta.json").read_text())
-    indptr, indices, labels = (torch.from_numpy(np.load(store / f"{name}.npy")) for name in ("indptr", "indices", "labels"))
+    fanout, hidden = [int(k) for k in fanout.split(",")], int(hidden)
+    meta = json.loads((store / "meta.json").read_text())
+    arrays = (np.load(store / f"{name}.npy") for name in ("indptr", "indices", "labels"))
+    indptr, indices, labels = map(torch.from_numpy, arrays)
     graph = gb.fused_csc_sampling_graph(indptr, indices)
     features = gb.BasicFeatureStore({("node", None, "feat"): on_disk(store / "features.npy", how == "advised")})
     pipe = gb.ItemSet((seeds.to(indices.dtype), labels[seeds]), names=("seed_nodes", "labels"))

@@ -171,7 +171,8 @@ def build_papers(path, p):
                     num_classes=p["classes"], split={"train": train}, source="random, the size of ogbn-papers100M",
                     progress=True)  # fmt: skip
     size = sum(file.stat().st_size for file in path.iterdir())
-    return {"seconds": seen.seconds, "edges_per_s": p["edges"] / seen.seconds, "peak_anonymous": seen.peak, "bytes": size}
+    return {"seconds": seen.seconds, "edges_per_s": p["edges"] / seen.seconds, "peak_anonymous": seen.peak,
+            "bytes": size}  # fmt: skip
 
 
 def train_papers(folder, args):
@@ -179,7 +180,7 @@ def train_papers(folder, args):
     p = {name: max(2000, int(number * args.papers)) if number > 1000 else number for name, number in PAPERS.items()}
     needed = 8 * p["edges"] + 4 * p["edges"] + 2 * p["nodes"] * (p["features"] + 8)
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, and {folder} has {free / 1e9:.0f} GB left")
+        raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, {folder} has {free / 1e9:.0f} GB left")
     args = argparse.Namespace(**{**vars(args), "fanout": [15, 10, 5], "batch_size": 1024})
     built = OwnProcess(args.threads, functools.partial, build_papers, folder / "papers", p)()
     how = {"disk, cache that looks ahead": ("lookahead", int(args.cache_gb * 1e9))}
@@ -239,7 +240,8 @@ class GraphBolt:
             words = [path, order.name, ",".join(map(str, args.fanout)), args.batch_size, args.hidden, args.threads, how]
             command = [args.graphbolt, "bench_graphbolt.py", *map(str, words)]
             there = Path(__file__).parent
-            self.process = subprocess.Popen(command, cwd=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen(command, cwd=there, text=True, **pipes)
             if self.process.stdout.readline() != "ready\n":
                 raise StoreError(f"--graphbolt {args.graphbolt} cannot run bench_graphbolt.py; its words are above")
         self.faults = 0
@@ -251,8 +253,9 @@ class GraphBolt:
         answer = json.loads(self.process.stdout.readline())
         memory, before = memory_of_process("status", self.process.pid), self.faults
         self.faults = int(Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[9])
-        return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"], "losses": answer["losses"],
-                "mapped": memory["RssFile"], "major_faults": self.faults - before, "cache_hit_rate": None}  # fmt: skip
+        return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"],
+                "losses": answer["losses"], "mapped": memory["RssFile"], "major_faults": self.faults - before,
+                "cache_hit_rate": None}  # fmt: skip
 
     def shutdown(self):
         self.process.communicate()
@@ -401,11 +404,12 @@ def bench_store(args):
             papers = figures["papers"] = train_papers(folder, args)
             built, trained = papers["build"], papers["training"]
             print(f"papers: {papers['nodes']:,} nodes, {papers['edges']:,} edges built in {built['seconds']:.0f} s, "
-                  f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous memory; "
-                  f"{gb(built['bytes'])} on disk")  # fmt: skip
+                  f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous "
+                  f"memory; {gb(built['bytes'])} on disk")  # fmt: skip
             hours = papers["epoch_s"] / 3600
             print(f"papers: {trained['batches_per_s']:.2f} batches/s, an epoch of {papers['train']:,} nodes in "
-                  f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and {gb(trained['mapped'])} mapped")  # fmt: skip
+                  f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and "
+                  f"{gb(trained['mapped'])} mapped")  # fmt: skip
             _print_training({"disk, cache that looks ahead": trained}, f"{gb(built['bytes'])} on disk")
             shutil.rmtree(folder / "papers")
 

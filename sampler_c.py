@@ -440,7 +440,8 @@ def load(task, law):
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
-    kind, task = (law, task.indices.dtype, torch.float32 if weights is None else weights.dtype), task._replace(weights=weights)
+    task = task._replace(weights=weights)
+    kind = law, task.indices.dtype, torch.float32 if weights is None else weights.dtype
     library = _library(*kind, False)
     of_pairs = _library(*kind, True) if library and task.edge_times is not None else None
     return Backend(task, library, of_pairs and Backend(task, of_pairs)) if library else None
