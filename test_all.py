@@ -2747,6 +2747,45 @@ def test_cuda_models_equal_torch_operations(cuda_layers, conv, monkeypatch):
             torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
 
 
+def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(cuda_layers, monkeypatch):
+    """Edges whose features are zeros change nothing, dropout of attention included: torch operations beside kernels."""
+    indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
+    blocks = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample(torch.randperm(200)[:12].int(), 1)
+    x, key = torch.randn(blocks[0].num_src, 20), 2**63 + 99
+    zeros, numbers = ([f(block.num_edges, 3) for block in blocks] for f in (torch.zeros, torch.randn))
+    for heads in (1, 4):
+        plain, seeing = (_net("gat", (20, 8, 8), heads=heads, dropout=0.5, edge_dim=width) for width in (0, 3))
+        seeing.load_state_dict(plain.state_dict(), strict=False)
+        results = []
+        for functions, net, edges in ((fused, plain, None), (fused_cuda, plain, None), (fused, seeing, zeros),
+                                      (fused_cuda, seeing, zeros), (None, seeing, zeros)):  # fmt: skip
+            monkeypatch.setattr(model, "fused", functions)
+            logits, *grads = _trained(net, blocks, x, key, edges=edges)
+            results.append([logits] + [g for g, (name, _) in zip(grads, net.named_parameters()) if "edge" not in name])
+        for found in results[1:]:
+            for ours, theirs in zip(found, results[0], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(_trained(seeing, blocks, x, key + 1, edges=zeros)[0], results[0][0])
+    for conv, options in (("gat", {"heads": 4}), ("gine", {})):
+        net, results = GNN(20, 8, 5, conv=conv, num_layers=3, norm="layer", edge_dim=3, **options), []
+        for functions in (fused, fused_cuda, None):
+            monkeypatch.setattr(model, "fused", functions)
+            results.append(_trained(net, blocks, x, key, edges=numbers))
+        for ours, kernels, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(kernels, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
+    """Ids of nodes and of edges differ in type: a kernel for each in the same program, by another name."""
+    table = torch.randn(50, 4)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.randint(50, (30,), dtype=dtype)
+        assert torch.equal(fused_cuda.gather_rows(table, ids), table[ids.long()])
+    assert cuda_layers == ["gather_rows_int_four_t_32", "gather_rows_int_four_t_64"]
+    assert fused_cuda._load.cache_info().currsize == 1
+
+
 def test_cuda_graphsage_of_padded_blocks(cuda_layers, monkeypatch):
     """Static shapes: the same logits and gradients, from pairs too, with the key made of a step on the device."""
     monkeypatch.setattr(model, "fused", fused_cuda)
