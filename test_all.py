@@ -6682,8 +6682,10 @@ def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
     assert store.main(["build", "own.npz", long]) == 0
     shutil.copy("own.npz", long[:200] + ".npz")
     assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
+    Path("data.pt").write_bytes(b"PK")
     for name, complaint in (("e.csv", "e.csv is no .npz file.*features and labels.*store.py build e.csv my_store"),
                             ("z" * 5000, "is unknown"),
+                            ("data.pt", "data.pt is neither an .npz file nor a table .*datasets.build.data, 'my_store'"),
                             ("folder", "folder is a folder without meta.json, so no store"),
                             ("none.csv", "'none.csv' is unknown"),
                             ("own.npz:nonsense",
@@ -6693,6 +6695,16 @@ def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
                             ("cora:x=1", "no parameter 'x=1': it takes none")):  # fmt: skip
         with pytest.raises(StoreError, match=complaint):
             prepare(name, "data")
+
+
+def test_npz_says_which_classes_have_no_node(tmp_path, capsys):
+    """Labels that are counted from 1, or a class that was dropped, make an output that nothing can be."""
+    for labels, said in ((np.arange(200) % 4, None), (np.arange(200) % 4 + 1, "1 of 5 classes have no node: 0"),
+                         (np.arange(200) % 2 * 9, "8 of 10 classes have no node: 1, 2, 3, ...")):  # fmt: skip
+        _save_npz(tmp_path / f"{labels.max()}.npz", y=labels)
+        prepare(str(tmp_path / f"{labels.max()}.npz"), tmp_path, progress=False)
+        output = capsys.readouterr().out
+        assert f"{labels.max()}.npz: {said}\n" in output if said else "no node" not in output, output
 
 
 def test_store_flags_without_effect_are_refused(tmp_path, monkeypatch, capsys):
@@ -8263,8 +8275,9 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
     many = build_graphs(tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": range(30, 40)})
     good = []
-    for words in (["--dataset", path, "--norm", "batch", "--early-stop", 5], ["--task", "graph", "--dataset", many]):
-        _run_here(tmp_path, *words, *COMMON, "--epochs", 1)
+    for words in (["--dataset", path, "--norm", "batch", "--early-stop", 5, *COMMON],
+                  ["--task", "graph", "--dataset", many, "--num-layers", 2, *COMMON[2:]]):
+        _run_here(tmp_path, *words, "--epochs", 1)
         good.append((tmp_path / "here.pt").read_bytes())
     states = [torch.load(io.BytesIO(data), weights_only=True) for data in good]
     random, forged, codes, began = np.random.default_rng(0), tmp_path / "forged.pt", [], time.monotonic()
@@ -8659,6 +8672,13 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--task", "link", "--pairs", "p.npy"], "--pairs p.npy needs --predict"),
         (["--task", "link", "--predict", "p.npy", "--predict-what", "logits"], "--task link writes embeddings"),
         (["--task", "graph", "--metric", "roc_auc"], "--metric roc_auc: --task graph has none"),
+        *((["--task", "graph", *words.split()], f"{words} has no effect with --task graph: leave it out") for words in (
+            "--fanout 3,3", "--model gin", "--norm layer", "--input-dropout 0.2", "--cache 1000", "--lookahead 3",
+            "--mode cpu-cpu", "--backend lmdb")),
+        (["--task", "graph", "--residual"], "--residual True has no effect with --task graph"),
+        (["--task", "graph", "--heads", "3"], "--heads 3 is for --model gat, --model is sage"),
+        (["--model", "gin", "--heads", "4"], "--heads 4 is for --model gat, --model is gin"),
+        (["--backend", "lmdb"], "--backend lmdb has no effect on .*: it is a store already"),
         (["--gpu", "x"], "--gpu"),
         (["--bogus"], "--bogus"),
         (["--layer-dependency"], "--layer-dependency is for --sampler labor, --sampler is uniform"),
