@@ -277,7 +277,8 @@ def check_typed(parser, args):
     """Refuse what was typed and would have no effect."""
     for flag in NOT_FOR_GRAPHS:
         if args.task == "graph" and flag in args.typed and getattr(args, flag) != parser.get_default(flag):
-            parser.error(f"{spelled(flag)} {text_of(getattr(args, flag))} has no effect with --task graph: leave it out")
+            value = text_of(getattr(args, flag))
+            parser.error(f"{spelled(flag)} {value} has no effect with --task graph: leave it out")
     if args.model != "gat" and "heads" in args.typed:
         parser.error(f"--heads {args.heads} is for --model gat, --model is {args.model}")
 
