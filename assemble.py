@@ -17,6 +17,7 @@ from tqdm import tqdm
 import datasets
 import lookahead
 import own_model
+import step_graph
 from allocator import keep_freed_memory, trim_memory
 from checkpoint import build_network
 from disk import StoreError, readable_size
@@ -57,9 +58,11 @@ def open_data(ranks, args, path):
     nodes = torch.arange(store.num_nodes) if links else store.split["train"]  # that may be seeds
     batch_size = args.batch_size * (2 + args.negatives if links else 1)  # nodes, at most
     settle(ranks, args, store.split["train"].numel())
-    sizes = {"fanout": args.fanout, "batch_size": batch_size, "hidden": args.hidden, "prefetch": args.prefetch}
-    args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, **sizes)
     used, lines = edge_data(args, store)
+    graphs = args.trains and not step_graph.hindrance(args) and used.time is None and store.labels.dim() == 1
+    sizes = {"fanout": args.fanout, "batch_size": batch_size, "hidden": args.hidden, "prefetch": args.prefetch,
+             "graphs": graphs}  # fmt: skip
+    args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, **sizes)
     if ranks.leads:
         print(f"memory  {line}", *(f"edges   {line}" for line in lines), sep="\n")
     indptr, indices, labels, features, placed = place_data(ranks, args, store, used, sizes)

@@ -194,9 +194,9 @@ class Ours:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.flags.lr, fused=True)
         forward = functools.partial(train.predict, self.ranks, self.flags, self.ring, self.model)
         run = self.ranks, self.flags, self.store, self.sampler, self.ring, self.model
-        self.graphs, why = step_graph.build(*run, self.optimizer, forward)
-        if self.flags.cuda_graph == "on" and not self.graphs:
-            raise RuntimeError(f"no CUDA graphs: {why}")
+        self.graphs, said = step_graph.build(*run, self.optimizer, forward)
+        if self.flags.cuda_graph == "on" and not (self.graphs and self.graphs.captured):
+            raise RuntimeError(f"asked for CUDA graphs: {said}")
 
     def __call__(self, epoch, steps):
         torch.set_float32_matmul_precision("high" if self.flags.precision == "tf32" else "highest")

@@ -31,7 +31,7 @@ from graphs import GraphDataset, block_diagonal, build_graphs
 from loader import NodeLoader
 from lookahead import LookaheadCache
 from row_reader import open_rows
-from store import GraphStore, MmapFeatures, build_store
+from store import GraphStore, MmapFeatures, build_store, free_host_bytes
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
@@ -331,18 +331,16 @@ def _print_training(trained, what):
         memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
         rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
     print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
-    first = next(iter(trained.values()))
     for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap advised")):
         if name.startswith("disk") and other in trained:
             ratios = [a / b for a, b in zip(trained[name]["rates"], trained[other]["rates"])]
             print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of {other}, in turn")
-    for name, f in trained.items():
-        curve = f.pop("losses")
-        f["first_loss"], f["last_loss"] = curve[0], curve[-1]
-        expected = curve if f is first else expected
-        if f is not first and not name.startswith("GraphBolt"):
-            same = "the same bits" if curve == expected else "NOT the same bits"
-            print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} as {next(iter(trained))}")
+    curves = {name: f.pop("losses") for name, f in trained.items()}
+    for name, curve in curves.items():
+        trained[name] |= {"first_loss": curve[0], "last_loss": curve[-1]}
+        if not name.startswith("GraphBolt"):
+            same = "the same bits as" if curve == next(iter(curves.values())) else "NOT the same bits as"
+            print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} {next(iter(curves))}")
     for name, f in trained.items():
         if "bytes_min" in f:
             times = f["bytes_read"] / f["bytes_min"]
@@ -389,7 +387,8 @@ def bench_store(args):
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
         ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
-                "disk, cache that looks ahead": ("lookahead", cache)}  # fmt: skip
+                "disk, cache that looks ahead": ("lookahead", cache),
+                "disk, cache of train.py's default": ("lookahead", free_host_bytes() // 2)}  # fmt: skip
         trained = figures["training"] = {}
         for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
             if part in parts:

@@ -81,7 +81,10 @@ class CudaCopies:
     def stream(self, slot, blocks=()):
         """Run the body on the slot's stream, behind what the caller's stream is doing to blocks on the GPU."""
         caller, side = torch.cuda.current_stream(self.device), self.streams[slot % len(self.streams)]
-        if caller != side and any(block.src_nodes.is_cuda for block in blocks):
+        if caller == side and torch.cuda.current_device() == self.device.index:  # within such a context already
+            yield
+            return
+        if any(block.src_nodes.is_cuda for block in blocks):
             side.wait_stream(caller)
             for block in blocks:
                 block.record_stream(side)

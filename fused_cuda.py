@@ -219,16 +219,15 @@ def gather_rows(features, ids, out=None):
     fits = (
         features.is_contiguous() and out.is_contiguous() and ids.is_contiguous() and ids.dtype in IDS and row % 2 == 0
     )
-    kernels = _load(ids.dtype, features.device) if fits else None
+    kernels = _load(torch.int32, features.device) if fits else None  # this program serves int64 as well
     if kernels is None:
         return None
     table, target = features.data_ptr(), out.data_ptr()
     size = next(size for size in WORDS if not (row | table | target) % size)
     if n * row // size >= 1 << 32:
         return None
-    kernels.run(
-        "gather_rows_" + WORDS[size], n * row // size, table, ids.data_ptr(), n, row // size, len(features), target
-    )
+    name = f"gather_rows_{WORDS[size]}_{8 * ids.itemsize}"
+    kernels.run(name, n * row // size, table, ids.data_ptr(), n, row // size, len(features), target)
     return out
 
 

@@ -471,9 +471,9 @@ KERNEL attention_source_grad_${T}(const ID *indptr, const int *start, const int 
   store_${T}(out + row * width + column, whole, left, sum);
 }
 """
-# Rows of any type, as words of 16, 4 or 2 bytes.
+# Rows of any type, as words of 16, 4 or 2 bytes; ids of both types, as those of edges are int64 in any graph.
 _GATHER = r"""
-KERNEL gather_rows_${WORD}(const ${WORD} *table, const ID *ids, int n, int words, i64 V, ${WORD} *out) {
+KERNEL gather_rows_${WORD}_${BITS}(const ${WORD} *table, const ${ANY} *ids, int n, int words, i64 V, ${WORD} *out) {
   THREAD((i64)n * words);
   const i64 row = (unsigned)i / (unsigned)words, column = (unsigned)i % (unsigned)words, id = ids[row];
   ${WORD} word = {0};
@@ -497,5 +497,5 @@ def source(ids):
     parts += [each(_PAIR, IN=a, OUT=b) for a in TYPES.values() for b in TYPES.values()]
     parts += [each(_EACH, T=t) for t in TYPES.values()] + [_ATTENTION]
     parts += [each(_ATTENTION_EACH, T=t) for t in TYPES.values()]
-    parts += [each(_GATHER, WORD=word) for word in WORDS.values()]
+    parts += [each(_GATHER, WORD=w, ANY=c, BITS=str(8 * i.itemsize)) for w in WORDS.values() for i, c in IDS.items()]
     return "".join(parts)

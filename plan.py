@@ -35,13 +35,17 @@ class Placement(NamedTuple):
     shared: int  # host memory, one copy for all processes of the machine
 
 
-def _placements(store, fanout, batch_size, hidden, prefetch) -> dict[str, Placement]:
+def _placements(store, fanout, batch_size, hidden, prefetch, graphs=False) -> dict[str, Placement]:
     """The Placement of every mode.
 
     A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop
     and n1 k2, ... edges; no hop has more than V nodes or M edges, and k = -1 counts as all of them. Input rows, nodes
     and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each of its
     destinations and as many for the gradients: the mean, and the result before and after ReLU and dropout.
+
+    With `graphs` steps are of static shapes, in memory of their own (step_graph.py): for each of the `prefetch` + 1 a
+    table of V numbers, the inner hops with their sampler's notes, and the input pairs; and once what a step computes,
+    beside what other batches and the validation compute.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     id_bytes, row_bytes = store.indices.element_size(), F * store.features.dtype.itemsize
@@ -58,15 +62,19 @@ def _placements(store, fanout, batch_size, hidden, prefetch) -> dict[str, Placem
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
     arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V + sum(
         column.nbytes for name in COLUMNS if (column := getattr(store, name)) is not None)
-    step = ahead * batch + compute
-    return {"cuda-cuda": Placement(GPU_BYTES + arrays + id_bytes * V, step, RANK_BYTES, 0, 0),
-            "pinned-cuda": Placement(GPU_BYTES + id_bytes * V, step, RANK_BYTES, 0, arrays),
+    step, tables, static = ahead * batch + compute, id_bytes * V, 0
+    if graphs:
+        inner = sum(edges[:-1]) + nodes[0]
+        slot = 8 * F * nodes[-2] + id_bytes * (2 * sum(nodes[:-1]) + inner) + 12 * inner  # 12: winners, numbers, counts
+        tables, static = tables + 4 * V * ahead, ahead * slot + compute
+    return {"cuda-cuda": Placement(GPU_BYTES + arrays + tables, step + static, RANK_BYTES, 0, 0),
+            "pinned-cuda": Placement(GPU_BYTES + tables, step + static, RANK_BYTES, 0, arrays),
             "cpu-cuda": Placement(GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0),  # pinning rounds up
             "cpu-cpu": Placement(0, 0, RANK_BYTES, step, 0)}
 
 
-def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, free_gpu=None,
-             free_host=None) -> dict:
+def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=False,
+             free_gpu=None, free_host=None) -> dict:
     """Say what training on a store takes in each mode and what fits.
 
     Args:
@@ -74,6 +82,7 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
         gpus: GPUs of this machine, a process each; with 0, `procs` processes train on CPU.
         fanout: one number for each layer, from the seeds outward.
         batch_size: seeds of a process. hidden: width of the inner layers. prefetch: batches prepared ahead.
+        graphs: whether steps are CUDA graphs where the GPU reads the features, or of the shapes of graphs.
         free_gpu: free bytes of the fullest GPU; asked of the current one when None.
         free_host: free bytes of host memory; asked of the system when None.
 
@@ -92,13 +101,13 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
 
     def fits(mode, batch_size):
-        p = _placements(store, fanout, batch_size, hidden, prefetch)[mode]
+        p = _placements(store, fanout, batch_size, hidden, prefetch, graphs)[mode]
         step = batch_size > 0
         return (p.gpu + step * p.gpu_step <= (free_gpu or 0)
                 and ranks * (p.rank + step * p.rank_step) + p.shared <= free_host)
 
     modes = {}
-    for mode, placement in _placements(store, fanout, batch_size, hidden, prefetch).items():
+    for mode, placement in _placements(store, fanout, batch_size, hidden, prefetch, graphs).items():
         sizes = range(1, len(store.split["train"]) + 1)
         largest = bisect.bisect_left(sizes, True, key=lambda n: not fits(mode, n))
         modes[mode] = dict(placement._asdict(), possible=fits(mode, 0), fits=fits(mode, batch_size),

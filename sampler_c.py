@@ -50,11 +50,13 @@ PASSES = r"""
 #define THREADS 64    // at most
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-// A hash table with open addressing, of the numbers that nodes have in a block.
-#ifdef PAIRS  // a source is a node at a time; `when` is the number of that time among those of the batch
-typedef ID slot_t;  // only the number, -1 where empty: node and time stand in src, and those of late are in the cache
+typedef struct { ID node, number; } slot_t;  // of a hash table with open addressing; node -1: empty
+
+// With PAIRS a source is a node at a time; `when` is the number of that time among those of the batch.
+#ifdef PAIRS
+#define AT(whens, i) (whens)[i]
 #else
-typedef struct { ID node, number; } slot_t;  // node -1: empty
+#define AT(whens, i) 0
 #endif
 
 typedef struct {        // one hop of a batch; Job in Python
@@ -336,25 +338,12 @@ static inline u64 home(ID node, ID when, layout_t layout) {
 #endif
 }
 
-// The number of the node at src[next]: `next` if it has none so far. That is a coin toss, so no branch depends on it.
-#ifdef PAIRS
-static inline ID number_of(slot_t *table, layout_t layout, const ID *src, const ID *src_when, ID next) {
-  u64 at = home(src[next], src_when[next], layout);
-  ID number = table[at] < 0 ? next : table[at];
-  while (__builtin_expect(src[number] != src[next] || src_when[number] != src_when[next], 0)) {
-    at = (at + 1) & ((1ULL << layout.bits) - 1);
-    number = table[at] < 0 ? next : table[at];
-  }
-  return table[at] = number;
-}
-#define WHEN(job, edge) (job)->edge_when[edge]
-#else
-static inline ID number_of(slot_t *table, layout_t layout, const ID *src, const ID *src_when, ID next) {
-  ID node = src[next];
-  u64 at = home(node, 0, layout);
+// The number of a node, at a time, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
+static inline ID number_of(slot_t *table, layout_t layout, const ID *src_when, ID node, ID when, ID next) {
+  u64 at = home(node, when, layout);
   slot_t slot = table[at];
   (void)src_when;
-  while (__builtin_expect(slot.node != node && slot.node != -1, 0)) {
+  while (__builtin_expect(slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0)) {
     at = (at + 1) & ((1ULL << layout.bits) - 1);
     slot = table[at];
   }
@@ -363,8 +352,6 @@ static inline ID number_of(slot_t *table, layout_t layout, const ID *src, const 
   table[at] = slot;
   return slot.number;
 }
-#define WHEN(job, edge) 0
-#endif
 
 static void relabel_chunk(job_t *job, i64 chunk) {
   i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
@@ -373,12 +360,13 @@ static void relabel_chunk(job_t *job, i64 chunk) {
   layout_t layout = layout_of(job->bits, job->num_times);
   for (i64 e = first; e < end; e++) {
     i64 ahead = MIN(e + AHEAD, end - 1);
-    __builtin_prefetch(&table[home(local[ahead], WHEN(job, ahead), layout)], 1);
-    src[next] = local[e];  // if it is not new, the next node is written over it
+    __builtin_prefetch(&table[home(local[ahead], AT(job->edge_when, ahead), layout)], 1);
+    ID node = local[e], when = AT(job->edge_when, e);
+    local[e] = number_of(table, layout, job->src_when, node, when, next);
+    src[next] = node;  // if it is not new, the next node is written over it
 #ifdef PAIRS
-    job->src_when[next] = job->edge_when[e];
+    job->src_when[next] = when;
 #endif
-    local[e] = number_of(table, layout, src, job->src_when, next);
     next += local[e] == next;
   }
   job->N = next;
@@ -402,8 +390,8 @@ i64 rb_number(slot_t *table, i64 bits, i64 num_times, const ID *nodes, const ID 
   memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
     i64 ahead = MIN(i + AHEAD, n - 1);
-    __builtin_prefetch(&table[home(nodes[ahead], when ? when[ahead] : 0, layout)], 1);
-    if (number_of(table, layout, nodes, when, (ID)i) != (ID)i) return i;
+    __builtin_prefetch(&table[home(nodes[ahead], AT(when, ahead), layout)], 1);
+    if (number_of(table, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
   }
   return -1;
 }
@@ -489,7 +477,7 @@ class Backend:
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
-            work = WorkingMemory(self.library, seeds.dtype, of_pairs=when is not None)
+            work = WorkingMemory(self.library, seeds.dtype)
         work.times = times
         if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
@@ -566,9 +554,9 @@ def _check(result, S):
 class WorkingMemory:
     """What a batch works in, kept for the next one: the table of numbers, and four numbers of every row."""
 
-    def __init__(self, library, dtype, of_pairs):
+    def __init__(self, library, dtype):
         self.library, self.bits = library, 0
-        self.slot_bytes = (1 if of_pairs else 2) * dtype.itemsize
+        self.slot_bytes = 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
         self.times = None  # of the batch, each once
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)

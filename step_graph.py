@@ -12,8 +12,11 @@ number of the step, by which neighbours and dropout are drawn, is read from GPU 
 
 A batch that does not fit says so before its turn comes: it is sampled again, and trained on, in its own shapes. That is
 the same batch, for what is drawn depends on the step alone; which batches these are depends on the flags alone, so a
-run repeats to the last bit, interrupted or not. Beside a run without graphs, sums over padded rows may be rounded
-differently.
+run repeats to the last bit, interrupted or not.
+
+The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, and where a GPU refuses to capture
+them): that gives the same bits. Steps that cannot be graphs (`obstacle`) are taken in the shapes of each batch; where
+such a step computes what a graph could (the tests do that), sums over padded rows may be rounded differently.
 
 With several ranks the gradients are averaged between two graphs, as one vector; DistributedDataParallel takes no part.
 This file needs features.py, fused_cuda.py (and what that needs), loader.py, model.py, sampler.py and sampler_cuda.py.
@@ -29,7 +32,7 @@ import fused
 import sampler_cuda
 from features import Fetched
 from loader import AtSeedTimes
-from model import GNN, BatchNorm, SAGEConv, cross_entropy
+from model import cross_entropy
 from sampler import Block, mix
 
 MEASURED = 8  # batches whose sizes say how much room there is
@@ -37,37 +40,47 @@ ELSEWHERE = "another rank cannot have them"
 APART = 0.02  # between the losses of a graph and of the same step without one, before the graph is not trusted
 
 
-def obstacle(ranks, args, sampler, ring, model):
-    """Why a step of this run cannot be a CUDA graph, in words; None where it can."""
-    if not ranks.gpus:
-        return "there is no GPU"
-    if not isinstance(model, GNN) or not all(isinstance(layer, SAGEConv) for layer in model.layers):
-        return f"they are for --model sage, this is {args.model}"
-    if isinstance(sampler, AtSeedTimes):
-        return "seeds see edges by their times (--temporal off shows them all)"
-    most, backend = sampler_cuda.AGGREGATED, getattr(sampler, "_backend", None)
+def hindrance(args):
+    """What of a run's flags keeps its steps from being CUDA graphs, in words; None where nothing does."""
+    k = args.fanout[-1]
     for hinders, why in (
-        (any(isinstance(norm, BatchNorm) for norm in model.norms), "--norm batch would count the padding"),
-        (model.input_dropout, "--input-dropout keeps the first hop from being averaged in place"),
-        (model.recompute, "--checkpoint-activations computes layers twice"),
+        (args.task != "node" or args.model != "sage", f"they are for --model sage, this is {args.model}"),
+        (args.norm == "batch", "--norm batch would count the padding"),
+        (args.input_dropout, "--input-dropout keeps the first hop from being averaged in place"),
+        (args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
         (args.precision == "fp64", "--precision fp64 has no kernels"),
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
-        (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
-        (ring.labels.dim() > 1, "nodes have several labels"),
-        (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1 or args.fanout[-1] > most,
-         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {most}"),
-        (not isinstance(backend, sampler_cuda.Backend), "the sampler's kernels are not there"),
-        (not fused.has_kernels(sampler.indices), "the layers' kernels are not there"),
+        (min(args.fanout) < 1 or k > sampler_cuda.AGGREGATED,
+         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {sampler_cuda.AGGREGATED}"),
+        (args.sampler != "uniform", "neighbours are not drawn uniformly"),
     ):  # fmt: skip
         if hinders:
             return why
-    return None if backend.task.rule in sampler_cuda.COUNTED else "neighbours are not drawn uniformly"
+    return None
+
+
+def obstacle(ranks, args, sampler, ring):
+    """Why a step of this run cannot be a CUDA graph, in words; None where it can."""
+    if not ranks.gpus:
+        return "there is no GPU"
+    if why := hindrance(args):
+        return why
+    for hinders, why in (
+        (isinstance(sampler, AtSeedTimes), "seeds see edges by their times (--temporal off shows them all)"),
+        (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
+        (ring.labels.dim() > 1, "nodes have several labels"),
+        (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
+        (not isinstance(getattr(sampler, "_backend", None), sampler_cuda.Backend), "the sampler's kernels are not there"),
+    ):  # fmt: skip
+        if hinders:
+            return why
+    return None if fused.has_kernels(sampler.indices) else "the layers' kernels are not there"
 
 
 def build(ranks, args, store, sampler, ring, model, optimizer, predict):
-    """Capture the graphs of a run and try them on a batch, which leaves model and optimizer as they were.
+    """Capture the graphs of a run, or prepare the same steps without where --cuda-graph is off or capture fails, and try
+    them on a batch, which leaves model and optimizer as they were.
 
     Args:
         ranks, args, store, sampler, ring, optimizer: those of train.py.
@@ -78,9 +91,7 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
         (StepGraphs, a line about them), or (None, why there are none, where they were asked for or failed). The same on
         all ranks, which call it together.
     """
-    if args.cuda_graph == "off":
-        return None, ""
-    why = obstacle(ranks, args, sampler, ring, model)
+    why = obstacle(ranks, args, sampler, ring)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     if ranks.world > 1:
@@ -91,7 +102,12 @@ def build(ranks, args, store, sampler, ring, model, optimizer, predict):
         return graphs, graphs.said
     except (RuntimeError, AttributeError) as error:  # AttributeError: a torch without what is asked for
         torch.cuda.set_stream(stream)
-        return None, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        return None, reason(error)
+
+
+def reason(error):
+    """The first line of an exception, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 class Slot:
@@ -116,7 +132,7 @@ class Slot:
         self.seeds = inner[-1].src_nodes[: rows[0]]
         mixed = mix(seed)
         self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int
-        self.sampling, self.training, self.trained = None, None, torch.cuda.Event()
+        self.sampling, self.training, self.trained = None, None, torch.cuda.Event()  # graphs, where they are captured
 
     def sample(self):
         """What the first graph holds."""
@@ -130,7 +146,7 @@ class StepGraphs:
 
     Attributes:
         loss_sum: float64, what `step` adds the loss of each batch to. said: a line. first_hop: as the ring's.
-        repeated: batches so far that did not fit.
+        repeated: batches so far that did not fit. captured: whether there are graphs, or launches one by one.
     """
 
     first_hop = True
@@ -155,12 +171,14 @@ class StepGraphs:
         self.begin()
         try:
             gc.collect()  # what is freed during a capture is not given back
-            self._capture(seeds, kept)
+            failure = self._prepare(seeds, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
-        rows, places = room
-        self.said = (f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs with room for {rows[-1]:,} nodes "
-                     f"and {sum(places):,} edges inside; larger batches are taken without")  # fmt: skip
+        (rows, places), self.captured = room, self.slots[0].training is not None
+        how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
+        if not self.captured:
+            how = f"{f'no CUDA graphs: {failure}' if failure else 'CUDA graphs are off'}; their kernels are launched one by one,"
+        self.said = f"{how} with room for {rows[-1]:,} nodes and {sum(places):,} edges inside; larger batches are taken without"
 
     def _measure(self, nodes, args):
         """Seeds of the first batch, and the (rows, places) of `Backend.frame` that a run's first batches would take."""
@@ -193,8 +211,9 @@ class StepGraphs:
                 t.copy_(moments[p][name]) if p in moments else t.zero_()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _capture(self, seeds, kept):
-        """Take a few steps without graphs, capture them, take the same with them: the losses have to agree."""
+    def _prepare(self, seeds, kept, capture):
+        """Take a few steps in the shapes of a batch, capture the padded ones if asked to, and take the same steps with
+        them: the losses have to agree -> why they were not captured, None where they were, or were not to be."""
         with self.stream(0):
             blocks = self.sampler.sample(seeds, 0, relabel_outer=False)
             batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
@@ -202,22 +221,17 @@ class StepGraphs:
         self.weight.fill_(1 / len(seeds))
         expected = [self._loss(self._compute, batch, key) for _ in self.slots]
         self._restore(kept)
-        failure = None
-        try:
-            self._capture_all(seeds)
-        except RuntimeError as error:
-            failure = error
-        if self.ranks.sum(failure is not None)[0]:
-            raise failure or RuntimeError(ELSEWHERE)
+        failure = self._capture(seeds) if capture else None
         self._restore(kept)
         found = []
         for slot in self.slots:
             if trouble := self._sample(slot, seeds, 0):
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            found.append(self._loss(self._replay, slot))
+            found.append(self._loss(self._train, slot))
         wrong = any(not abs(a - b) <= APART * abs(a) for a, b in zip(expected, found))
         if self.ranks.sum(wrong)[0]:
             raise RuntimeError(f"their losses are {found}, and {expected} without graphs")
+        return failure
 
     def _loss(self, run, *args):
         """The loss of a step -> float."""
@@ -226,24 +240,36 @@ class StepGraphs:
         self._exchange()
         return self.loss_sum.item()
 
-    def _capture_all(self, seeds):
-        pool = None
-        for slot in self.slots:
-            with self.stream(0):
-                slot.frame.fill(seeds, 0)
-                slot.sample()
-                self._compute(slot.batch, slot.key)  # in these shapes: what is made at first use is made now
-                torch.cuda.synchronize()
-            slot.sampling, slot.training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with captured(slot.sampling):
-                slot.sample()
-            with captured(slot.training, pool):
-                self._compute(slot.batch, slot.key)
-            pool = slot.training.pool()  # they run one after the other and leave nothing there
-        if self.flat is not None:
-            self.update = torch.cuda.CUDAGraph()
-            with captured(self.update):
-                self._update()
+    def _capture(self, seeds):
+        """Capture the graphs of all slots -> None, or why that failed on this rank or another: then there are none."""
+        stream, pool, failure = torch.cuda.current_stream(), None, None
+        try:
+            for slot in self.slots:
+                with self.stream(0):
+                    slot.frame.fill(seeds, 0)
+                    slot.sample()
+                    self._compute(slot.batch, slot.key)  # in these shapes: what is made at first use is made now
+                    torch.cuda.synchronize()
+                sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                with captured(sampling):
+                    slot.sample()
+                with captured(training, pool):
+                    self._compute(slot.batch, slot.key)
+                slot.sampling, slot.training = sampling, training
+                pool = training.pool()  # they run one after the other and leave nothing there
+            if self.flat is not None:
+                update = torch.cuda.CUDAGraph()
+                with captured(update):
+                    self._update()
+                self.update = update
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)
+            failure = reason(error)
+        if self.ranks.sum(failure is not None)[0]:
+            failure, self.update = failure or ELSEWHERE, None
+            for slot in self.slots:
+                slot.sampling = slot.training = None
+        return failure
 
     def _compute(self, batch, key):
         """A step on one batch, padded or not; with several ranks up to the flat gradient."""
@@ -258,8 +284,9 @@ class StepGraphs:
             torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
             self.flat /= self.ranks.world
 
-    def _replay(self, slot):
-        slot.training.replay()
+    def _train(self, slot):
+        """The step of a slot's batch, up to the flat gradient with several ranks."""
+        slot.training.replay() if slot.training else self._compute(slot.batch, slot.key)
         slot.trained.record()
 
     def _exchange(self):
@@ -278,7 +305,7 @@ class StepGraphs:
         sampler_cuda.py)."""
         torch.cuda.current_stream().wait_event(slot.trained)
         slot.frame.fill(seeds, step)
-        slot.sampling.replay()
+        slot.sampling.replay() if slot.sampling else slot.sample()
         self.kernels.wait()
         return slot.frame.trouble
 
@@ -310,7 +337,7 @@ class StepGraphs:
         if slot is None:
             self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
         else:
-            self._replay(slot)
+            self._train(slot)
         self._exchange()
 
 

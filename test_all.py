@@ -2358,6 +2358,34 @@ def test_store_estimate_counts_what_sampling_and_training_take(tmp_path):
     assert held < step < 2 * least  # an upper bound that grows with the batch
 
 
+def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
+    """Where the GPU reads features: at least what frames and input pairs of all slots take, and twice what a step computes."""
+    graph = GraphStore.open(_plain_store(tmp_path / "g"))
+    options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
+    without, counted = (estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"] for graphs in (False, True))
+    assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
+    s = NeighborSampler(graph.indptr, graph.indices, options["fanout"], backend="torch")
+    frame = _emulated(s, tmp_path).frame(10, hops=2)
+    tensors = [frame.memory, frame.given, frame.input, frame.sizes, frame.keys, frame.read, *frame.kept.values()]
+    rows = frame.shape[0]
+    slot = sum(t.nbytes for t in tensors) + torch.empty(rows[-1], 2 * 16).nbytes
+    compute = sum(8 * n * (a + 3 * b) for n, a, b in zip(rows[::-1], (16, 8, 8), (8, 8, 4)))
+    for mode in ("cuda-cuda", "pinned-cuda"):
+        tables, static = (counted[mode][name] - without[mode][name] for name in ("gpu", "gpu_step"))
+        assert tables == 2 * frame.table.nbytes
+        assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
+    words = ["--gpus", "1", "--fanout", "3,2,2", "--batch-size", "10", "--hidden", "8", "--prefetch", "1"]
+    for more, graphs in (([], True), (["--model", "gcn"], False), (["--sampler", "labor"], False), (["--accumulate", "2"], False)):
+        asked = []
+        with pytest.MonkeyPatch.context() as patch:
+            args = train.parse_args([*words[2:], *more])
+            args.gpus, args.precision = 1, "tf32"
+            patch.setattr(assemble, "choose_mode", lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                assemble.open_data(ddp.Ranks(), args, tmp_path / "g")
+        assert asked == [graphs]
+
+
 def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):
     path = _plain_store(tmp_path / "g")
     options = {"fanout": [3, 2], "hidden": 8, "free_host": GIB // 2 + 100_000}
@@ -2794,6 +2822,45 @@ def test_cuda_models_equal_torch_operations(cuda_layers, conv, monkeypatch):
             torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
 
 
+def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(cuda_layers, monkeypatch):
+    """Edges whose features are zeros change nothing, dropout of attention included: torch operations beside kernels."""
+    indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
+    blocks = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample(torch.randperm(200)[:12].int(), 1)
+    x, key = torch.randn(blocks[0].num_src, 20), 2**63 + 99
+    zeros, numbers = ([f(block.num_edges, 3) for block in blocks] for f in (torch.zeros, torch.randn))
+    for heads in (1, 4):
+        plain, seeing = (_net("gat", (20, 8, 8), heads=heads, dropout=0.5, edge_dim=width) for width in (0, 3))
+        seeing.load_state_dict(plain.state_dict(), strict=False)
+        results = []
+        for functions, net, edges in ((fused, plain, None), (fused_cuda, plain, None), (fused, seeing, zeros),
+                                      (fused_cuda, seeing, zeros), (None, seeing, zeros)):  # fmt: skip
+            monkeypatch.setattr(model, "fused", functions)
+            logits, *grads = _trained(net, blocks, x, key, edges=edges)
+            results.append([logits] + [g for g, (name, _) in zip(grads, net.named_parameters()) if "edge" not in name])
+        for found in results[1:]:
+            for ours, theirs in zip(found, results[0], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(_trained(seeing, blocks, x, key + 1, edges=zeros)[0], results[0][0])
+    for conv, options in (("gat", {"heads": 4}), ("gine", {})):
+        net, results = GNN(20, 8, 5, conv=conv, num_layers=3, norm="layer", edge_dim=3, **options), []
+        for functions in (fused, fused_cuda, None):
+            monkeypatch.setattr(model, "fused", functions)
+            results.append(_trained(net, blocks, x, key, edges=numbers))
+        for ours, kernels, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(kernels, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
+    """Ids of nodes and of edges differ in type: a kernel for each in the same program, by another name."""
+    table = torch.randn(50, 4)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.randint(50, (30,), dtype=dtype)
+        assert torch.equal(fused_cuda.gather_rows(table, ids), table[ids.long()])
+    assert cuda_layers == ["gather_rows_int_four_t_32", "gather_rows_int_four_t_64"]
+    assert fused_cuda._load.cache_info().currsize == 1
+
+
 def test_cuda_graphsage_of_padded_blocks(cuda_layers, monkeypatch):
     """Static shapes: the same logits and gradients, from pairs too, with the key made of a step on the device."""
     monkeypatch.setattr(model, "fused", fused_cuda)
@@ -2910,12 +2977,13 @@ def cuda_graphs(cuda_layers, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=nothing))
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
     monkeypatch.setattr(model, "fused", fused_cuda)
 
 
-def _graph_run(folder, net, optimizer, nodes, labels, x, options):
-    """StepGraphs of a small graph -> (graphs, sampler)."""
+def _graph_run(folder, net, optimizer, nodes, labels, x, options, word="on"):
+    """StepGraphs of a small graph, --cuda-graph being `word` -> (graphs, sampler)."""
     indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
     plain = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **options)
     backend = _emulated(plain, folder)
@@ -2924,7 +2992,7 @@ def _graph_run(folder, net, optimizer, nodes, labels, x, options):
     ]
     draws = types.SimpleNamespace(_backend=backend, indices=indices, sample=draw)
     ring = FeatureRing(x, labels, slots=2, aggregate=model.self_and_mean)
-    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, model="sage")
+    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, model="sage", cuda_graph=word)
     predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=True, key=key)  # noqa: E731
     store = types.SimpleNamespace(split={"train": nodes})
     graphs = step_graph.StepGraphs(ddp.Ranks(), args, store, draws, ring, net, optimizer, predict)
@@ -2983,6 +3051,50 @@ def test_a_cuda_step_graph_takes_the_steps_of_a_run_without(cuda_graphs, tight, 
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("tight, refused", [(False, False), (True, False), (True, True)])
+def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(cuda_graphs, tight, refused, tmp_path, monkeypatch):
+    """--cuda-graph on and off, where a capture is refused, with batches that do not fit; and from a checkpoint on."""
+    torch.manual_seed(0)
+    nodes, labels, x = torch.randperm(300)[:53], torch.randint(5, (300,)), torch.randn(300, 20)
+    first = _net("sage", (20, 8, 5), dropout=0.5)
+    monkeypatch.setattr(step_graph, "measured", step_graph.StepGraphs._measure, raising=False)
+    if tight:
+        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    ends = []
+    for word, stop in (("on", None), ("off", None), ("on", 7), ("off", 7)):
+        net = copy.deepcopy(first)
+        optimizer = torch.optim.Adam(net.parameters(), lr=2**-7, fused=True)
+        graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph if refused else _Graph)
+        graphs, _ = _graph_run(tmp_path, net, optimizer, nodes, labels, x, {}, word)
+        assert graphs.captured == (word == "on" and not refused)
+        assert ("no capture here" in graphs.said) == (refused and word == "on")
+        batches = loader.NodeLoader(None, nodes, [4, 3, 3], sampler=graphs, ring=graphs, batch_size=12, seed=5, depth=1)
+        repeated, done = 0, 0
+        while batches.epoch < 3:
+            graphs.begin()
+            for batch in batches:
+                graphs.step(batch)
+                done += 1
+                if done == stop:  # another process goes on, with graphs where there were none
+                    state, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+                    place, net = batches.state_dict(), copy.deepcopy(first)
+                    net.load_state_dict(state)
+                    optimizer = torch.optim.Adam(net.parameters(), lr=2**-7, fused=True)
+                    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+                    repeated += graphs.repeated
+                    word = "off" if word == "on" else "on"
+                    graphs, _ = _graph_run(tmp_path, net, optimizer, nodes, labels, x, {}, word)
+                    options = dict(sampler=graphs, ring=graphs, batch_size=12, seed=5, depth=1)
+                    batches = loader.NodeLoader(None, nodes, [4, 3, 3], **options)
+                    batches.load_state_dict(place)
+                    break
+        ends.append([*net.parameters(), *(t for p in net.parameters() for t in optimizer.state[p].values())])
+        assert (0 < repeated + graphs.repeated) == tight and done == 15
+    for end in ends[1:]:
+        assert len(end) > 20 and all(map(torch.equal, end, ends[0]))
+
+
 def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monkeypatch):
     """A graph whose loss is another one's is noticed before it trains."""
     nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
@@ -2999,31 +3111,30 @@ def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monke
 def test_a_cuda_step_graph_that_cannot_be_says_why(cuda_layers):
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = types.SimpleNamespace(on_device=True, first_hop=True, labels=torch.zeros(3))
-    for model_options, flags_, changed, why in (
-        (dict(conv="gat"), {}, {}, "for --model sage, this is gat"),
-        (dict(norm="batch"), {}, {}, "--norm batch"),
-        (dict(input_dropout=0.1), {}, {}, "--input-dropout"),
-        (dict(recompute=True), {}, {}, "--checkpoint-activations"),
-        ({}, dict(precision="fp64"), {}, "--precision fp64"),
-        ({}, dict(accumulate=2), {}, "--accumulate 2"),
-        ({}, dict(fanout=[4, 49]), {}, "--fanout 4,49: numbers from 1 on are needed, the last up to 48"),
-        ({}, dict(fanout=[-1, 4]), {}, "--fanout -1,4"),
-        ({}, dict(fanout=[4]), {}, "one layer"),
-        ({}, {}, dict(on_device=False), "--mode cpu-cuda"),
-        ({}, {}, dict(first_hop=False), "float32 or bfloat16"),
-        ({}, {}, dict(labels=torch.zeros(3, 2)), "several labels"),
-        ({}, {}, {}, "the sampler's kernels are not there"),
+    for words, changed, why in (
+        ("--model gat", {}, "for --model sage, this is gat"),
+        ("--norm batch", {}, "--norm batch"),
+        ("--input-dropout 0.1", {}, "--input-dropout"),
+        ("--checkpoint-activations", {}, "--checkpoint-activations"),
+        ("--precision fp64", {}, "--precision fp64"),
+        ("--accumulate 2", {}, "--accumulate 2"),
+        ("--fanout 4,49", {}, "--fanout 4,49: numbers from 1 on are needed, the last up to 48"),
+        ("--fanout -1,4", {}, "--fanout -1,4"),
+        ("--fanout 4", {}, "one layer"),
+        ("--sampler labor", {}, "not drawn uniformly"),
+        ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
+        ("", dict(first_hop=False), "float32 or bfloat16"),
+        ("", dict(labels=torch.zeros(3, 2)), "several labels"),
+        ("", {}, "the sampler's kernels are not there"),
     ):
-        net = GNN(8, 8, 3, num_layers=2, **model_options)
-        args = argparse.Namespace(**{**dict(model=model_options.get("conv", "sage"), precision="fp32", accumulate=1,
-                                            fanout=[4, 3],
-                                            mode="cpu-cuda"), **flags_})  # fmt: skip
+        args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        said = step_graph.obstacle(ddp.Ranks(gpus=1), args, s, types.SimpleNamespace(**{**vars(ring), **changed}), net)
+        said = step_graph.obstacle(ddp.Ranks(gpus=1), args, s, types.SimpleNamespace(**{**vars(ring), **changed}))
         assert why in said, said
-    assert step_graph.obstacle(ddp.Ranks(), args, s, ring, net) == "there is no GPU"
+        assert (step_graph.hindrance(args) is None) == bool(changed or not words)
+    assert step_graph.obstacle(ddp.Ranks(), args, s, ring) == "there is no GPU"
     timed = loader.AtSeedTimes(s, torch.zeros(50, dtype=torch.int64))
-    assert "by their times" in step_graph.obstacle(ddp.Ranks(gpus=1), args, timed, ring, net)
+    assert "by their times" in step_graph.obstacle(ddp.Ranks(gpus=1), args, timed, ring)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
