@@ -625,7 +625,7 @@ class GNN(nn.Module):
             edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
         """
         if len(blocks) != len(self.layers):
-            raise ValueError(f"there are {len(blocks)} blocks for {len(self.layers)} layers: one fanout a layer is needed")
+            raise ValueError(f"there are {len(blocks)} blocks for {len(self.layers)} layers: one a layer is needed")
         if self.edge_dim and not edges:
             said = f"with edge_dim {self.edge_dim} the features of each block's edges are needed"
             raise ValueError(f"edges is {edges}: {said}")

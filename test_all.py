@@ -2359,10 +2359,12 @@ def test_store_estimate_counts_what_sampling_and_training_take(tmp_path):
 
 
 def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
-    """Where the GPU reads features: at least what frames and input pairs of all slots take, and twice what a step computes."""
+    """Where the GPU reads features: at least what frames and input pairs of all slots take, and twice what a step
+    computes."""
     graph = GraphStore.open(_plain_store(tmp_path / "g"))
     options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
-    without, counted = (estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"] for graphs in (False, True))
+    without, counted = (estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"]
+                        for graphs in (False, True))
     assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
     s = NeighborSampler(graph.indptr, graph.indices, options["fanout"], backend="torch")
     frame = _emulated(s, tmp_path).frame(10, hops=2)
@@ -2375,7 +2377,8 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
         assert tables == 2 * frame.table.nbytes
         assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
     words = ["--gpus", "1", "--fanout", "3,2,2", "--batch-size", "10", "--hidden", "8", "--prefetch", "1"]
-    for more, graphs in (([], True), (["--model", "gcn"], False), (["--sampler", "labor"], False), (["--accumulate", "2"], False)):
+    for more, graphs in (([], True), (["--model", "gcn"], False), (["--sampler", "labor"], False),
+                         (["--accumulate", "2"], False)):
         asked = []
         with pytest.MonkeyPatch.context() as patch:
             args = train.parse_args([*words[2:], *more])
@@ -3738,7 +3741,7 @@ def test_loader_says_what_does_not_fit_the_graph():
         with pytest.raises(ValueError, match=complaint):
             loader.NodeLoader(graph, seeds, [2], **options)
     batch = next(iter(loader.NodeLoader(good, [0, 2], [2])))
-    with pytest.raises(ValueError, match="there are 1 blocks for 2 layers"):
+    with pytest.raises(ValueError, match="there are 1 blocks for 2 layers: one a layer"):
         SAGE(2, 4, 3, num_layers=2)(batch.blocks, batch.x)
     with pytest.raises(TypeError, match="indptr is a ndarray, a tensor is needed: torch.as_tensor.indptr."):
         NeighborSampler(indptr.numpy(), indices, [2])
@@ -5437,7 +5440,7 @@ DAMAGE = {  # what is written instead of the table -> None: the same graph, a li
     "no number": ("e", EDGES.replace("2,3", "2,x"), "e.csv, line 3: column 2 is 'x'"),
     "nan as id": ("e", EDGES.replace("2,3", "2,nan"), "e.csv, line 3: column 2 is 'nan'"),
     "a minus alone": ("x", X.replace("2.5,-2", "2.5,-"), "x.csv, line 3: column 2 is '-'"),
-    "bars": ("e", EDGES.replace(",", "|"), "e.csv has one column: .*a comma, a semicolon, a tab or spaces between them"),
+    "bars": ("e", EDGES.replace(",", "|"), "e.csv has one column: .*a comma, a semicolon, a tab or spaces"),
     "no such node": ("e", EDGES.replace("2,3", "2,6"),
                      "e.csv, line 3: there is no node 6: .*x.csv has the nodes 0 to 5"),
     "a weight": ("e", EDGES.replace("\n", ",1\n"), "more columns than are understood, column 3"),
