@@ -7795,6 +7795,17 @@ def test_uneven_last_batches_do_not_hang(tmp_path):
 
 
 @pytest.mark.parametrize("procs", [1, 2])
+def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
+    command = [sys.executable, HERE / "train.py", "--gpus", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and output == "", output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, number):
     common = ["--dataset", tiny, "--gpus", 0, "--procs", procs, "--batch-size", 50, "--fanout", "3,3", "--dropout", 0.5]
