@@ -7794,7 +7794,6 @@ def test_uneven_last_batches_do_not_hang(tmp_path):
     assert "2 steps an epoch" in output and "exact" in output
 
 
-@pytest.mark.parametrize("procs", [1, 2])
 def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
     command = [sys.executable, HERE / "train.py", "--gpus", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -7806,6 +7805,7 @@ def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
     assert process.returncode == -signal.SIGINT and output == "", output
 
 
+@pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_no_process(tiny, tmp_path, procs, number):
     common = ["--dataset", tiny, "--gpus", 0, "--procs", procs, "--batch-size", 50, "--fanout", "3,3", "--dropout", 0.5]
