@@ -42,7 +42,7 @@ APART = 0.02  # between the losses of a graph and of the same step without one, 
 
 def hindrance(args):
     """What of a run's flags keeps its steps from being CUDA graphs, in words; None where nothing does."""
-    k = args.fanout[-1]
+    most = sampler_cuda.AGGREGATED
     for hinders, why in (
         (args.task != "node" or args.model != "sage", f"they are for --model sage, this is {args.model}"),
         (args.norm == "batch", "--norm batch would count the padding"),
@@ -51,8 +51,8 @@ def hindrance(args):
         (args.precision == "fp64", "--precision fp64 has no kernels"),
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1 or k > sampler_cuda.AGGREGATED,
-         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {sampler_cuda.AGGREGATED}"),
+        (min(args.fanout) < 1 or args.fanout[-1] > most,
+         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {most}"),
         (args.sampler != "uniform", "neighbours are not drawn uniformly"),
     ):  # fmt: skip
         if hinders:
@@ -66,12 +66,13 @@ def obstacle(ranks, args, sampler, ring):
         return "there is no GPU"
     if why := hindrance(args):
         return why
+    backend = getattr(sampler, "_backend", None)
     for hinders, why in (
         (isinstance(sampler, AtSeedTimes), "seeds see edges by their times (--temporal off shows them all)"),
         (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
         (ring.labels.dim() > 1, "nodes have several labels"),
         (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
-        (not isinstance(getattr(sampler, "_backend", None), sampler_cuda.Backend), "the sampler's kernels are not there"),
+        (not isinstance(backend, sampler_cuda.Backend), "the sampler's kernels are not there"),
     ):  # fmt: skip
         if hinders:
             return why
@@ -79,8 +80,8 @@ def obstacle(ranks, args, sampler, ring):
 
 
 def build(ranks, args, store, sampler, ring, model, optimizer, predict):
-    """Capture the graphs of a run, or prepare the same steps without where --cuda-graph is off or capture fails, and try
-    them on a batch, which leaves model and optimizer as they were.
+    """Capture the graphs of a run, or prepare the same steps without them where --cuda-graph is off or capture fails,
+    and try them on a batch, which leaves model and optimizer as they were.
 
     Args:
         ranks, args, store, sampler, ring, optimizer: those of train.py.
@@ -177,8 +178,10 @@ class StepGraphs:
         (rows, places), self.captured = room, self.slots[0].training is not None
         how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
         if not self.captured:
-            how = f"{f'no CUDA graphs: {failure}' if failure else 'CUDA graphs are off'}; their kernels are launched one by one,"
-        self.said = f"{how} with room for {rows[-1]:,} nodes and {sum(places):,} edges inside; larger batches are taken without"
+            why = f"no CUDA graphs: {failure}" if failure else "CUDA graphs are off"
+            how = f"{why}; their kernels are launched one by one,"
+        self.said = (f"{how} with room for {rows[-1]:,} nodes and {sum(places):,} edges inside; larger batches are "
+                     "taken without")  # fmt: skip
 
     def _measure(self, nodes, args):
         """Seeds of the first batch, and the (rows, places) of `Backend.frame` that a run's first batches would take."""

@@ -2360,10 +2360,12 @@ def test_store_estimate_counts_what_sampling_and_training_take(tmp_path):
 
 
 def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
-    """Where the GPU reads features: at least what frames and input pairs of all slots take, and twice what a step computes."""
+    """Where the GPU reads features: at least what frames and input pairs of all slots take, and twice what a step
+    computes."""
     graph = GraphStore.open(_plain_store(tmp_path / "g"))
     options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
-    without, counted = (estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"] for graphs in (False, True))
+    without, counted = (estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"]
+                        for graphs in (False, True))
     assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
     s = NeighborSampler(graph.indptr, graph.indices, options["fanout"], backend="torch")
     frame = _emulated(s, tmp_path).frame(10, hops=2)
@@ -2376,7 +2378,8 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
         assert tables == 2 * frame.table.nbytes
         assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
     words = ["--gpus", "1", "--fanout", "3,2,2", "--batch-size", "10", "--hidden", "8", "--prefetch", "1"]
-    for more, graphs in (([], True), (["--model", "gcn"], False), (["--sampler", "labor"], False), (["--accumulate", "2"], False)):
+    for more, graphs in (([], True), (["--model", "gcn"], False), (["--sampler", "labor"], False),
+                         (["--accumulate", "2"], False)):
         asked = []
         with pytest.MonkeyPatch.context() as patch:
             args = train.parse_args([*words[2:], *more])
@@ -3722,6 +3725,32 @@ def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
                            ("threads is 0", {"threads": 0})):
         with pytest.raises(ValueError, match=words):
             loader.NodeLoader(graph, mask, [4, 2], **options)
+
+
+def test_loader_says_what_does_not_fit_the_graph():
+    indptr, indices = loader.from_edge_index([[0, 1, 2], [1, 2, 0]], 3)
+    good = loader.Graph(indptr, indices, torch.ones(3, 2), torch.arange(3))
+    for graph, seeds, options, complaint in (
+        (good, torch.ones(2, dtype=torch.bool), {}, "seeds, a mask, has 2 rows: .* 3 nodes and 3 edges, and 3 rows"),
+        (good, torch.ones(4, dtype=torch.bool), {}, "seeds, a mask, has 4 rows"),
+        (good, [[0], [1]], {}, r"seeds is \[2, 1\]: node ids \[T\]"),
+        (good._replace(features=np.ones((4, 2))), [0], {}, "features has 4 rows"),
+        (good._replace(labels=torch.arange(2)), [0], {}, "labels has 2 rows"),
+        (good._replace(labels=None), [0], {}, "labels is a NoneType"),
+        (good, [0], {"edges": True}, "edge_features is a NoneType: .* 3 rows are needed"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            loader.NodeLoader(graph, seeds, [2], **options)
+    batch = next(iter(loader.NodeLoader(good, [0, 2], [2])))
+    with pytest.raises(ValueError, match="there are 1 blocks for 2 layers: one a layer"):
+        SAGE(2, 4, 3, num_layers=2)(batch.blocks, batch.x)
+    with pytest.raises(TypeError, match="indptr is a ndarray, a tensor is needed: torch.as_tensor.indptr."):
+        NeighborSampler(indptr.numpy(), indices, [2])
+    net = SAGE(2, 4, 3, num_layers=1)
+    expected = inference(net, indptr, indices, good.features)
+    assert torch.equal(inference(net, indptr.numpy(), indices.numpy(), good.features.numpy()), expected)
+    with pytest.raises(ValueError, match="x has 2 rows, indptr is of 3 nodes"):
+        inference(net, indptr, indices, good.features[:2])
 
 
 def test_loader_reads_a_store(tmp_path):
@@ -5412,6 +5441,7 @@ DAMAGE = {  # what is written instead of the table -> None: the same graph, a li
     "no number": ("e", EDGES.replace("2,3", "2,x"), "e.csv, line 3: column 2 is 'x'"),
     "nan as id": ("e", EDGES.replace("2,3", "2,nan"), "e.csv, line 3: column 2 is 'nan'"),
     "a minus alone": ("x", X.replace("2.5,-2", "2.5,-"), "x.csv, line 3: column 2 is '-'"),
+    "bars": ("e", EDGES.replace(",", "|"), "e.csv has one column: .*a comma, a semicolon, a tab or spaces"),
     "no such node": ("e", EDGES.replace("2,3", "2,6"),
                      "e.csv, line 3: there is no node 6: .*x.csv has the nodes 0 to 5"),
     "a weight": ("e", EDGES.replace("\n", ",1\n"), "more columns than are understood, column 3"),
@@ -5570,7 +5600,8 @@ def test_tables_ids_of_a_split(tmp_path):
     for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
         assert graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes).tolist() == [3, 1, 8]
     for text, complaint in (("", "is empty"), ("id\n", "no rows"),
-                            ("0\n1\n1\n0\n", "line 3: node 1 is there for the second time"),
+                            ("0\n1\n1\n0\n", "t.csv looks like a mask of 0 and 1: the ids"),
+                            ("0\n2\n2\n0\n", "line 3: node 2 is there for the second time"),
                             ("9\n", "there is no node 9"), ("0,1\n2,3\n", "has 2 columns")):  # fmt: skip
         with pytest.raises(StoreError, match=complaint):
             graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes)
@@ -7762,6 +7793,17 @@ def test_uneven_last_batches_do_not_hang(tmp_path):
     output = _train("--dataset", TINY.replace("train=600", "train=601"), "--root", tmp_path, "--gpus", 0, "--procs", 3,
                     "--batch-size", 200, "--epochs", 1, "--fanout", "3,3")  # fmt: skip
     assert "2 steps an epoch" in output and "exact" in output
+
+
+def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
+    command = [sys.executable, HERE / "train.py", "--gpus", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and output == "", output
 
 
 @pytest.mark.parametrize("procs", [1, 2])
