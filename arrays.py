@@ -263,10 +263,9 @@ class Arrays:
         missing = np.isnan(values)
         bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
         if len(bad):
-            raise self.error(
-                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where there is "
-                "none"
-            )
+            place = ", ".join(map(str, bad[0]))
+            raise self.error(f"{name}[{place}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where "
+                             "there is none")
         if missing.any():
             self.say(f"{missing.sum():,} of {values.size:,} in {name} are NaN: these nodes have no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)

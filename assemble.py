@@ -21,7 +21,7 @@ import step_graph
 from allocator import keep_freed_memory, trim_memory
 from checkpoint import build_network
 from disk import StoreError, readable_size
-from edge_data import EdgeData, degrees_at, edge_data
+from edge_data import degrees_at, edge_data
 from features import CachedFeatures, FeatureRing, expected_visits, place, share
 from graphs import GraphDataset, GraphReader
 from link import Links, Scorer, read_pairs, split_edges
@@ -34,9 +34,7 @@ from sampler import DamagedGraph, NeighborSampler
 from store import GraphStore, MmapFeatures, free_host_bytes
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
-PRIOR = (
-    0.07  # precision of a Gaussian prior of the weights: by default a weight decay of PRIOR / T beside T training nodes
-)
+PRIOR = 0.07  # precision of a Gaussian prior of the weights: the default weight decay is PRIOR / T for T training nodes
 
 
 def prepare(args):
@@ -57,7 +55,7 @@ def open_data(ranks, args, path):
     if args.task == "graph":
         return open_graphs(ranks, args, path)
     store, links = open_graph(ranks, args, path), args.task == "link"
-    nodes = torch.arange(store.num_nodes) if links else store.split["train"]
+    nodes = torch.arange(store.num_nodes) if links else store.split["train"]  # that may be seeds
     batch_size = args.batch_size * (2 + args.negatives if links else 1)  # nodes, at most
     settle(ranks, args, store.split["train"].numel())
     used, lines = edge_data(args, store)
@@ -69,7 +67,7 @@ def open_data(ranks, args, path):
         print(f"memory  {line}", *(f"edges   {line}" for line in lines), sep="\n")
     indptr, indices, labels, features, placed = place_data(ranks, args, store, used, sizes)
     features = cached(ranks, args, store, features, nodes, batch_size)
-    sampler = make_sampler(args, indptr, indices, args.fanout, placed, used.strict)
+    sampler = make_sampler(args, indptr, indices, args.fanout, placed)
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16  # a network of one's own gets float32 under autocast
     dtype = {"bf16": bf16, "fp64": torch.float64}.get(args.precision, torch.float32)
     floats = {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
@@ -77,7 +75,7 @@ def open_data(ranks, args, path):
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
                        aggregate=self_and_mean if in_place else None, edge_features=placed.features)  # fmt: skip
-    if links:
+    if links:  # one object stands for both
         ring = sampler = Links(store, sampler, ring, negatives=args.negatives, by_degree=args.negatives_by == "degree",
                                seed=args.seed, checked=not args.unchecked_negatives,
                                softmax=args.link_loss == "softmax")  # fmt: skip
@@ -123,7 +121,7 @@ def open_graph(ranks, args, path):
 
 
 def place_data(ranks, args, store, used, sizes):
-    """Graph, labels, features and the columns that are used, where --mode wants them -> (indptr, indices, labels,
+    """Put graph, labels, features and the columns in `used` where --mode wants them -> (indptr, indices, labels,
     features, EdgeData)."""
     columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
     arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
@@ -133,11 +131,11 @@ def place_data(ranks, args, store, used, sizes):
         spare = spare_gpu_bytes(store, args.mode, *sizes.values()) - args.cache
         arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum if ranks.world > 1 else None)
     indptr, indices, labels, features, *placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
-    return indptr, indices, labels, features, EdgeData(seed_time=used.seed_time, **dict(zip(columns, placed)))
+    return indptr, indices, labels, features, used._replace(**dict(zip(columns, placed)))
 
 
-def make_sampler(args, indptr, indices, fanout, used, strict):
-    """The sampler of the flags, which draws by the columns that are used."""
+def make_sampler(args, indptr, indices, fanout, used):
+    """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
     if args.sampler == "labor":
         options |= {
@@ -147,15 +145,15 @@ def make_sampler(args, indptr, indices, fanout, used, strict):
         }
     if used.time is None:
         return NeighborSampler(indptr, indices, fanout, **options)
-    timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=strict, **options)
+    timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=used.strict, **options)
     return AtSeedTimes(timed, used.seed_time)
 
 
 def cached(ranks, args, store, features, nodes, batch_size):
-    """The features behind the cache of --cache, which every process has; without one, as they are.
+    """The features behind the cache of --cache, one for each process; without the flag as they are.
 
-    On CPU, before a memory-mapped table, it holds the rows that the next batches use soonest; on a GPU and before LMDB,
-    whose rows may change, the rows that are used most often by batches of these nodes, chosen once.
+    On CPU, before a memory-mapped table, the cache holds the rows that the next batches use soonest; on a GPU, and
+    before LMDB, whose rows may change, those that batches with seeds among `nodes` use most often, chosen once.
     """
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
@@ -164,9 +162,9 @@ def cached(ranks, args, store, features, nodes, batch_size):
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and args.cache):
-        raise StoreError(f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, in "
-                         f"mode cpu-cpu; here --cache is {args.cache}, their backend {store.meta['backend']}, the mode "
-                         f"{args.mode}")  # fmt: skip
+        raise StoreError(f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, "
+                         f"in mode cpu-cpu; here --cache is {args.cache}, their backend {store.meta['backend']}, the "
+                         f"mode {args.mode}")  # fmt: skip
     if args.cache and args.mode == "cuda-cuda" and ranks.leads:
         print(f"memory  --cache {readable_size(args.cache)} has no effect: all features are in GPU memory")
     if not args.cache or args.mode == "cuda-cuda":
@@ -234,7 +232,8 @@ def build_model(ranks, args, store, ring):
 
 @contextmanager
 def reading_all_edges():
-    """Around what reads every edge of a graph that nobody has checked: damage is DamagedGraph, as for the sampler."""
+    """A context for what reads every edge of a graph that nobody has checked: damage is a DamagedGraph, as in
+    sampling."""
     try:
         yield
     except IndexError as error:

@@ -3,7 +3,7 @@
     python bench.py sampler                      # this sampler beside DGL's, pyg-lib's, torch-sparse's, GraphBolt's
     python bench.py sampler --json sampler.json --larger synthetic:nodes=24490290,degree=50,features=1,classes=47
     python bench.py step                         # a training step beside DGL's, and what each trick is worth
-    python bench.py link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # link prediction beside DGL's
+    python bench.py link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
     python bench.py overlap                      # batches prepared ahead beside one after the other; draws both
     python bench.py features                     # the ring beside a plain copy; four processes on one store
     python bench.py scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
@@ -107,9 +107,10 @@ def bench_picture(args):
 
 def main(argv=None):
     """Run the command line -> exit code."""
-    runs = {"sampler": bench_sampler, "step": bench_step, "link": bench_link, "overlap": bench_overlap, "features": bench_features,
-            "scaling": bench_scaling, "store": bench_store, "inference": bench_inference, "accuracy": bench_accuracy,
-            "labor": bench_labor, "gpu": bench_gpu, "attack": bench_attack, "picture": bench_picture}  # fmt: skip
+    runs = {"sampler": bench_sampler, "step": bench_step, "link": bench_link, "overlap": bench_overlap,
+            "features": bench_features, "scaling": bench_scaling, "store": bench_store, "inference": bench_inference,
+            "accuracy": bench_accuracy, "labor": bench_labor, "gpu": bench_gpu, "attack": bench_attack,
+            "picture": bench_picture}  # fmt: skip
     numbers = lambda text: [int(k) for k in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument

@@ -1,12 +1,13 @@
 """Training with GraphBolt of DGL, features on disk as its documentation has them: for `bench.py store --graphbolt`.
 
-    graphbolt/bin/python bench_graphbolt.py STORE order.npy 10,5 256 256 2      # fanout, batch, hidden, threads
+    graphbolt/bin/python bench_graphbolt.py STORE order.npy 10,5 256 256 2 advised     # fanout, batch, hidden, threads
 
 An interpreter of its own runs this, as GraphBolt needs the torch that DGL was built for (bench.py says how to install
 both). Each line of the standard input is a number of batches to train, answered by a line of JSON.
 """
 
 import json
+import mmap
 import sys
 import time
 from pathlib import Path
@@ -18,19 +19,24 @@ from dgl.nn import SAGEConv
 from torch.nn import functional as F
 
 
-def on_disk(file):
-    """A table as `OnDiskDataset` opens it with `in_memory: false`."""
-    return gb.TorchBasedFeature(torch.as_tensor(np.load(file, mmap_mode="r+")))
+def on_disk(file, advised):
+    """A table as `OnDiskDataset` opens it with `in_memory: false`; advised: the kernel is told not to read ahead."""
+    table = np.load(file, mmap_mode="r+")
+    if advised:
+        table._mmap.madvise(mmap.MADV_RANDOM)
+    return gb.TorchBasedFeature(torch.as_tensor(table))
 
 
-def main(store, order, fanout, batch_size, hidden, threads):
+def main(store, order, fanout, batch_size, hidden, threads, how):
     """Answer numbers of batches until the input ends."""
     torch.set_num_threads(int(threads))
     store, seeds = Path(store), torch.from_numpy(np.load(order))
-    fanout, hidden, meta = [int(k) for k in fanout.split(",")], int(hidden), json.loads((store / "meta.json").read_text())
-    indptr, indices, labels = (torch.from_numpy(np.load(store / f"{name}.npy")) for name in ("indptr", "indices", "labels"))
+    fanout, hidden = [int(k) for k in fanout.split(",")], int(hidden)
+    meta = json.loads((store / "meta.json").read_text())
+    arrays = (np.load(store / f"{name}.npy") for name in ("indptr", "indices", "labels"))
+    indptr, indices, labels = map(torch.from_numpy, arrays)
     graph = gb.fused_csc_sampling_graph(indptr, indices)
-    features = gb.BasicFeatureStore({("node", None, "feat"): on_disk(store / "features.npy")})
+    features = gb.BasicFeatureStore({("node", None, "feat"): on_disk(store / "features.npy", how == "advised")})
     pipe = gb.ItemSet((seeds.to(indices.dtype), labels[seeds]), names=("seed_nodes", "labels"))
     pipe = gb.ItemSampler(pipe, batch_size=int(batch_size))
     pipe = pipe.sample_neighbor(graph, fanout[::-1])  # the outermost hop first

@@ -27,6 +27,7 @@ def restricted(draw, graph, seeds):
     degree, generator = indptr.diff(), torch.Generator().manual_seed(2)
     rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))
     when = rank.mul_(1 << 20).div_(degree.repeat_interleave(degree), rounding_mode="floor")
+    when = in_memory(when)
     timed, latest = draw(edge_times=when), draw(edge_times=when, method="latest")
     end, own = [], []
     for nodes in seeds:
@@ -140,8 +141,8 @@ def rows(draw, store, batch_size, batches=17):
         others = others[1:] or [0]
         figures[name] = {"rows": statistics.mean(needed), "bytes": row * statistics.mean(needed),
                          "rows_not_in_the_batch_before": statistics.mean(others)}  # fmt: skip
-    table = [[name, f"{f['rows'] / 1e3:.1f} k", f"{f['bytes'] / 1e6:.1f} MB", f"{f['rows_not_in_the_batch_before'] / 1e3:.1f} k"]
-             for name, f in figures.items()]  # fmt: skip
+    table = [[name, f"{f['rows'] / 1e3:.1f} k", f"{f['bytes'] / 1e6:.1f} MB",
+              f"{f['rows_not_in_the_batch_before'] / 1e3:.1f} k"] for name, f in figures.items()]  # fmt: skip
     print_table(table, ["drawing", "input rows of a batch", "bytes read", "not in the batch before"])
     return figures
 

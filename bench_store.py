@@ -31,7 +31,7 @@ from graphs import GraphDataset, block_diagonal, build_graphs
 from loader import NodeLoader
 from lookahead import LookaheadCache
 from row_reader import open_rows
-from store import GraphStore, MmapFeatures, build_store
+from store import GraphStore, MmapFeatures, build_store, free_host_bytes
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
@@ -171,7 +171,8 @@ def build_papers(path, p):
                     num_classes=p["classes"], split={"train": train}, source="random, the size of ogbn-papers100M",
                     progress=True)  # fmt: skip
     size = sum(file.stat().st_size for file in path.iterdir())
-    return {"seconds": seen.seconds, "edges_per_s": p["edges"] / seen.seconds, "peak_anonymous": seen.peak, "bytes": size}
+    return {"seconds": seen.seconds, "edges_per_s": p["edges"] / seen.seconds, "peak_anonymous": seen.peak,
+            "bytes": size}  # fmt: skip
 
 
 def train_papers(folder, args):
@@ -179,7 +180,7 @@ def train_papers(folder, args):
     p = {name: max(2000, int(number * args.papers)) if number > 1000 else number for name, number in PAPERS.items()}
     needed = 8 * p["edges"] + 4 * p["edges"] + 2 * p["nodes"] * (p["features"] + 8)
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, and {folder} has {free / 1e9:.0f} GB left")
+        raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, {folder} has {free / 1e9:.0f} GB left")
     args = argparse.Namespace(**{**vars(args), "fanout": [15, 10, 5], "batch_size": 1024})
     built = OwnProcess(args.threads, functools.partial, build_papers, folder / "papers", p)()
     how = {"disk, cache that looks ahead": ("lookahead", int(args.cache_gb * 1e9))}
@@ -223,19 +224,24 @@ class FromDisk:
 
 
 class GraphBolt:
-    """Trains in the interpreter `--graphbolt`, called as `FromDisk` is: the same seeds in the same order."""
+    """Trains in the interpreter `--graphbolt`, called as `FromDisk` is: the same seeds in the same order.
 
-    def __init__(self, path, args):
+    how: "documented", or "advised": with a word to the kernel not to read ahead of each row.
+    """
+
+    def __init__(self, path, args, how):
         store = GraphStore.open(path)
         loader = NodeLoader(store, store.split["train"], args.fanout, batch_size=args.batch_size, sampler=(), ring=())
-        seeds = torch.cat([batch.seeds for batch in itertools.islice(loader._parts(0, 0), args.batches)])
+        parts = itertools.chain.from_iterable(loader._parts(epoch, 0) for epoch in itertools.count())
+        seeds = torch.cat([part.seeds for part in itertools.islice(parts, args.batches)])
         with tempfile.NamedTemporaryFile(suffix=".npy") as order:
             np.save(order, seeds.numpy())
             order.flush()
-            words = [path, order.name, ",".join(map(str, args.fanout)), args.batch_size, args.hidden, args.threads]
+            words = [path, order.name, ",".join(map(str, args.fanout)), args.batch_size, args.hidden, args.threads, how]
             command = [args.graphbolt, "bench_graphbolt.py", *map(str, words)]
             there = Path(__file__).parent
-            self.process = subprocess.Popen(command, cwd=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen(command, cwd=there, text=True, **pipes)
             if self.process.stdout.readline() != "ready\n":
                 raise StoreError(f"--graphbolt {args.graphbolt} cannot run bench_graphbolt.py; its words are above")
         self.faults = 0
@@ -247,8 +253,9 @@ class GraphBolt:
         answer = json.loads(self.process.stdout.readline())
         memory, before = memory_of_process("status", self.process.pid), self.faults
         self.faults = int(Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[9])
-        return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"], "losses": answer["losses"],
-                "mapped": memory["RssFile"], "major_faults": self.faults - before, "cache_hit_rate": None}  # fmt: skip
+        return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"],
+                "losses": answer["losses"], "mapped": memory["RssFile"], "major_faults": self.faults - before,
+                "cache_hit_rate": None}  # fmt: skip
 
     def shutdown(self):
         self.process.communicate()
@@ -259,13 +266,17 @@ def train_in_turn(path, args, ways):
     process of its own -> {name: figures}; of all but the first quarter, by which caches are full."""
     processes = {name: OwnProcess(args.threads, FromDisk, path, args, *way) for name, way in ways.items()}
     if args.graphbolt and len(ways) > 1:
-        processes["GraphBolt, mmap"] = GraphBolt(path, args)
+        processes["GraphBolt, mmap advised"] = GraphBolt(path, args, "advised")
     rounds = {name: [] for name in processes}
     for _ in range(20):
         for name, process in processes.items():
             rounds[name].append(process(max(1, args.batches // 20)))
     for process in processes.values():
         process.shutdown()
+    if "GraphBolt, mmap advised" in processes:
+        documented = GraphBolt(path, args, "documented")
+        print(f"GraphBolt, without advice: {documented(3)['batches_per_s']:.4f} batches/s, of three batches")
+        documented.shutdown()
     figures = {}
     for name, all_rounds in rounds.items():
         timed, last = all_rounds[5:], all_rounds[-1]
@@ -321,17 +332,16 @@ def _print_training(trained, what):
         rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
     print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
     first = next(iter(trained.values()))
-    for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap")):
+    for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap advised")):
         if name.startswith("disk") and other in trained:
             ratios = [a / b for a, b in zip(trained[name]["rates"], trained[other]["rates"])]
             print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of {other}, in turn")
-    for name, f in trained.items():
-        curve = f.pop("losses")
-        f["first_loss"], f["last_loss"] = curve[0], curve[-1]
-        expected = curve if f is first else expected
-        if f is not first and not name.startswith("GraphBolt"):
-            same = "the same bits" if curve == expected else "NOT the same bits"
-            print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} as {next(iter(trained))}")
+    curves = {name: f.pop("losses") for name, f in trained.items()}
+    for name, curve in curves.items():
+        trained[name] |= {"first_loss": curve[0], "last_loss": curve[-1]}
+        if not name.startswith("GraphBolt"):
+            same = "the same bits as" if curve == next(iter(curves.values())) else "NOT the same bits as"
+            print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} {next(iter(curves))}")
     for name, f in trained.items():
         if "bytes_min" in f:
             times = f["bytes_read"] / f["bytes_min"]
@@ -378,7 +388,8 @@ def bench_store(args):
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
         ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
-                "disk, cache that looks ahead": ("lookahead", cache)}  # fmt: skip
+                "disk, cache that looks ahead": ("lookahead", cache),
+                "disk, cache of train.py's default": ("lookahead", free_host_bytes() // 2)}  # fmt: skip
         trained = figures["training"] = {}
         for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
             if part in parts:
@@ -393,11 +404,12 @@ def bench_store(args):
             papers = figures["papers"] = train_papers(folder, args)
             built, trained = papers["build"], papers["training"]
             print(f"papers: {papers['nodes']:,} nodes, {papers['edges']:,} edges built in {built['seconds']:.0f} s, "
-                  f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous memory; "
-                  f"{gb(built['bytes'])} on disk")  # fmt: skip
+                  f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous "
+                  f"memory; {gb(built['bytes'])} on disk")  # fmt: skip
             hours = papers["epoch_s"] / 3600
             print(f"papers: {trained['batches_per_s']:.2f} batches/s, an epoch of {papers['train']:,} nodes in "
-                  f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and {gb(trained['mapped'])} mapped")  # fmt: skip
+                  f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and "
+                  f"{gb(trained['mapped'])} mapped")  # fmt: skip
             _print_training({"disk, cache that looks ahead": trained}, f"{gb(built['bytes'])} on disk")
             shutil.rmtree(folder / "papers")
 

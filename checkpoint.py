@@ -292,7 +292,7 @@ def check_graph(state, path, args, store):
     if state["total_batch"] != args.total_batch:
         batch = state["total_batch"] * args.batch_size // args.total_batch
         raise StoreError(f"checkpoint {path} was made with --batch-size x --accumulate x processes = "
-                         f"{state['total_batch']}, this run has {args.total_batch}; give --batch-size {batch}")  # fmt: skip
+                         f"{state['total_batch']}, this run has {args.total_batch}; give --batch-size {batch}")
     if state["step"] > args.steps:
         raise StoreError(f"checkpoint {path} is damaged: it has done {state['step']} of {args.steps} steps of an epoch")
 

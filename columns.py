@@ -1,6 +1,6 @@
-"""What edges and nodes carry beside the graph: weights, times and features of edges, times of nodes.
+"""What edges and nodes carry beside the graph: weights, times and features of edges, times and names of nodes.
 
-    columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)    # each may be None
+    columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)   # each may be None
     files = write_columns(folder, columns, rows)      # rows [M']: which edge of the input each stored edge is
     expected = column_files(need, M, V)               # what meta.json has to say of them
     problems = list(column_problems(graph))           # what `verify` finds wrong with them
@@ -9,6 +9,7 @@
     edge_time      int64 [M]      when an edge came to be; each neighbour list is sorted by it
     edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
     node_time      int64 [V]      the time at which a node is classified
+    node_names     nodes.txt      what a node was called where the graph comes from: node i in line i + 1
 
 Who sorts, mirrors or drops edges moves these rows along, a piece at a time: see `csc.sorted_edges`.
 
@@ -24,9 +25,11 @@ import torch
 
 from csc import Rows
 from disk import (DTYPES, ROW_BYTES, StoreError, array_like, as_numpy, check_finite, row_dtype, storage_dtype,
-                  whole_numbers, within, write_npy)
+                  whole_numbers, within, write_lines, write_npy)
 
-COLUMNS = ("edge_weight", "edge_time", "edge_features", "node_time")
+COLUMNS = ("edge_weight", "edge_time", "edge_features", "node_time")  # arrays, each in a file NAME.npy
+OF_NODES = {"node_time", "node_names"}
+NAMES = "nodes.txt"
 
 
 def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
@@ -34,18 +37,22 @@ def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
 
     Args:
         columns: by the names in COLUMNS: arrays, memmaps or tensors, or None. Weights may be any real numbers, times
-            also floats that are whole, features [M] for a single one.
+            also floats that are whole, features [M] for a single one. node_names: [V] strings or numbers, or None.
 
     Returns:
-        ({name: numpy array} of those that are not None, with bfloat16 as int16; the width and dtype of edge_features as
-        meta.json keeps them, {} without).
+        ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; the width and
+        dtype of edge_features as meta.json keeps them, {} without).
 
     Raises:
-        StoreError: for another shape or dtype, NaN, infinity, a negative weight.
+        StoreError: for another shape or dtype, NaN, infinity, a negative weight, a name that is there twice.
     """
     checked, widths = {}, {}
     for name, values in columns.items():
         if values is None:
+            continue
+        if name == "node_names":
+            _check_names(values, num_nodes)
+            checked[name] = values
             continue
         values, count = array_like(name, values), num_nodes if name == "node_time" else num_edges
         shape = tuple(values.shape)
@@ -100,8 +107,21 @@ def _check_weights(name, chunk, first):
         )
 
 
+def _check_names(names, num_nodes):
+    """Raise StoreError unless there are V different names, each of one line."""
+    if len(names) != num_nodes:
+        raise StoreError(f"node_names has {len(names)} names: {num_nodes} are needed, one for each row of features")
+    seen = set()
+    for node, name in enumerate(map(str, names)):
+        if name in seen:
+            raise StoreError(f"node_names holds {name!r} more than once")
+        if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
+            raise StoreError(f"node_names: name {node}, {name!r}, is no text of one line")
+        seen.add(name)
+
+
 def write_columns(path, columns, rows=None) -> dict:
-    """Write columns as .npy files, a piece at a time -> their records for meta.json.
+    """Write columns as files, a piece at a time -> their records for meta.json.
 
     Args:
         columns: as `check_columns` returns them.
@@ -109,6 +129,9 @@ def write_columns(path, columns, rows=None) -> dict:
     """
     files = {}
     for name, array in columns.items():
+        if name == "node_names":
+            files[NAMES] = write_lines(path / NAMES, array)
+            continue
         picked = None if name == "node_time" else rows
         dtype = {"edge_weight": "float32", "edge_features": storage_dtype(_uint8_for_bool(array.dtype))}.get(
             name, "int64"
@@ -128,7 +151,7 @@ def column_files(need, num_edges, num_nodes) -> dict:
     """What the files of the columns have to be, {file: (dtype, shape)}, of those that meta.json names."""
     files = need("files", bool)
     expected = {"edge_weight.npy": ("float32", [num_edges]), "edge_time.npy": ("int64", [num_edges]),
-                "node_time.npy": ("int64", [num_nodes])}  # fmt: skip
+                "node_time.npy": ("int64", [num_nodes]), NAMES: ("str", [num_nodes])}  # fmt: skip
     if "edge_features.npy" in files:
         width = need("edge_dim", within(1, 1 << 31))
         dtype = need("edge_dtype", lambda n: isinstance(n, str) and n in DTYPES)

@@ -131,9 +131,8 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     elif graph.num_splits > 1:
         taken = turn % graph.num_splits if number is None else number
         graph.take_split(taken)
-        say(
-            f"split   number {taken} of {graph.num_splits}, counted from 0{'' if number is not None else '; --split K takes another'}"
-        )
+        another = "; --split K takes another" if number is None else ""
+        say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
 
 
 def known_datasets() -> list[str]:
@@ -411,8 +410,6 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
             if node_time is not None:
                 columns["node_time"] = graph_tables.node_times(node_time, nodes)
             split = {name: graph_tables.ids(ids, nodes) for name, ids in own.items() if name.endswith("_idx")}
-            if nodes.names is not None:
-                nodes.save(folder / "nodes.txt")
             arrays = Arrays(
                 file,
                 dict(
@@ -423,10 +420,8 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
                     **columns,
                 ),
             )
-            _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
-            if nodes.names is not None:
-                os.replace(folder / "nodes.txt", path / "nodes.txt")
-            return path
+            options |= {"node_names": nodes.names}
+            return _build_arrays(path, arrays, {}, seed, more={"classes": classes} if classes else None, **options)
     except OSError as error:
         raise StoreError(f"cannot build {path} from {file}: {error}") from error
 

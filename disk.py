@@ -249,8 +249,32 @@ def write_npy(path, dtype, shape, chunks, head=128) -> dict:
     return file_record(path, dtype, shape, digest)
 
 
+def write_lines(path, lines) -> dict:
+    """Write strings as UTF-8, one a line, none of which has a line's end in it; returns the record for meta.json."""
+    digest, count = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for line in lines:
+            data = f"{line}\n".encode()
+            file.write(data)
+            digest.update(data)
+            count += 1
+    return file_record(path, "str", [count], digest)
+
+
+def read_lines(path, name, record) -> list[str]:
+    """The strings that `write_lines` wrote; StoreError where the file holds something else."""
+    file = check_size(path, name, record)
+    try:
+        lines = file.read_bytes().decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{file} cannot be read: {error}; rebuild the store") from error
+    if lines.pop() or len(lines) != record["shape"][0]:
+        raise StoreError(f"{file} does not have {record['shape'][0]:,} whole lines: it is damaged; rebuild the store")
+    return lines
+
+
 def file_record(path, dtype, shape, digest) -> dict:
-    """What meta.json says of a file: dtype, shape, bytes and digest."""
+    """What meta.json says of a file: dtype ("str": a text of shape[0] lines), shape, bytes and digest."""
     size, sha256 = path.stat().st_size, digest.hexdigest()
     return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 
@@ -372,7 +396,9 @@ def _fits(name, record, dtype, shape):
     if shape is None or (record.get("dtype"), record.get("shape")) != (dtype, shape):
         return False
     size = record.get("bytes")
-    if name.endswith(".npy") and ("sha256" not in record or type(size) is not int or head_of(record) not in HEADS):
+    if not name.endswith(".lmdb") and "sha256" not in record:  # LMDB's files alone change
+        return False
+    if name.endswith(".npy") and (type(size) is not int or head_of(record) not in HEADS):
         return False
     digest = record.get("sha256", "0" * 64)
     return within(1, 1 << 60)(size) and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
@@ -394,7 +420,7 @@ def map_npy(path, name, record, ahead=True) -> Tensor:
 
 
 def check_size(path, name, record) -> Path:
-    """Check that a file is there and as long as recorded (an LMDB file may have grown) -> its path."""
+    """Check that a file is there and as long as recorded (LMDB's may have grown) -> its path."""
     file, grows = Path(path) / name, name.endswith(".lmdb")
     try:
         status = file.stat()

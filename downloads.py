@@ -120,7 +120,7 @@ class _Csr:
 
 
 class _PlanetoidUnpickler(pickle.Unpickler):
-    """Reads what the Planetoid files hold and nothing else: a file can neither run code nor make an object of numpy's."""
+    """Reads what the Planetoid files hold and nothing else: a file can neither run code nor make numpy's objects."""
 
     admitted = {
         "numpy.ndarray": _Array, "numpy.dtype": _Dtype, "numpy.core.multiarray._reconstruct": _Array,

@@ -21,9 +21,9 @@ class EdgeData(NamedTuple):
 
     weight: Tensor | None = None  # float32 [M]: neighbours are drawn by it
     time: Tensor | None = None  # int64 [M]: no seed sees an edge later than its own time
-    seed_time: Tensor | None = None  # int64 [V]
+    seed_time: Tensor | None = None  # int64 [V]: that time, for each node as a seed
     features: Tensor | None = None  # [M, D]: layers see them
-    strict: bool = False  # nor one at its own time
+    strict: bool = False  # True: a seed does not see edges at its own time either
 
 
 def edge_data(args, store) -> tuple[EdgeData, list[str]]:
@@ -61,13 +61,9 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
         when = "at their own time or before it" if temporal == "at" else "before their own time"
         lines.append(f"seeds see edges {when}, in every hop; --temporal off shows them all")
     elif store.edge_time is not None:
-        why = (
-            "--temporal off"
-            if timed
-            else "nodes have none (node_time)"
-            if args.task == "node"
-            else f"--task {args.task}"
-        )
+        why = "--temporal off" if timed else f"--task {args.task}"
+        if args.task == "node" and not timed:
+            why = "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "weighted":
         if store.edge_weight is None:

@@ -91,7 +91,7 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
                 degree = degrees[a:b].to(device) if layer.uses_degree else None
                 message[a:b] = layer.message(_rows(h, a, b, device), degree)
             if total:
-                total(0)  # all messages are there
+                total(0)  # a barrier: the messages of all processes are there
         out, message = table(layer.out_dim), message.to(_place_for(message, device))
         on = message.device
         network = model if on == device else on_cpu
@@ -109,7 +109,7 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
             result = network.layers[i].combine(offsets, sources, message, own, h_dst, degree, **more)
             out[a:b] = network.finish(i, result, h_dst)
         if total:
-            total(0)  # all rows are there
+            total(0)  # a barrier: the rows of all processes are there
         h = out
     model.train(training)
     return h
@@ -161,7 +161,7 @@ def _tables(rows, columns, memory, leads, total):
             handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
         mapped = mmap.mmap(handle, size)
         if total:
-            total(0)
+            total(0)  # a barrier: every process has opened the leader's
         os.close(handle)
         return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
 

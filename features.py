@@ -43,9 +43,9 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time
 # the ring
 
 
-class Batch(NamedTuple):
-    """One batch on the training device. On CPU `x` is overwritten when the next batch is taken from `prefetch`, unless
-    the ring has reuse=False."""
+class Fetched(NamedTuple):
+    """What the ring brings for a batch, on the training device. On CPU `x` is overwritten when the next batch is taken
+    from `prefetch`, unless the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
     x: torch.Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
@@ -178,7 +178,7 @@ class FeatureRing:
             blocks: the sampled blocks; features are fetched for blocks[0].src_nodes, labels for the last one's seeds.
 
         Returns:
-            Batch on the ring's device.
+            `Fetched`, on the ring's device.
 
         Raises:
             ValueError: for a slot that the ring does not have.
@@ -189,7 +189,7 @@ class FeatureRing:
         outer, seeds = blocks[0], blocks[-1].src_nodes[: blocks[-1].num_dst]
         if not self.copies:
             x = self._fetch(slot, outer.src_nodes, outer)
-            return Batch(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
+            return Fetched(blocks, x, self.labels.index_select(0, seeds), edges=self._edges(slot, blocks))
         with self.copies.stream(slot, blocks):
             edges = self._edges(slot, blocks)
             blocks, y = self._move(slot, blocks, self.labels.index_select(0, seeds.to(self.labels.device)))
@@ -197,7 +197,7 @@ class FeatureRing:
                 slot, (blocks[0] if self.on_device else outer).src_nodes, blocks[0] if self.on_device else outer
             )
             ready = self.copied[slot] = self.copies.event()
-            return Batch(blocks, x, y, ready, self.began[slot], edges)
+            return Fetched(blocks, x, y, ready, self.began[slot], edges)
 
     def _move(self, slot, blocks, y):
         """Blocks and labels on the device: what lies in host memory goes there in one copy of page-locked memory.

@@ -305,9 +305,8 @@ def check_files(parser, args):
     if args.pairs and not args.predict:
         parser.error(f"--pairs {args.pairs} needs --predict FILE.npy to write their scores to")
     if args.task == "link" and "predict_what" in args.typed:
-        parser.error(
-            f"--predict-what {args.predict_what} is for --task node: --task link writes embeddings, or scores of --pairs"
-        )
+        parser.error(f"--predict-what {args.predict_what} is for --task node: --task link writes embeddings, or "
+                     "scores of --pairs")  # fmt: skip
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         if getattr(args, flag) is None:
             continue

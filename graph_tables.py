@@ -106,11 +106,6 @@ class Nodes:
             what = f"there is no node {short(str(name(row, column)), '')}"
             raise table.error(lines[row], f"{what}: {self.source} {there}")
 
-    def save(self, file):
-        """Write the names, that of node i in line i + 1."""
-        with open(file, "w", encoding="utf-8", newline="\n") as out:
-            out.writelines(f"{name}\n" for name in self.names)
-
 
 def features(file, target) -> tuple[np.ndarray, Nodes]:
     """Spool a table of features.

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from disk import (DTYPES, SPLITS, VERSION, StoreError, as_numpy, check_finite, check_ids, check_split,
                   complete_or_not_there, dump_meta, info_lines, integers, map_npy, read_meta, split_files, within,
                   write_npy)
-from features import Batch, CudaCopies, prefetch
+from features import CudaCopies, Fetched, prefetch
 from lmdb_file import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
 from metrics import binary_cross_entropy, errors, roc_auc
 
@@ -87,8 +87,8 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     if max(len(graphs), len(nodes), len(edges)) > 1 or least < 1:
         raise StoreError(
             f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
-            f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, e {len(e)}, "
-            f"y {len(y)}: they do not fit, or a graph has no node"
+            f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, "
+            f"e {len(e)}, y {len(y)}: they do not fit, or a graph has no node"
         )
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
@@ -463,13 +463,13 @@ class GraphReader:
         return [self.graphs.batch(seeds)]
 
     def fetch(self, slot, blocks):
-        """Bring the graphs to the training device -> Batch."""
+        """Bring the graphs to the training device -> Fetched."""
         (graph,) = blocks
         if not self.copies:
-            return Batch(blocks, graph.x, graph.y)
+            return Fetched(blocks, graph.x, graph.y)
         with self.copies.stream(slot):
             graph = GraphBatch(*(self.copies.copy(tensor.pin_memory()) for tensor in graph))
-            return Batch([graph], graph.x, graph.y, self.copies.event())
+            return Fetched([graph], graph.x, graph.y, self.copies.event())
 
     def loss(self, output, y):
         """Summed over the graphs, a mean over the targets of each: cross-entropy, or squared error in units of the

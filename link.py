@@ -65,12 +65,13 @@ class Edges:
         self.steps = int(indptr.diff().max()).bit_length() if indptr.numel() > 1 else 0
         falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
         if falls.numel() and not torch.isin(falls, indptr).all():
-            targets = torch.repeat_interleave(indptr.diff())
-            self.order = (targets * (indptr.numel() - 1) + indices).argsort(stable=True)
+            destinations = torch.repeat_interleave(indptr.diff())
+            self.order = (destinations * (indptr.numel() - 1) + indices).argsort(stable=True)
             self.sources = indices[self.order]
 
     def _bound(self, source, low, high, past):
-        """The first place in [low, high) with a source not below, or above where `past`; high where there is none."""
+        """Binary search -> the first place in [low, high) whose source is not below `source`, or with `past` above it;
+        high where there is none."""
         last = max(self.sources.numel() - 1, 0)
         for _ in range(self.steps):
             middle = (low + high) >> 1
@@ -79,26 +80,27 @@ class Edges:
             low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
         return low
 
-    def first(self, source, target):
-        """For edges source -> target [n]: (where each stands among the sorted edges, whether it is there)."""
-        low, high = self.indptr[target], self.indptr[target + 1]
+    def first(self, source, destination):
+        """Look up edges source -> destination [n] -> (where each stands, or would, among the sorted edges; whether it
+        is there)."""
+        low, high = self.indptr[destination], self.indptr[destination + 1]
         if not self.sources.numel():
             return low, torch.zeros_like(low, dtype=torch.bool)
         place = self._bound(source, low, high, past=False)
         found = self.sources[place.clamp(max=self.sources.numel() - 1)] == source
         return place, found & (place < high)
 
-    def has(self, source, target):
-        """Whether there are edges source -> target, int64 of one shape -> bool of that shape."""
-        return self.first(source, target)[1]
+    def has(self, source, destination):
+        """Whether there are edges source -> destination, int64 of one shape -> bool of that shape."""
+        return self.first(source, destination)[1]
 
-    def ids(self, source, target):
-        """The places in `indices` of all edges source -> target [n], several where an edge is there more than once."""
-        first, found = self.first(source, target)
+    def ids(self, source, destination):
+        """The places in `indices` of the edges source -> destination [n], all of them where there are several alike."""
+        first, found = self.first(source, destination)
         if not found.any():
             return first[:0]
-        first, source, target = first[found], source[found], target[found]
-        counts = self._bound(source, first, self.indptr[target + 1], past=True) - first
+        first, source, destination = first[found], source[found], destination[found]
+        counts = self._bound(source, first, self.indptr[destination + 1], past=True) - first
         before = counts.cumsum(0) - counts
         places = torch.arange(int(counts.sum()), device=first.device) + torch.repeat_interleave(first - before, counts)
         return places if self.order is None else self.order[places]
@@ -149,8 +151,8 @@ def split_edges(store, how, seed=0):
         pairs = drawn_pairs(store, edges, how, seed)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
-    for source, target in (held.unbind(1), held.flip(1).unbind(1)):
-        keep[edges.ids(source, target)] = False
+    for source, destination in (held.unbind(1), held.flip(1).unbind(1)):
+        keep[edges.ids(source, destination)] = False
     graph.known = edges
     if not edges.has(*held.unbind(1)).all():  # given, and not in the graph: no negative is to be one of them
         both = torch.stack([edges.sources.long(), torch.repeat_interleave(store.indptr.diff())])
@@ -162,8 +164,8 @@ def split_edges(store, how, seed=0):
             if getattr(store, name, None) is not None:
                 setattr(graph, name, getattr(store, name)[keep])
     if "train" not in pairs:
-        rest = positives(graph.indptr, graph.indices, Edges(graph.indptr, graph.indices))
-        pairs["train"] = turned(rest[0], *rest[1:], seed)
+        rest, _, both = positives(graph.indptr, graph.indices, Edges(graph.indptr, graph.indices))
+        pairs["train"] = turned(rest, both, seed)
     elif not Edges(graph.indptr, graph.indices).has(*pairs["train"].unbind(1)).all():
         raise StoreError(f"--edge-split {how}: `train` has pairs that are no edges of the graph, or in valid or test")
     if not len(pairs["train"]):
@@ -176,12 +178,12 @@ def split_edges(store, how, seed=0):
 def positives(indptr, indices, edges):
     """Every pair of different nodes with an edge, once -> (int64 [P, 2], where its edge stands in `indices` [P],
     whether its reverse is an edge too [P])."""
-    target, source = torch.repeat_interleave(indptr.diff()), edges.sources.long()
-    both = edges.has(target, source)
-    keep = (source < target) | ((source > target) & ~both)
-    keep[1:] &= (source[1:] != source[:-1]) | (target[1:] != target[:-1])  # of equal edges the first
+    destination, source = torch.repeat_interleave(indptr.diff()), edges.sources.long()
+    both = edges.has(destination, source)
+    keep = (source < destination) | ((source > destination) & ~both)
+    keep[1:] &= (source[1:] != source[:-1]) | (destination[1:] != destination[:-1])  # of equal edges the first
     places = keep.nonzero().squeeze(1)
-    pairs = torch.stack([source[places], target[places]], 1)
+    pairs = torch.stack([source[places], destination[places]], 1)
     return pairs, places if edges.order is None else edges.order[places], both[places]
 
 
@@ -190,8 +192,8 @@ def bits_of(pairs, key):
     return bits(mix(key), pairs.amin(1), pairs.amax(1))
 
 
-def turned(pairs, _, both, seed):
-    """Pairs [P, 2], of which each whose reverse is an edge too is turned around by the toss of a coin."""
+def turned(pairs, both, seed):
+    """Pairs [P, 2]; those whose reverse is an edge too (`both` [P]) are turned around by the toss of a coin."""
     turn = both & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
     return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
 
@@ -200,14 +202,14 @@ def drawn_pairs(store, edges, how, seed):
     """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for "none"."""
     if how == "none":
         return {"valid": torch.zeros(0, 2, dtype=torch.int64), "test": torch.zeros(0, 2, dtype=torch.int64)}
-    found = positives(store.indptr, store.indices, edges)
-    pairs, percent = turned(*found, seed), shares(how)
+    pairs, places, both = positives(store.indptr, store.indices, edges)
+    pairs, percent = turned(pairs, both, seed), shares(how)
     if how.startswith("time:"):
         times = getattr(store, "edge_time", None)
         if times is None:
             where = getattr(store, "path", "the graph")
             raise StoreError(f"--edge-split {how} goes by the time of edges, and {where} has none")
-        order = times[found[1]].argsort(stable=True)
+        order = times[places].argsort(stable=True)
     else:
         order = bits_of(pairs, mix(seed)).argsort(stable=True)
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
@@ -335,11 +337,11 @@ class Scorer(nn.Module):
         elif kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
-    def forward(self, source, target):
-        """source [..., D] and target [..., D], which broadcast -> logits [...]."""
+    def forward(self, source, destination):
+        """source [..., D] and destination [..., D], which broadcast -> logits [...]."""
         if self.kind == "mlp":
-            return self.mlp(source * target).squeeze(-1)
-        return ((source * self.relation if self.kind == "distmult" else source) * target).sum(-1)
+            return self.mlp(source * destination).squeeze(-1)
+        return ((source * self.relation if self.kind == "distmult" else source) * destination).sum(-1)
 
     def against_all(self, source, table):
         """Logits [n, V] of source [n, D] with every row of a table [V, D]."""
@@ -360,7 +362,7 @@ class Links:
         exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
     """
 
-    whole_step = True  # `sample` is given the numbers of all processes' and passes' pairs as well
+    needs_step_seeds = True  # `sample` is given the numbers of the whole step's pairs, of all processes, as well
 
     def __init__(self, graph, sampler, ring, *, negatives=1, seed=0, by_degree=False, checked=True, softmax=False,
                  exclude=True):  # fmt: skip
@@ -373,23 +375,24 @@ class Links:
         self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
         self.evaluation = Evaluation(graph)
 
-    def sample(self, seeds, key, relabel_outer=True, everyone=None):
-        """The blocks of the ends of pairs `seeds` and of their negatives, and behind them y.
+    def sample(self, seeds, step, relabel_outer=True, step_seeds=None):
+        """The blocks for the ends of pairs and for their negatives, and behind the blocks y.
 
         Args:
-            seeds: int64 [P]. key: number of the step. everyone: the pairs of the whole step; seeds when None.
+            seeds: int64 [P], numbers of the pairs. step: int. step_seeds: those of the whole step; seeds when None.
         """
-        seeds, step = (ids.to(self.pairs.device) for ids in (seeds, seeds if everyone is None else everyone))
-        source, target = self.pairs[seeds].unbind(1)
-        negatives = self.negatives.draw(mix(self.key ^ (key & (1 << 64) - 1)), seeds, source, self.count)
-        nodes, places = torch.cat([source, target, negatives.flatten()]).unique(return_inverse=True)
+        step_seeds = seeds if step_seeds is None else step_seeds
+        seeds, step_seeds = (ids.to(self.pairs.device) for ids in (seeds, step_seeds))
+        source, destination = self.pairs[seeds].unbind(1)
+        negatives = self.negatives.draw(mix(self.key ^ (step & (1 << 64) - 1)), seeds, source, self.count)
+        nodes, places = torch.cat([source, destination, negatives.flatten()]).unique(return_inverse=True)
         options = {}
         if self.exclude:
-            ends = self.pairs[step].unbind(1)
+            ends = self.pairs[step_seeds].unbind(1)
             options["exclude"] = torch.cat([self.edges.ids(*ends), self.edges.ids(*reversed(ends))])
-        blocks = self.sampler.sample(nodes, key, relabel_outer=relabel_outer, **options)
-        source, target, negatives = places.split([len(seeds), len(seeds), negatives.numel()])
-        return [*blocks, torch.cat([source.unsqueeze(1), target.unsqueeze(1), negatives.view(-1, self.count)], 1)]
+        blocks = self.sampler.sample(nodes, step, relabel_outer=relabel_outer, **options)
+        source, destination, negatives = places.split([len(seeds), len(seeds), negatives.numel()])
+        return [*blocks, torch.cat([source.unsqueeze(1), destination.unsqueeze(1), negatives.view(-1, self.count)], 1)]
 
     def fetch(self, slot, blocks):
         """What the ring fetches for the blocks, with y."""
@@ -465,26 +468,26 @@ class Evaluation:
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
         for some in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
-            source, target = pairs[some].unbind(1)
+            source, destination = pairs[some].unbind(1)
             if others is None:
                 scores = scorer.against_all(h[source], h)
-                own = scores.gather(1, target.unsqueeze(1))
+                own = scores.gather(1, destination.unsqueeze(1))
                 scores[self._known(source)] = -torch.inf
-                scores.scatter_(1, target.unsqueeze(1), -torch.inf)
+                scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
             else:
-                own = scorer(h[source], h[target]).unsqueeze(1)
+                own = scorer(h[source], h[destination]).unsqueeze(1)
                 scores = scorer(h[source].unsqueeze(1), h[others[some]])
             found.append(1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2)
         return torch.cat(found) if found else h.new_zeros(0)
 
     def _known(self, source):
         """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
-        counts, first, targets = self.lists
+        counts, first, destinations = self.lists
         counts, first = counts[source], first[source]
         row = torch.repeat_interleave(counts)
         place = torch.arange(len(row)) + torch.repeat_interleave(first - (counts.cumsum(0) - counts), counts)
         rows = torch.arange(len(source))
-        return torch.cat([row, rows]), torch.cat([targets[place], source])
+        return torch.cat([row, rows]), torch.cat([destinations[place], source])
 
 
 @torch.no_grad()

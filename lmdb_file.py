@@ -203,7 +203,8 @@ class LmdbFile:
         return self._env
 
     def _room_for_locks(self):
-        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> there is room."""
+        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> whether
+        there is room."""
         lock = Path(f"{self.path}-lock")
         there = lock.exists()
         try:
@@ -458,7 +459,8 @@ def verify_directory(path, read, interpret) -> list[str]:
         return [f"meta.json: {error}"]
     for name, record in meta["files"].items():
         try:
-            (check_lmdb if name.endswith(".lmdb") else check_npy)(path, name, record)
+            check = {".lmdb": check_lmdb, ".npy": check_npy}.get(Path(name).suffix, check_size)
+            check(path, name, record)
             if "sha256" in record:
                 digest = sha256_of(path / name).hexdigest()
                 if digest != record["sha256"]:

@@ -65,7 +65,7 @@ def from_edge_index(edge_index, num_nodes):
         low, high = map(int, ids.aminmax()) if ids.numel() else (0, -1)
         if low < 0 or high >= num_nodes:
             raise ValueError(f"edge_index has {name}s {low} to {high}: node ids lie in [0, {num_nodes})")
-    keys = np.sort((destination * num_nodes + source).numpy())  # in vector registers
+    keys = np.sort((destination * num_nodes + source).numpy())  # one int64 an edge: numpy sorts these fastest
     indptr = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
@@ -80,12 +80,12 @@ class Batch(NamedTuple):
     y: Tensor  # [S] labels of the seeds
     seeds: Tensor  # [S] node ids
     step: int = 0  # of the optimizer, within the epoch
-    key: int = 0  # what is drawn is a function of it: the number of the step over all epochs; -1 without shuffling
+    global_step: int = 0  # number of the step over all epochs, which keys all that is drawn; -1 without shuffling
     total: int = 0  # seeds of the whole step: all processes, all passes
     last: bool = True  # the last pass of its step: the optimizer follows
     began: Any = None  # CUDA events around the copy of x to the GPU; None where nothing is copied
     ready: Any = None
-    everyone: Any = None  # [T] the seeds of the whole step, for a sampler that asks for them
+    step_seeds: Any = None  # the seeds of the whole step, int [total], for a sampler that needs them
     edges: tuple = ()  # for each block the features [E, D] of its edges, where they were asked for
 
 
@@ -119,20 +119,20 @@ class NodeLoader:
         rank, world: this process and how many there are. Each gets its part of every step, perhaps an empty one.
         accumulate: passes of an optimizer step.
         device: where batches go; where the features are when None. dtype: of x.
-        depth: batches prepared ahead of the one in use, 0 for none. threads: that prepare them.
+        depth: batches prepared ahead of the one in use, 0 for none. threads: how many threads prepare them.
         reuse: True lets x lie in one of depth + 1 buffers used in turn: faster on CPU, and overwritten when the
             next batch is asked for. False: every batch may be kept. On a GPU x is a tensor of its own anyway.
         edges: True brings the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
-        sampler, ring: in the place of those made from the arguments. prefetch: the function that runs ahead. timed: a
-            function of "sample" or "fetch" that returns a context for it.
+        sampler, ring: used instead of those that would be made from the arguments above. prefetch: used instead of
+            `features.prefetch`. timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
     Attributes:
         epoch, step: of the next batch, counted from 0; may be set. steps: optimizer steps of an epoch.
     """
 
     def __init__(self, graph, seeds, fanouts, *, batch_size=1024, shuffle=True, seed=0, rank=0, world=1, accumulate=1,
-                 device=None, dtype=torch.float32, depth=2, threads=1, reuse=False, edges=False, sampler=None, ring=None,
-                 prefetch=features.prefetch, timed=nullcontext):  # fmt: skip
+                 device=None, dtype=torch.float32, depth=2, threads=1, reuse=False, edges=False, sampler=None,
+                 ring=None, prefetch=features.prefetch, timed=nullcontext):  # fmt: skip
         for name, number, least in (("batch_size", batch_size, 1), ("depth", depth, 0), ("threads", threads, 1)):
             if number < least:
                 raise ValueError(f"{name} is {number}: at least {least} is needed")
@@ -173,17 +173,18 @@ class NodeLoader:
             generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
             order = order[torch.randperm(order.numel(), generator=generator)]
         for step in range(first, self.steps):
-            key = epoch * self.steps + step if self.shuffle else -1
-            everyone = order[step * self.total_batch : (step + 1) * self.total_batch]
-            for i, part in enumerate(everyone.tensor_split(self.accumulate)):
+            global_step = epoch * self.steps + step if self.shuffle else -1
+            step_seeds = order[step * self.total_batch : (step + 1) * self.total_batch]
+            for i, part in enumerate(step_seeds.tensor_split(self.accumulate)):
                 a, b = (part.numel() * rank // self.world for rank in (self.rank, self.rank + 1))
                 last = i == self.accumulate - 1
-                yield Batch([], None, None, part[a:b], step, key, everyone.numel(), last, everyone=everyone)
+                yield Batch([], None, None, part[a:b], step, global_step, step_seeds.numel(), last,
+                            step_seeds=step_seeds)  # fmt: skip
 
     @contextmanager
     def _sampled(self, parts):
-        """The parts; where the features' cache looks ahead, with blocks, which are kept until they are fetched: a
-        thousand times those of 10,000 rows take 120 MB."""
+        """The parts; where the features' cache looks ahead, sampled already. Their blocks are in memory until the rows
+        are fetched: those of a thousand batches with 10,000 input nodes each take 120 MB."""
         if not self._looks_ahead():
             yield parts
             return
@@ -195,14 +196,14 @@ class NodeLoader:
         return hasattr(self.ring.features, "looking_ahead")
 
     def _prefetched(self, parts):
-        """Batches, made ahead; rows that a cache which looks ahead has planned for are fetched in their order."""
+        """Batches, prepared ahead; before a cache that looks ahead by one thread, since its plans have an order."""
         threads = {"threads": 1} if self._looks_ahead() else {}
         return self.prefetch(self._load, parts, **{**self.options, **threads})
 
     def _sample(self, part, slot=0):
-        more = {"everyone": part.everyone} if getattr(self.sampler, "whole_step", False) else {}
+        more = {"step_seeds": part.step_seeds} if getattr(self.sampler, "needs_step_seeds", False) else {}
         with self.timed("sample"):
-            blocks = self.sampler.sample(part.seeds, part.key, relabel_outer=not self.ring.first_hop, **more)
+            blocks = self.sampler.sample(part.seeds, part.global_step, relabel_outer=not self.ring.first_hop, **more)
         return part._replace(blocks=blocks)
 
     def _load(self, part, slot):

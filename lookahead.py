@@ -17,8 +17,8 @@ could have been kept since it was last used, that is, unless at some moment in b
 again sooner. Taking these intervals by their end and keeping each that fits is optimal (interval scheduling on as
 many machines as there are places; OPTgen of Hawkeye, ISCA 2016, counts so).
 
-The values of rows do not depend on any of this. Letters: V nodes, C places in the cache, n rows of a batch. This file
-needs native.py, disk.py, features.py and row_reader.py.
+The values of rows do not depend on any of this. Letters: V nodes, n rows of a batch; the cache has `capacity` places.
+This file needs native.py, disk.py, features.py and row_reader.py.
 """
 
 import ctypes
@@ -48,25 +48,26 @@ typedef int64_t i64;
 typedef struct {           // a batch that is expected and not planned
   const i64 *ids;          // [n]
   i64 n;
-  i64 *previous;           // [n] the use before this one: 0, or 1 + (batch << 32 | place)
+  i64 *previous;           // [n] the use before this one: 0, or 1 + (batch << 32 | its index in that batch)
   int32_t *next;           // [n] the batch of the next use; 0: none is known
 } batch_t;
 
 typedef struct { i64 node; int32_t before, after, bucket; } place_t;  // of the cache; places of a bucket are linked
 
 typedef struct {
-  i64 V, C, planned, newest;  // batches are numbered from 1; 1 .. planned are planned, up to newest are expected
+  i64 V, capacity;
+  i64 planned, newest;     // batches are numbered from 1; 1 .. planned are planned, those up to newest are expected
   i64 *last;               // [V] a node's last use so far, as batch_t.previous has them
   int32_t *place;          // [V] 1 + where its row lies in the cache; 0: nowhere
   const unsigned char *level;  // [V] how hot; null: all the same
-  place_t *places;         // [C]
+  place_t *places;         // [capacity]
   // buckets: of the rows that batch b asks for next, b modulo `ring`; then one a level; then of free places
   int32_t *heads;
   i64 ring, farthest, coldest;  // no occupied bucket of a batch is beyond, none of a level is below
   batch_t *window;         // [ring]
   // counting what MIN would hit; [batches so far]
   i64 room, full, min_hits;
-  int32_t *kept, *starts, *peak;  // kept: rows that MIN keeps after the batch; full: the last batch with C of them
+  int32_t *kept, *starts, *peak;  // rows that MIN keeps after a batch; full: the last with capacity of them
 } cache_t;
 
 // ---- buckets
@@ -147,10 +148,10 @@ static int count_for_min(cache_t *cache, const batch_t *batch, i64 now) {  // no
   for (i64 b = now - 1; b >= earliest; b--) cache->peak[b] = peak = MAX(peak, cache->kept[b]);
   i64 admitted = 0;  // all intervals end now, so of those that begin later fewer rows were kept at any moment
   for (i64 b = earliest; b < now; b++) {
-    admitted += MAX(0, MIN(cache->starts[b], cache->C - cache->peak[b] - admitted));
+    admitted += MAX(0, MIN(cache->starts[b], cache->capacity - cache->peak[b] - admitted));
     cache->starts[b] = 0;
     cache->kept[b] += (int32_t)admitted;
-    if (cache->kept[b] >= cache->C) cache->full = b;
+    if (cache->kept[b] >= cache->capacity) cache->full = b;
   }
   cache->min_hits += admitted;
   return 0;
@@ -164,15 +165,15 @@ void la_close(cache_t *cache) {
   free(cache->kept), free(cache->starts), free(cache->peak), free(cache);
 }
 
-cache_t *la_open(i64 V, i64 C, i64 lookahead, const unsigned char *level) {  // null: no memory
+cache_t *la_open(i64 V, i64 capacity, i64 lookahead, const unsigned char *level) {  // null: no memory
   cache_t *cache = calloc(1, sizeof *cache);
   if (!cache) return 0;
-  cache->V = V, cache->C = C, cache->level = level, cache->ring = 4;
+  cache->V = V, cache->capacity = capacity, cache->level = level, cache->ring = 4;
   while (cache->ring < lookahead + 2) cache->ring *= 2;
   i64 buckets = cache->ring + LEVELS + 1;
   cache->last = calloc(V + 1, sizeof(i64));
   cache->place = calloc(V + 1, sizeof(int32_t));
-  cache->places = calloc(C + 1, sizeof(place_t));
+  cache->places = calloc(capacity + 1, sizeof(place_t));
   cache->heads = malloc(buckets * sizeof(int32_t));
   cache->window = calloc(cache->ring, sizeof(batch_t));
   if (!cache->last || !cache->place || !cache->places || !cache->heads || !cache->window) {
@@ -180,13 +181,13 @@ cache_t *la_open(i64 V, i64 C, i64 lookahead, const unsigned char *level) {  // 
     return 0;
   }
   for (i64 b = 0; b < buckets; b++) cache->heads[b] = -1;
-  for (i64 i = C - 1; i >= 0; i--) link_place(cache, (int32_t)i, cache->ring + LEVELS);
+  for (i64 i = capacity - 1; i >= 0; i--) link_place(cache, (int32_t)i, cache->ring + LEVELS);
   cache->coldest = LEVELS;
   return cache;
 }
 
 // The next batch after those expected so far asks for these n rows; ids stays where it is until it is planned or
-// forgotten. A row that comes twice is known by its last place in the batch. -> nonzero: no memory.
+// forgotten. A row that comes twice is known by its last index in the batch. -> nonzero: no memory.
 int la_expect(cache_t *cache, const i64 *ids, i64 n) {
   i64 now = cache->newest + 1;
   batch_t *batch = &cache->window[now & (cache->ring - 1)];
@@ -302,7 +303,7 @@ def library():
 
 
 class Planner:
-    """What is kept of a table of V rows in C places: batches are announced, then decided on in the same order."""
+    """Decides which rows of a table a cache keeps: batches are expected first, then planned in the same order."""
 
     def __init__(self, num_rows, places, lookahead, level=None):
         self.level = level  # uint8 [V], below 64; C holds a pointer to it
@@ -360,7 +361,7 @@ class LookaheadCache:
         hot: [V] the larger the hotter, for rows that the window does not ask for: `expected_visits`.
 
     Attributes:
-        shape, dtype: of the features. cache: [C, F].
+        shape, dtype: of the features. cache: [capacity, F].
         lookups, hits: rows asked for through `looking_ahead`, and those of them that were in the cache.
     """
 
@@ -372,7 +373,7 @@ class LookaheadCache:
         num_rows, width = self.shape
         self.cache = torch.empty(min(num_rows, int(budget) // (width * self.dtype.itemsize)), width, dtype=self.dtype)
         self.budget, self.lookahead, self.level = budget, lookahead, None
-        if hot is not None:
+        if hot is not None:  # chances of at most 1, two levels a factor of two, 63 for a row in every batch
             self.level = hot.clamp(2.0**-31, 1).log2().mul_(2).add_(63).clamp_(0, 63).to(torch.uint8)
         self.planner = None  # made when the first batch tells how large a window is
         self.plans = deque()  # not carried out
@@ -398,6 +399,7 @@ class LookaheadCache:
         gathered, in order.
         """
         planned = self._planned(batches)
+        # a generator on a thread of its own: what prefetch is given to call is next()
         ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)
         try:
             with closing(planned), closing(ahead):
@@ -410,6 +412,7 @@ class LookaheadCache:
                 self.planner.forget()
 
     def _planned(self, batches):
+        """The batches, each once the window behind it is full."""
         window, passed_on = deque(), 0
         for batch in batches:
             if self.planner is None:
@@ -424,11 +427,13 @@ class LookaheadCache:
             yield self._decided(window.popleft())
 
     def _decided(self, batch):
+        """The oldest batch of the window; what is read for it and what is kept is decided on and noted."""
         _, source, keep = self.planner.plan()
         self.plans.append((batch.blocks[0].src_nodes, source, keep, self.planner.min_hits))
         return batch
 
     def _window(self, batch):
+        """How many batches like this one to look ahead, where --lookahead does not say it."""
         rows = max(1, batch.blocks[0].num_src)
         size = sum(tensor.nbytes for block in batch.blocks for tensor in block if tensor is not None) + 12 * rows
         return int(min(WINDOW * len(self.cache) / rows, self.budget / 4 / size)) + 1
@@ -445,7 +450,7 @@ class LookaheadCache:
             StoreError: where the disk fails; the rows that the cache holds stay right.
         """
         out = gather_target(self, ids, out)
-        if not self.plans or self.plans[0][0] is not ids:
+        if not self.plans or self.plans[0][0] is not ids:  # a planned batch is known by its very tensor of ids
             return self.reader.read(ids, out)
         _, source, keep, min_hits = self.plans[0]
         row_bytes, copy = self.shape[1] * self.dtype.itemsize, library().la_copy

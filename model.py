@@ -95,7 +95,7 @@ def linear(x, weight, bias=None):
 
 
 def cross_entropy(logits, labels):
-    """The sum of the cross-entropy over the rows of logits [S, C]; labels int64 [S], a row with -1 counts for nothing."""
+    """The sum of the cross-entropy over the rows of logits [S, C]; labels int64 [S], rows with -1 count for nothing."""
     done = fused and fused.cross_entropy(logits, labels)
     return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1) if done is None else done
 
@@ -207,7 +207,8 @@ class Conv(nn.Module):
     message_dim, uses_degree, edge_dim = None, False, 0
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
-        """h [N, F] of the block's sources, edges [E, edge_dim] for a layer that sees them -> [S, D] of its destinations."""
+        """h [N, F] of the block's sources, for a layer that sees edges theirs [E, edge_dim] -> [S, D] of its
+        destinations."""
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)

@@ -165,10 +165,8 @@ def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:
     if mode == "cpu-cpu":
         return host
     free = "(no GPU here)" if free_gpu is None else f"of {readable_size(free_gpu)} free"
-    return (
-        f"each GPU {readable_size(p['gpu'])} + {readable_size(p['gpu_step'])} for batches = {readable_size(p['gpu'] + p['gpu_step'])} {free}, "
-        + host
-    )
+    return (f"each GPU {readable_size(p['gpu'])} + {readable_size(p['gpu_step'])} for batches = "
+            f"{readable_size(p['gpu'] + p['gpu_step'])} {free}, {host}")
 
 
 def estimate_lines(path, **options) -> str:
@@ -234,6 +232,8 @@ def advice(ranks, args, store, model):
     together = alone * shared / ranks.world + exchange
     if together <= alone:
         return None
-    return (f"advice  a step of {min(args.total_batch, store.split['train'].numel()):,} seeds is about {1e3 * alone:.1f} ms of work for one "
-            f"process; {ranks.world} take {1e3 * (together - exchange):.1f} ms and {1e3 * exchange:.1f} ms to exchange "
-            f"{gradients.nbytes / 1e6:.1f} MB of gradients{'' if ranks.gpus else ', on the same cores'}: one will be faster")  # fmt: skip
+    seeds = min(args.total_batch, store.split["train"].numel())
+    return (f"advice  a step of {seeds:,} seeds is about {1e3 * alone:.1f} ms of work for one process; {ranks.world} "
+            f"take {1e3 * (together - exchange):.1f} ms and {1e3 * exchange:.1f} ms to exchange "
+            f"{gradients.nbytes / 1e6:.1f} MB of gradients{'' if ranks.gpus else ', on the same cores'}: one will be "
+            "faster")  # fmt: skip

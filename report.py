@@ -254,8 +254,9 @@ def describe(ranks, args, store, model):
         lines = (
             f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges that carry messages, "
             f"{store.feature_dim} features; pairs: {split} ({args.edge_split})",
-            f"model   {args.model}, {network}, scorer {args.scorer}, {parameters}; {fanout}; {args.negatives} negatives a pair, "
-            f"{args.negatives_by}{', unchecked' if args.unchecked_negatives else ''}, {args.link_loss}",
+            f"model   {args.model}, {network}, scorer {args.scorer}, {parameters}; {fanout}; {args.negatives} "
+            f"negatives a pair, {args.negatives_by}{', unchecked' if args.unchecked_negatives else ''}, "
+            f"{args.link_loss}",
             args.total_batch * 2 > len(store.split["train"])
             and f"advice  a step leaves the {args.total_batch:,} pairs that it is "
             f"to predict out of the messages, and there are {len(store.split['train']):,}: give a smaller --batch-size",

@@ -372,7 +372,7 @@ i64 rr_read(reader_t *reader, const i64 *ids, const i64 *places, i64 n, char *ou
 }
 """
 
-ENDED = 100000
+ENDED = 100000  # as in C
 _ANY, _I64 = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES = {
     "rr_open": (_ANY, ctypes.c_int, _I64, _I64, _I64, _I64, ctypes.c_int),

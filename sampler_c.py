@@ -50,12 +50,13 @@ PASSES = r"""
 #define THREADS 64    // at most
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-#ifdef TIMED  // a source is a node at a time; `when` is the number of that time among those of the batch
-typedef struct { ID node, number, when, unused; } slot_t;  // four: none lies in two lines
-#define IS(slot, v, t) ((slot).node == (v) && (slot).when == (t))
-#else
 typedef struct { ID node, number; } slot_t;  // of a hash table with open addressing; node -1: empty
-#define IS(slot, v, t) ((slot).node == (v))
+
+// With PAIRS a source is a node at a time; `when` is the number of that time among those of the batch.
+#ifdef PAIRS
+#define AT(whens, i) (whens)[i]
+#else
+#define AT(whens, i) 0
 #endif
 
 typedef struct {        // one hop of a batch; Job in Python
@@ -67,11 +68,11 @@ typedef struct {        // one hop of a batch; Job in Python
   ID *local;            // [E] the block's indices: global ids until they are relabelled
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
   ID *src;              // [S+E+1] the block's src_nodes
-  ID *src_when;         // [S+E+1] numbers of the times of src; like the next ones only where nodes have times
+  ID *src_when;         // [S+E+1] numbers of the times of src; like the next two only where the batch has several
   const ID *dst_when;   // [S]
   ID *edge_when;        // [E] that of an edge's destination
   const i64 *times;     // [num_times] of the batch
-  const i64 *edge_times;  // [M] ascending in each list
+  const i64 *edge_times;  // [M] ascending in each list; null: all edges are seen
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;  // N: nodes that have a number so far
   i64 V, M;             // of the graph: what is read from it has to lie within
@@ -146,7 +147,8 @@ static inline row_t row_of(const job_t *job, i64 row) {
   return list;
 }
 
-#ifdef TIMED
+static inline i64 time_of(const job_t *job, i64 row) { return job->times[job->dst_when ? job->dst_when[row] : 0]; }
+
 // Cut the lists of a chunk behind the last edge that comes by the time of its destination. A binary search is a chain
 // of cache misses, so these are made side by side: one step of all, then the next.
 static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
@@ -161,7 +163,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   for (i64 row = first; row < end; row++) {  // many lists come by then as a whole
     int i = (int)(row - first);
     if (!left[i]) continue;
-    i64 last = job->edge_times[at[i] + left[i] - 1], time = job->times[job->dst_when[row]];
+    i64 last = job->edge_times[at[i] + left[i] - 1], time = time_of(job, row);
     i64 whole = last < time || (last == time && !job->strict);
     at[i] += whole ? left[i] : 0;
     left[i] -= whole ? left[i] : 1;  // the last edge is known not to
@@ -173,7 +175,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     int still_open = 0;
     for (int q = 0; q < n; q++) {
       int i = open[q];
-      i64 half = left[i] / 2, found = job->edge_times[at[i] + half], time = job->times[job->dst_when[first + i]];
+      i64 half = left[i] / 2, found = job->edge_times[at[i] + half], time = time_of(job, first + i);
       i64 early = found < time || (found == time && !job->strict);
       at[i] += early ? half + 1 : 0;
       left[i] = early ? left[i] - half - 1 : half;
@@ -185,7 +187,6 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   }
   for (i64 row = first; row < end; row++) job->degree[row] = at[row - first] - job->start[row];
 }
-#endif
 
 // Find the excluded edges of a chunk's lists. Few lists have any: most are done after a look at `excluded_before`.
 static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
@@ -211,9 +212,7 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     signs |= list[0] | list[1] | job->degree[row] | (job->M - list[1]);
   }
   if (signs < 0) return DAMAGED;  // a list that begins before 0, ends before it begins or behind the last edge
-#ifdef TIMED
-  cut_chunk_by_time(job, first, end);
-#endif
+  if (job->edge_times) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
@@ -310,7 +309,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     job->local[base + e] = job->hop.indices[positions[e]];
   }
   if (!within(job->local + base, E, job->V)) return DAMAGED;
-#ifdef TIMED
+#ifdef PAIRS
   for (i64 row = first; row < end; row++)
     for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++) job->edge_when[e] = job->dst_when[row];
 #endif
@@ -331,7 +330,7 @@ static layout_t layout_of(i64 bits, i64 num_times) {
   return layout;
 }
 static inline u64 home(ID node, ID when, layout_t layout) {
-#ifdef TIMED
+#ifdef PAIRS
   u64 within = (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.window);
   return ((u64)when * (u64)layout.apart + within) & ((1ULL << layout.bits) - 1);
 #else
@@ -339,28 +338,21 @@ static inline u64 home(ID node, ID when, layout_t layout) {
 #endif
 }
 
-// The number of a node, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
-static inline ID number_of(slot_t *table, layout_t layout, ID node, ID when, ID next) {
+// The number of a node, at a time, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
+static inline ID number_of(slot_t *table, layout_t layout, const ID *src_when, ID node, ID when, ID next) {
   u64 at = home(node, when, layout);
   slot_t slot = table[at];
-  while (__builtin_expect(!IS(slot, node, when) && slot.node != -1, 0)) {
+  (void)src_when;
+  while (__builtin_expect(slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0)) {
     at = (at + 1) & ((1ULL << layout.bits) - 1);
     slot = table[at];
   }
-  slot.number = IS(slot, node, when) ? slot.number : next;
+  slot.number = slot.node == node ? slot.number : next;
   slot.node = node;
-#ifdef TIMED
-  slot.when = when;
-#endif
   table[at] = slot;
   return slot.number;
 }
 
-#ifdef TIMED
-#define WHEN(job, edge) (job)->edge_when[edge]
-#else
-#define WHEN(job, edge) 0
-#endif
 static void relabel_chunk(job_t *job, i64 chunk) {
   i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
   ID *local = job->local, *src = job->src, next = (ID)job->N;
@@ -368,11 +360,11 @@ static void relabel_chunk(job_t *job, i64 chunk) {
   layout_t layout = layout_of(job->bits, job->num_times);
   for (i64 e = first; e < end; e++) {
     i64 ahead = MIN(e + AHEAD, end - 1);
-    __builtin_prefetch(&table[home(local[ahead], WHEN(job, ahead), layout)], 1);
-    ID node = local[e], when = WHEN(job, e);
-    local[e] = number_of(table, layout, node, when, next);
+    __builtin_prefetch(&table[home(local[ahead], AT(job->edge_when, ahead), layout)], 1);
+    ID node = local[e], when = AT(job->edge_when, e);
+    local[e] = number_of(table, layout, job->src_when, node, when, next);
     src[next] = node;  // if it is not new, the next node is written over it
-#ifdef TIMED
+#ifdef PAIRS
     job->src_when[next] = when;
 #endif
     next += local[e] == next;
@@ -398,8 +390,8 @@ i64 rb_number(slot_t *table, i64 bits, i64 num_times, const ID *nodes, const ID 
   memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
     i64 ahead = MIN(i + AHEAD, n - 1);
-    __builtin_prefetch(&table[home(nodes[ahead], when ? when[ahead] : 0, layout)], 1);
-    if (number_of(table, layout, nodes[i], when ? when[i] : 0, (ID)i) != (ID)i) return i;
+    __builtin_prefetch(&table[home(nodes[ahead], AT(when, ahead), layout)], 1);
+    if (number_of(table, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
   }
   return -1;
 }
@@ -448,43 +440,55 @@ def load(task, law):
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
-    timed = task.edge_times is not None
-    library = _library(law, task.indices.dtype, torch.float32 if weights is None else weights.dtype, timed)
-    return Backend(task._replace(weights=weights), library) if library else None
+    task = task._replace(weights=weights)
+    kind = law, task.indices.dtype, torch.float32 if weights is None else weights.dtype
+    library = _library(*kind, False)
+    of_pairs = _library(*kind, True) if library and task.edge_times is not None else None
+    return Backend(task, library, of_pairs and Backend(task, of_pairs)) if library else None
 
 
 @functools.cache
-def _library(law, ids, weights, timed):
-    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}", *["-DTIMED"][:timed]]
+def _library(law, ids, weights, pairs):
+    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}", *["-DPAIRS"][:pairs]]
     return native.load_c("sampler", INCLUDES + law + PASSES, flags, SIGNATURES)
 
 
 class Backend:
     """Calls the C code, for which ctypes releases the GIL. Working memory is as large as a batch, not as the graph."""
 
-    def __init__(self, task, library):
+    def __init__(self, task, library, of_pairs=None):
         self.task, self.library = task, library
+        self.of_pairs = of_pairs  # the Backend of batches with several times, whose sources are nodes at a time
         self.idle = []  # working memory between batches
         self.slots = 0  # of the table, at the end of the last batch: the next one will need about as many
 
     def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch, as sampler.py asks of a backend."""
         excluded = None if exclude is None else self._index(exclude)
+        if times is None:
+            return self._sample(seeds, hops, excluded)
+        times, when = times.unique(return_inverse=True)
+        if times.numel() < 2:
+            return self._sample(seeds, hops, excluded, times)
+        return self.of_pairs._sample(seeds, hops, excluded, times, when.to(seeds.dtype))
+
+    def _sample(self, seeds, hops, excluded, times=None, when=None):
+        """times: the batch's, each once, or None. when: [S] which of several is that of each seed; None: the one."""
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
-            work = WorkingMemory(self.library, seeds.dtype, timed=times is not None)
-        when = None
-        if times is not None:
-            work.times, when = times.unique(return_inverse=True)
-            when = when.to(seeds.dtype)
+            work = WorkingMemory(self.library, seeds.dtype)
+        work.times = times
         if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
         src, blocks = seeds, []
         for hop in hops:
             *fields, when = self._hop(work, src, when, hop, excluded)
             src = fields[2]
-            blocks.append((*fields, None if times is None else work.times.index_select(0, when)))
+            if times is None:
+                blocks.append((*fields, None))
+            else:
+                blocks.append((*fields, times.expand(src.numel()) if when is None else times.index_select(0, when)))
         self.slots = work.slots
         self.idle.append(work)
         return blocks
@@ -512,9 +516,9 @@ class Backend:
             edges, before, job.shift = excluded
             job.excluded, job.excluded_before, job.num_excluded = edges.data_ptr(), before.data_ptr(), edges.numel()
             job.gap, job.num_gaps = gap.data_ptr(), num_gaps.data_ptr()
-        if when is not None:
+        if work.times is not None:
             job.times, job.num_times, job.strict = work.times.data_ptr(), work.times.numel(), task.strict
-            job.dst_when, job.edge_times = when.data_ptr(), task.edge_times.data_ptr()
+            job.edge_times, job.dst_when = task.edge_times.data_ptr(), None if when is None else when.data_ptr()
         E = self.library.rb_count(job)
         _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
@@ -526,8 +530,7 @@ class Backend:
         job.edge_when = None if when is None else edge_when.data_ptr()
         job.local, job.edges = local.data_ptr(), edges.data_ptr() if task.edge_ids else None
         if hop.relabel:
-            # a table that is at most half full is quickly searched; two thirds, where its slots are twice as large
-            slots = 2 * min(S + E, V) if when is None else 3 * min(S + E, V * len(work.times)) // 2
+            slots = 2 * min(S + E, V if when is None else V * len(work.times))  # half full, it is quickly searched
             if work.slots < slots:
                 work.number(dst, when, slots)
             src = dst.new_empty(S + E + 1)
@@ -551,11 +554,11 @@ def _check(result, S):
 class WorkingMemory:
     """What a batch works in, kept for the next one: the table of numbers, and four numbers of every row."""
 
-    def __init__(self, library, dtype, timed):
+    def __init__(self, library, dtype):
         self.library, self.bits = library, 0
-        self.slot_bytes = (4 if timed else 2) * dtype.itemsize
+        self.slot_bytes = 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
-        self.times = torch.empty(0, dtype=torch.int64)  # of the batch, each once
+        self.times = None  # of the batch, each once
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
@@ -575,5 +578,5 @@ class WorkingMemory:
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
             self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)
-        of = self.times.numel(), nodes.data_ptr(), None if when is None else when.data_ptr()
+        of = 1 if when is None else self.times.numel(), nodes.data_ptr(), None if when is None else when.data_ptr()
         return self.library.rb_number(self.table.data_ptr(), self.bits, *of, nodes.numel()) < 0

@@ -18,12 +18,12 @@ enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
 typedef struct {  // a batch: what it is drawn from, what is made, and the memory it is made in; L hops
   const i64 *indptr; const ID *indices; const WEIGHT *weights;
   i64 V, M, rule, one_draw; u64 seed;
-  const i64 *input;  // step, S, what is added to a position in the table, S seeds
+  const i64 *input;  // step; S; the offset of positions in the table (see sampler_cuda.py); S seeds
   ID *src;           // source nodes of all hops: the first N of a hop are its sources
   ID *local;         // by position: node of an edge, in the end its number
   i64 *edges;        // by position: edge in the graph's indices; null: not asked for
   double *best;      // by position: scratch of weighted draws
-  int *table;        // [V]
+  int *table;        // [V] the smallest position that bids for a node, plus the offset
   int *number;       // by position: number of the node that appears there first
   int *count;        // edges of a row of the hop at hand
   unsigned *won; int *wins;  // of 32 edges of the hop at hand: which appear first, and how many
@@ -94,12 +94,12 @@ FN hop_t law_of(const batch_t *b, const part_t *h) {
   hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop]};
   return hop;
 }
-// Of a row whose degree tells it: of rules below LABOR, without excluded edges.
+// Count the edges of a row where its degree tells them: by rules before LABOR, without excluded edges.
 FN void count_by_degree(const batch_t *b, const part_t *h, i64 i, ID v) {
   i64 degree = degree_of(b, v), least = b->rule == REPLACE ? (degree ? h->k : 0) : degree;
   tally(b->count, h->row_sums, h->rows, i, h->k < 0 || least < h->k ? least : h->k);
 }
-// Where the edges of row i of N begin; writes it.
+// Find where the edges of row i begin, and write it; of i = N where they end.
 FN i64 open_row(const batch_t *b, const part_t *h, i64 i, i64 N) {
   i64 wanted = before(b->count, h->row_sums, h->rows, i < N ? i : N);
   i64 at = wanted < h->places ? wanted : h->places;
@@ -124,7 +124,7 @@ FN void put_edge(const batch_t *b, const part_t *h, i64 place, ID node) {
   b->local[position] = node;
   if (h->relabel) atomicMin(&b->table[node], (int)(b->input[2] + position));
 }
-// The slot of a pair.
+// The slot of a pair in the hash table: its own, or the first free one behind.
 FN i64 slot_of(const batch_t *b, ID node, i64 group) {
   u64 pair = (u64)node + (u64)b->V * (u64)group;
   for (u64 at = mix(pair);; at++) {
@@ -132,7 +132,7 @@ FN i64 slot_of(const batch_t *b, ID node, i64 group) {
     if (there == NO_PAIR || there == pair) return (i64)slot;
   }
 }
-// A source at a time, in place of a node: at its position `local` has the slot.
+// As put_edge, for a source at a time; `local` has its slot instead of the node.
 FN void put_pair(const batch_t *b, i64 position, ID node, i64 group) {
   i64 slot = slot_of(b, node, group);
   b->local[position] = (ID)slot;
@@ -143,7 +143,7 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
   b->src_times[i] = b->input[3 + 2 * b->input[1] + group];
 }
 
-// counts: the rows are counted as well.
+// The seeds take the first positions. counts: count the edges of their rows as well.
 KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
   THREAD(h.rows < hops ? hops : h.rows);
   if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)(b.one_draw ? 0 : i));
@@ -180,7 +180,7 @@ KERNEL pick(batch_t b, part_t h) {
   if (n == b.count[i]) pick_row(&hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be made again
 }
-// Their nodes.
+// The nodes of the picked edges, which bid for them.
 KERNEL claim(batch_t b, part_t h) {
   THREAD(b.sizes[2 + 2 * h.hop]);
   ID node = b.indices[b.edges[h.first + i]];
@@ -189,6 +189,7 @@ KERNEL claim(batch_t b, part_t h) {
   if (b.edge_times && h.relabel) put_pair(&b, h.first + i, node, b.number[h.first + i]);
   else put_edge(&b, &h, i, node);
 }
+// Which of 32 edges won their nodes.
 KERNEL mark(batch_t b, part_t h) {
   THREAD(h.words);
   i64 E = b.sizes[2 + 2 * h.hop], place = 32 * i;
@@ -203,7 +204,8 @@ KERNEL mark(batch_t b, part_t h) {
   b.won[i] = won;
   tally(b.wins, h.word_sums, h.words, i, ones(won));
 }
-// counts: the rows of `next` are counted as well, those of the destinations and those of the nodes that get a number.
+// Number the nodes whose edge won. counts: count the rows of `next` as well, whose destinations are those of this hop
+// and the nodes that get a number here.
 KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   THREAD(32 * h.words < h.rows ? h.rows : 32 * h.words);
   i64 N = b.sizes[1 + 2 * h.hop], last = 32 * h.words - 1;
@@ -230,8 +232,8 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   }
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
-// Of the first `hops` hops, which have positions start .. end - 1: where no edge is, -1. All sums are zero for the next
-// batch.
+// Give each edge of the first `hops` hops (positions start .. end - 1) the number of its node, -1 where there is no
+// edge; set all sums to zero for the next batch.
 KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
   THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;

@@ -4,7 +4,7 @@
     for batch in NodeLoader(..., sampler=graphs, ring=graphs):
         graphs.step(batch)               # forward, loss, backward, optimizer
 
-One graph samples a batch, averages the outermost hop straight from the features and looks up the labels; another one
+One graph samples a batch, averages the outermost hop straight from the features and looks up the labels; another
 trains on it. Every batch in flight has a slot with memory of its own, so that the next batch is sampled, on the slot's
 stream, while this one is trained on. A graph cannot change its shapes, so they are padded: room for as many nodes and
 edges as the first batches of the run took, and some more. What is padded has no edges, no label and no gradient. The
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import fused
 import sampler_cuda
-from features import Batch
+from features import Fetched
 from loader import AtSeedTimes
 from model import cross_entropy
 from sampler import Block, mix
@@ -42,7 +42,7 @@ APART = 0.02  # between the losses of a graph and of the same step without one, 
 
 def hindrance(args):
     """What of a run's flags keeps its steps from being CUDA graphs, in words; None where nothing does."""
-    k = args.fanout[-1]
+    most, fanout = sampler_cuda.AGGREGATED, ",".join(map(str, args.fanout))
     for hinders, why in (
         (args.task != "node" or args.model != "sage", f"they are for --model sage, this is {args.model}"),
         (args.norm == "batch", "--norm batch would count the padding"),
@@ -51,8 +51,8 @@ def hindrance(args):
         (args.precision == "fp64", "--precision fp64 has no kernels"),
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1 or k > sampler_cuda.AGGREGATED,
-         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {sampler_cuda.AGGREGATED}"),
+        (min(args.fanout) < 1 or args.fanout[-1] > most,
+         f"--fanout {fanout}: numbers from 1 on are needed, the last up to {most}"),
         (args.sampler != "uniform", "neighbours are not drawn uniformly"),
     ):  # fmt: skip
         if hinders:
@@ -66,12 +66,13 @@ def obstacle(ranks, args, sampler, ring):
         return "there is no GPU"
     if why := hindrance(args):
         return why
+    backend = getattr(sampler, "_backend", None)
     for hinders, why in (
         (isinstance(sampler, AtSeedTimes), "seeds see edges by their times (--temporal off shows them all)"),
         (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
         (ring.labels.dim() > 1, "nodes have several labels"),
         (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
-        (not isinstance(getattr(sampler, "_backend", None), sampler_cuda.Backend), "the sampler's kernels are not there"),
+        (not isinstance(backend, sampler_cuda.Backend), "the sampler's kernels are not there"),
     ):  # fmt: skip
         if hinders:
             return why
@@ -79,8 +80,8 @@ def obstacle(ranks, args, sampler, ring):
 
 
 def build(ranks, args, store, sampler, ring, model, optimizer, predict):
-    """Capture the graphs of a run, or prepare the same steps without where --cuda-graph is off or capture fails, and try
-    them on a batch, which leaves model and optimizer as they were.
+    """Capture the graphs of a run, or prepare the same steps without where --cuda-graph is off or capture fails, and
+    try them on a batch, which leaves model and optimizer as they were.
 
     Args:
         ranks, args, store, sampler, ring, optimizer: those of train.py.
@@ -127,8 +128,8 @@ class Slot:
         self.y, self.labels = labels.new_full((rows[0],), -1), labels
         self.places = torch.arange(rows[0], device=labels.device)
         inner = [Block(*fields) for fields in reversed(self.frame.blocks)]
-        none = inner[0].indices[:0]  # the outermost block: its edges are never written
-        self.batch = Batch([Block(none, none, inner[0].src_nodes), *inner], self.x, self.y)
+        none = inner[0].indices[:0]  # the outermost block has no edges: they are averaged as they are drawn
+        self.batch = Fetched([Block(none, none, inner[0].src_nodes), *inner], self.x, self.y)
         self.seeds = inner[-1].src_nodes[: rows[0]]
         mixed = mix(seed)
         self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int
@@ -154,12 +155,8 @@ class StepGraphs:
     def __init__(self, ranks, args, store, sampler, ring, model, optimizer, predict):
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, predict, args.seed
-        self.features, self.stream, self.kernels, self.repeated = (
-            ring.features,
-            ring.stream,
-            sampler._backend.kernels,
-            0,
-        )
+        self.features, self.stream, self.kernels = ring.features, ring.stream, sampler._backend.kernels
+        self.repeated = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         scalar = lambda dtype: torch.zeros((), dtype=dtype, device=ranks.device)  # noqa: E731
         self.loss_sum, self.weight, self.rate = scalar(torch.float64), scalar(torch.float32), scalar(torch.float32)
@@ -181,11 +178,13 @@ class StepGraphs:
         (rows, places), self.captured = room, self.slots[0].training is not None
         how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
         if not self.captured:
-            how = f"{f'no CUDA graphs: {failure}' if failure else 'CUDA graphs are off'}; their kernels are launched one by one,"
-        self.said = f"{how} with room for {rows[-1]:,} nodes and {sum(places):,} edges inside; larger batches are taken without"
+            why = f"no CUDA graphs: {failure}" if failure else "CUDA graphs are off"
+            how = f"{why}; their kernels are launched one by one,"
+        self.said = (f"{how} with room for {rows[-1]:,} nodes and {sum(places):,} edges inside; larger batches are "
+                     "taken without")  # fmt: skip
 
     def _measure(self, nodes, args):
-        """Seeds of the first batch, and (rows, places) of `Backend.frame` that the first batches of a run would take."""
+        """Seeds of the first batch, and the (rows, places) of `Backend.frame` that a run's first batches would take."""
         order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(args.seed))]
         batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - 1
         most = [[0, 0] for _ in range(hops)]
@@ -305,7 +304,8 @@ class StepGraphs:
         self.optimizer.step()
 
     def _sample(self, slot, seeds, step):
-        """Sample into a slot, on the current stream, and wait for it -> what went wrong; see sampler_cuda.py."""
+        """Sample into a slot, on the current stream, and wait for it -> 0, or why it is no batch (`trouble` of
+        sampler_cuda.py)."""
         torch.cuda.current_stream().wait_event(slot.trained)
         slot.frame.fill(seeds, step)
         slot.sampling.replay() if slot.sampling else slot.sample()
@@ -324,7 +324,7 @@ class StepGraphs:
         return seeds, step
 
     def fetch(self, number, wanted):
-        """Sample and fetch a batch into a slot, or elsewhere where it does not fit -> Batch, ready to be trained on."""
+        """Sample and fetch a batch into a slot, or elsewhere where it does not fit -> `Fetched`, ready to train on."""
         slot = self.slots[number]
         if self._sample(slot, *wanted):  # damage and seeds that are not nodes are found there too
             self.repeated += 1
@@ -338,7 +338,7 @@ class StepGraphs:
             self.weighs = weight
         slot = next((slot for slot in self.slots if slot.x is batch.x), None)
         if slot is None:
-            self._compute(batch, mix(mix(self.seed) ^ batch.key))
+            self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
         else:
             self._train(slot)
         self._exchange()

@@ -15,9 +15,9 @@ are shared by all of them.
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs plan.py
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
-the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times: see
-columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py along; they
-need torch, numpy and tqdm (lmdb for backend "lmdb").
+the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and
+names: see columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py
+along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -44,11 +44,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from columns import COLUMNS, check_columns, column_files, column_problems, described, out_of_order, write_columns
+from columns import (COLUMNS, NAMES, OF_NODES, check_columns, column_files, column_problems, described, out_of_order,
+                     write_columns)
 from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
 from disk import (DTYPES, HEADS, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
-                  check_splits, complete_or_not_there, dump_meta, gather_target, head_of, info_lines, integers, map_npy,
-                  read_meta, readable_size, row_dtype, row_of_split, split_files, storage_dtype, within, write_npy)
+                  check_size, check_splits, complete_or_not_there, dump_meta, gather_target, head_of, info_lines,
+                  integers, map_npy, read_lines, read_meta, readable_size, row_dtype, row_of_split, split_files,
+                  storage_dtype, within, write_npy)
 from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
 from row_reader import RowReader, open_rows
 
@@ -74,6 +76,7 @@ def build_store(
     edge_time=None,
     edge_features=None,
     node_time=None,
+    node_names=None,
     backend="mmap",
     num_classes=None,
     symmetrize=False,
@@ -104,6 +107,7 @@ def build_store(
             dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge. Arrays,
             memmaps or tensors.
         node_time: integers [V], the time at which a node is classified.
+        node_names: [V] different strings or numbers, what the nodes were called where the graph comes from.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None, unless most classes were empty then.
         symmetrize: add the reverse of every edge.
@@ -130,7 +134,8 @@ def build_store(
     split = check_splits({} if split is None else split, labels)
     edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
     columns, widths = check_columns(num_edges, num_nodes, edge_weight=edge_weight, edge_time=edge_time,
-                                    edge_features=edge_features, node_time=node_time)  # fmt: skip
+                                    edge_features=edge_features, node_time=node_time,
+                                    node_names=node_names)  # fmt: skip
     options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
                "drop_duplicates": bool(drop_duplicates)}
     row_bytes = width * storage_dtype(dtype).itemsize
@@ -142,7 +147,7 @@ def build_store(
             "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)),
             "labelled": labelled, **widths}
     arrays = dict(indptr=indptr, labels=labels, **split)
-    edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name != "node_time") // max(num_edges, 1)
+    edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name not in OF_NODES) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
     need = num_nodes * (row_bytes + 16) + least
     if edge_index is not None or any(options.values()):  # the edges are sorted before the features are written
@@ -166,7 +171,7 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
                 "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
                 "must rise in edge_time"
             )
-        numbered = bool(columns.keys() - {"node_time"})
+        numbered = bool(columns.keys() - OF_NODES)
         edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered)
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
         drop_duplicates = options["drop_duplicates"]
@@ -359,6 +364,8 @@ class GraphStore:
             self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
         if self.edge_dim:
             self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))
+        if NAMES in meta["files"]:
+            check_size(path, NAMES, meta["files"][NAMES])
         self.num_splits = 1 if len(meta["files"]["train.npy"]["shape"]) == 1 else meta["files"]["train.npy"]["shape"][0]
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
@@ -391,6 +398,10 @@ class GraphStore:
 
     def __reduce__(self):
         return GraphStore.open, (self.path,)
+
+    def node_names(self) -> list[str] | None:
+        """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
+        return read_lines(self.path, NAMES, self.meta["files"][NAMES]) if NAMES in self.meta["files"] else None
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
@@ -531,10 +542,12 @@ def verify(path) -> list[str]:
 def _problems_of_a_graph(path) -> Iterator[str]:
     try:
         graph = GraphStore.open(path)
+        graph.node_names()
         if graph.meta["backend"] == "lmdb":
             graph.features.verify()
     except StoreError as error:
-        yield f"{'features.lmdb' if 'block' in str(error) else 'meta.json'}: {error}"
+        name = NAMES if NAMES in str(error) else "features.lmdb" if "block" in str(error) else "meta.json"
+        yield f"{name}: {error}"
         return
     if (graph.indptr.diff() < 0).any():
         yield "indptr.npy: it decreases"

@@ -66,17 +66,13 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
     graphs: the step as CUDA graphs, see step_graph.py; None without.
     """
     model.train()
-    clock, loss_sum, count, done = (
-        Clock(ranks.gpus),
-        torch.zeros((), dtype=torch.float64, device=ranks.device),
-        0,
-        first,
-    )
+    clock, count, done = Clock(ranks.gpus), 0, first
+    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
     if graphs:
         sampler, ring, loss_sum = graphs, graphs, graphs.begin()
     bar = tqdm(total=args.steps, initial=first, desc=f"epoch {epoch + 1}", leave=False, unit="step",
                disable=None if ranks.leads else True)  # None: no bar where stderr is not a terminal
-    # ahead of this loop, on threads: blocks = sampler.sample(seeds, key), then x and y = ring.fetch(slot, blocks)
+    # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     loader = batches(args, ranks, store, sampler, ring, store.split["train"], timed=clock.timed)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
@@ -89,7 +85,7 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
             graphs.step(batch)
             clock.lap("step", t0, clock.mark())
         else:
-            output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.key))
+            output = predict(ranks, args, ring, model, batch, mix(mix(args.seed) ^ batch.global_step))
             loss = summed_loss(ring, model, output, batch.y)
             t1 = clock.mark("backward")
             with nullcontext() if batch.last or ranks.world == 1 else model.no_sync():
@@ -107,7 +103,7 @@ def train_epoch(ranks, args, store, sampler, ring, model, optimizer, stop, save,
                 clock.lap("optimizer", t2, clock.mark())
             done = batch.step + 1
             bar.update()
-            if args.checkpoint_every and (batch.key + 1) % args.checkpoint_every == 0:
+            if args.checkpoint_every and (batch.global_step + 1) % args.checkpoint_every == 0:
                 save(epoch, done)
             if stop.agreed():
                 break
@@ -146,8 +142,8 @@ def unwrapped(model):
 def batches(args, ranks, graph, sampler, ring, seeds, **options):
     """The NodeLoader of the flags: this rank's part of every step, sampled and fetched by `sampler` and `ring`."""
     return NodeLoader(graph, seeds, args.fanout, batch_size=args.batch_size, accumulate=args.accumulate, seed=args.seed,
-                      rank=ranks.rank, world=ranks.world, depth=args.prefetch, threads=args.sample_threads, sampler=sampler,
-                      ring=ring, prefetch=prefetch, **options)  # fmt: skip
+                      rank=ranks.rank, world=ranks.world, depth=args.prefetch, threads=args.sample_threads,
+                      sampler=sampler, ring=ring, prefetch=prefetch, **options)  # fmt: skip
 
 
 def predict(ranks, args, ring, model, batch, key=None):
@@ -222,7 +218,7 @@ def logits_in_batches(ranks, args, store, model, layers=None):
     model.eval()
     used, _ = edge_data(args, store)
     small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
-    sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None), used.strict)
+    sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None))
     features = getattr(store.features, "tensor", store.features)
     ring = FeatureRing(features, store.labels, slots=args.prefetch + 1, device=ranks.device, dtype=torch.float32,
                        edge_features=used.features)  # fmt: skip
@@ -302,9 +298,8 @@ def run(ranks, args, path):
         elif file:
             print(f"resume  after epoch {start}: nothing is trained")
         if args.checkpoint and args.trains and args.checkpoint != file and os.path.isfile(args.checkpoint):
-            print(
-                f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on with it"
-            )
+            print(f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on "
+                  "with it")  # fmt: skip
     if ranks.world > 1 and args.task != "graph" and (line := advice(ranks, args, store, model)) and ranks.leads:
         print(line, flush=True)
     if ranks.leads and said:
