@@ -157,7 +157,8 @@ def build_papers(path, p):
     """Build a store of the size of ogbn-papers100M from edges in random order and float16 features -> figures."""
     V, random = p["nodes"], np.random.Generator(np.random.SFC64(0))
     labels = random.permutation(np.arange(-(-V // 1000)) % p["classes"]).repeat(1000)[:V]
-    shapes = (p["classes"], 1, p["features"]), (p["classes"], 64, p["features"])  # a class has 64 rows around its centre
+    # of each class there are 64 rows around a centre
+    shapes = (p["classes"], 1, p["features"]), (p["classes"], 64, p["features"])
     table = sum(random.standard_normal(shape, np.float32) for shape in shapes).astype(np.float16)
 
     def rows(first):

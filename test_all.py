@@ -9246,6 +9246,29 @@ def test_train_sees_no_future(name, tmp_path):
                                             for temporal in ("auto", "before")) < room, (exact, sampled)
 
 
+def test_train_draws_the_latest_neighbours(tmp_path):
+    """The last of the past edges tells the answer, the many before it are noise."""
+    rng, nodes = np.random.default_rng(0), 400
+    labels, when = rng.integers(0, 2, nodes), rng.integers(100, 200, nodes)
+    noise, sign = rng.integers(nodes, nodes + 200, (30, nodes)), nodes + 2 * rng.integers(0, 100, nodes) + labels
+    x = np.zeros((nodes + 200, 2), np.float32)
+    x[nodes:, 0] = 2 * (np.arange(200) % 2) - 1
+    times = np.concatenate([rng.integers(0, 90, (30, nodes)).ravel(), when])
+    path = build_store(tmp_path / "g", features=x, labels=np.append(labels, np.full(200, -1)), edge_time=times,
+                       edge_index=np.stack([np.append(noise.ravel(), sign), np.tile(np.arange(nodes), 31)]),
+                       split={"train": np.arange(200), "valid": np.arange(200, nodes)},
+                       node_time=np.append(when, np.full(200, 100)))  # fmt: skip
+    words = ["--dataset", path, "--gpus", 0, "--fanout", "1", "--hidden", 8, "--epochs", 20, "--lr", 0.01,
+             "--batch-size", 50, "--dropout", 0]  # fmt: skip
+    found = {}
+    for drawn in ("latest", "uniform"):
+        output = _train(*words, "--sampler", drawn, "--log", tmp_path / drawn)
+        assert ("neighbours are the latest" in output) == (drawn == "latest")
+        found[drawn] = _log(tmp_path / drawn)[-2]["valid_sampled"]
+    assert found["latest"] > 0.98 and found["uniform"] < 0.7, found
+    assert "times of edges and nodes" in _train(*words, "--sampler", "latest", "--temporal", "off", code=2)
+
+
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
     path = _told_by_the_future(tmp_path / "g")
     common = ["--dataset", path, "--gpus", 0, "--fanout", "5,3", "--hidden", 16, "--epochs", 3, "--precision", "fp64",
