@@ -227,8 +227,7 @@ def losses(args, record):
     options = ["--epochs", "2", "--fanout", "5,4,3", "--hidden", "64", "--batch-size", "64" if args.quick else "256"]
     for precision in ("fp32", "bf16"):
         for conv in CONVS:
-            # gat without dropout: that of its attention is drawn by the device
-            more = [*options, "--model", conv, *(["--dropout", "0"] if conv == "gat" else [])]
+            more = [*options, "--model", conv]
             cpu = None
             for mode in ("cpu-cpu", *GPU_MODES):
                 name = f"{conv} {precision} {mode}"

@@ -139,6 +139,7 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
         StoreError: for a mode that cannot work: what stays in memory for the whole run is more than there is. (A batch
             that may not fit is only said in the line: its size is an upper bound.)
     """
+    options = options if gpus else {"free_gpu": 0, **options}  # to ask a GPU takes memory there
     found = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else found["mode"] or ("cpu-cuda" if gpus else "cpu-cpu")
     line, placement = f"mode {chosen}: {found['sums'][chosen]}", found["modes"][chosen]

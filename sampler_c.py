@@ -338,8 +338,12 @@ static inline u64 home(ID node, ID when, layout_t layout) {
 #endif
 }
 
+<<<<<<< HEAD
+// The number of a node, at a time, which becomes `next` if it had none: a coin toss, on which no branch depends.
+=======
 // The number of a node, at a time, which becomes `next` if it had none. That is a coin toss, so no branch depends on
 // it.
+>>>>>>> strangers
 static inline ID number_of(slot_t *table, layout_t layout, const ID *src_when, ID node, ID when, ID next) {
   u64 at = home(node, when, layout);
   slot_t slot = table[at];

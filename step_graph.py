@@ -42,7 +42,7 @@ APART = 0.02  # between the losses of a graph and of the same step without one, 
 
 def hindrance(args):
     """What of a run's flags keeps its steps from being CUDA graphs, in words; None where nothing does."""
-    most = sampler_cuda.AGGREGATED
+    most, fanout = sampler_cuda.AGGREGATED, ",".join(map(str, args.fanout))
     for hinders, why in (
         (args.task != "node" or args.model != "sage", f"they are for --model sage, this is {args.model}"),
         (args.norm == "batch", "--norm batch would count the padding"),
@@ -52,7 +52,7 @@ def hindrance(args):
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
         (min(args.fanout) < 1 or args.fanout[-1] > most,
-         f"--fanout {','.join(map(str, args.fanout))}: numbers from 1 on are needed, the last up to {most}"),
+         f"--fanout {fanout}: numbers from 1 on are needed, the last up to {most}"),
         (args.sampler != "uniform", "neighbours are not drawn uniformly"),
     ):  # fmt: skip
         if hinders:
@@ -80,8 +80,8 @@ def obstacle(ranks, args, sampler, ring):
 
 
 def build(ranks, args, store, sampler, ring, model, optimizer, predict):
-    """Capture the graphs of a run, or prepare the same steps without them where --cuda-graph is off or capture fails,
-    and try them on a batch, which leaves model and optimizer as they were.
+    """Capture the graphs of a run, or prepare the same steps without where --cuda-graph is off or capture fails, and
+    try them on a batch, which leaves model and optimizer as they were.
 
     Args:
         ranks, args, store, sampler, ring, optimizer: those of train.py.

@@ -249,6 +249,7 @@ def _queue(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _before_each_test(_queue):
+    torch.manual_seed(0)  # a test draws the same whichever ran before it
     _queue.top_up()
 
 
@@ -583,7 +584,8 @@ _EMULATOR = r"""
 #include <math.h>
 #include <stdlib.h>
 typedef struct { long x; } dim;
-static dim blockIdx, blockDim = {1}, threadIdx;
+static __thread dim blockIdx;  // threads of the host launch kernels beside each other
+static dim blockDim = {1}, threadIdx;
 #define atomicMin(p, value) do { if (*(p) > (value)) *(p) = (value); } while (0)
 """
 
@@ -2358,13 +2360,19 @@ def test_store_estimate_counts_what_sampling_and_training_take(tmp_path):
     assert held < step < 2 * least  # an upper bound that grows with the batch
 
 
+def test_a_run_on_cpu_asks_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: 1 / 0)
+    path = _plain_store(tmp_path / "g")
+    assert choose_mode(path)[0] == choose_mode(path, mode="cpu-cpu")[0] == "cpu-cpu"
+
+
 def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
-    """Where the GPU reads features: at least what frames and input pairs of all slots take, and twice what a step
-    computes."""
+    """Where the GPU reads features: at least what the frames and input pairs of all slots take, and a step again."""
     graph = GraphStore.open(_plain_store(tmp_path / "g"))
     options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
-    without, counted = (estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"]
-                        for graphs in (False, True))
+    of = lambda graphs: estimate(graph, 1, graphs=graphs, free_gpu=4 * GIB, **options)["modes"]  # noqa: E731
+    without, counted = of(False), of(True)
     assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
     s = NeighborSampler(graph.indptr, graph.indices, options["fanout"], backend="torch")
     frame = _emulated(s, tmp_path).frame(10, hops=2)
@@ -2377,11 +2385,10 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
         assert tables == 2 * frame.table.nbytes
         assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
     words = ["--gpus", "1", "--fanout", "3,2,2", "--batch-size", "10", "--hidden", "8", "--prefetch", "1"]
-    for more, graphs in (([], True), (["--model", "gcn"], False), (["--sampler", "labor"], False),
-                         (["--accumulate", "2"], False)):
+    for more, graphs in (("", True), ("--model gcn", False), ("--sampler labor", False), ("--accumulate 2", False)):
         asked = []
         with pytest.MonkeyPatch.context() as patch:
-            args = train.parse_args([*words[2:], *more])
+            args = train.parse_args([*words[2:], *more.split()])
             args.gpus, args.precision = 1, "tf32"
             patch.setattr(assemble, "choose_mode", lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0))
             with pytest.raises(ZeroDivisionError):
@@ -2827,6 +2834,7 @@ def test_cuda_models_equal_torch_operations(cuda_layers, conv, monkeypatch):
 
 def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(cuda_layers, monkeypatch):
     """Edges whose features are zeros change nothing, dropout of attention included: torch operations beside kernels."""
+    torch.manual_seed(17)
     indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
     blocks = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample(torch.randperm(200)[:12].int(), 1)
     x, key = torch.randn(blocks[0].num_src, 20), 2**63 + 99
@@ -2842,7 +2850,7 @@ def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(cuda_lay
             results.append([logits] + [g for g, (name, _) in zip(grads, net.named_parameters()) if "edge" not in name])
         for found in results[1:]:
             for ours, theirs in zip(found, results[0], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
         assert not torch.allclose(_trained(seeing, blocks, x, key + 1, edges=zeros)[0], results[0][0])
     for conv, options in (("gat", {"heads": 4}), ("gine", {})):
         net, results = GNN(20, 8, 5, conv=conv, num_layers=3, norm="layer", edge_dim=3, **options), []
@@ -2850,8 +2858,8 @@ def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(cuda_lay
             monkeypatch.setattr(model, "fused", functions)
             results.append(_trained(net, blocks, x, key, edges=numbers))
         for ours, kernels, theirs in zip(*results):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(kernels, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(kernels, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
@@ -3064,7 +3072,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(cuda_graphs, ti
     if tight:
         monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
     ends = []
-    for word, stop in (("on", None), ("off", None), ("on", 7), ("off", 7)):
+    for word, stop in (("on", None), ("off", None), ("on", 4), ("off", 4)):
         net = copy.deepcopy(first)
         optimizer = torch.optim.Adam(net.parameters(), lr=2**-7, fused=True)
         graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
@@ -3074,7 +3082,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(cuda_graphs, ti
         assert ("no capture here" in graphs.said) == (refused and word == "on")
         batches = loader.NodeLoader(None, nodes, [4, 3, 3], sampler=graphs, ring=graphs, batch_size=12, seed=5, depth=1)
         repeated, done = 0, 0
-        while batches.epoch < 3:
+        while batches.epoch < 2:
             graphs.begin()
             for batch in batches:
                 graphs.step(batch)
@@ -3093,7 +3101,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(cuda_graphs, ti
                     batches.load_state_dict(place)
                     break
         ends.append([*net.parameters(), *(t for p in net.parameters() for t in optimizer.state[p].values())])
-        assert (0 < repeated + graphs.repeated) == tight and done == 15
+        assert (0 < repeated + graphs.repeated) == tight and done == 10
     for end in ends[1:]:
         assert len(end) > 20 and all(map(torch.equal, end, ends[0]))
 
@@ -3151,7 +3159,7 @@ def test_a_cuda_step_graph_on_a_gpu_gives_the_losses_of_a_run_without(mode, tmp_
         assert train.main([str(word) for word in (*words, "--epochs", 3, "--precision", "fp32", "--log", log)]) == 0
         losses[how] = [entry["loss"] for entry in map(json.loads, log.read_text().splitlines()) if "epoch" in entry]
     assert "CUDA graphs with room for" in capsys.readouterr().out
-    assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
+    assert losses["on"] == losses["off"]
 
 
 def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
