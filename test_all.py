@@ -7671,7 +7671,7 @@ def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
 
 @pytest.mark.parametrize("name", model.CONVS)
 def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_path, monkeypatch):
-    words = ["--dataset", tiny, "--model", name, "--fanout", "5,5", "--hidden", 16, "--heads", 2, "--norm", "layer",
+    words = ["--dataset", tiny, "--model", name, "--fanout", "5,5", "--hidden", 16, "--norm", "layer",
              "--residual", "--epochs", 4, "--lr", 0.01, "--batch-size", 100, "--dropout", 0.25]  # fmt: skip
     log, _ = _run_here(tmp_path, *words)
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
