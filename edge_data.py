@@ -68,7 +68,7 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
     if args.sampler == "latest":
         if used.time is None:
             raise StoreError(
-                f"--sampler latest takes the last edges before the time of each seed: it needs times of edges and nodes "
+                f"--sampler latest takes the last edges up to the time of each seed: it needs times of edges and nodes "
                 f"in {store.path}, and --temporal at or before, here {args.temporal}"
             )
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
