@@ -141,6 +141,8 @@ class LmdbFile:
     def close(self):
         """Close the environment, which nobody else may be using."""
         if self._env is not None:
+            for key in [key for key, env in self._open.items() if env is self._env]:
+                del self._open[key]  # its number may be that of another file, once this one is removed
             self._env.close()
 
     def _begin(self, write):

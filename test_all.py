@@ -6098,6 +6098,18 @@ def test_store_a_later_state_that_was_damaged_is_not_passed_over_for_the_one_bef
         GraphDataset.open(path).append(_graphs(more, first=len(GraphDataset.open(path))))
 
 
+def test_store_a_closed_file_is_opened_anew(tmp_path):
+    """Of the same number on the disk, as that of a file which was removed can be; what was closed is still held."""
+    pytest.importorskip("lmdb")
+    closed = lmdb_file.LmdbFile(tmp_path / "f.lmdb", sync=False)
+    closed.append([b"a"])
+    closed.close()
+    again = lmdb_file.LmdbFile(tmp_path / "f.lmdb", sync=False)
+    again.append([b"b"])
+    assert again.read(again.count) == 2
+    again.close()
+
+
 def test_store_map_grows_while_threads_read(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_file, "MAP_ROOM", 0)
     graphs, done = GraphDataset.open(build_graphs(tmp_path / "many", [_graphs(50)])), threading.Event()
