@@ -211,6 +211,7 @@ def build_model(ranks, args, store, ring):
     if is_own(args.model):
         sizes = store.feature_dim, store.num_classes
         model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
+        args.model_width = store.num_classes  # of its output
         if args.task == "link":
             model.scorer = Scorer(args.scorer, store.num_classes)
     else:

@@ -254,7 +254,8 @@ ATTACKS = dict(zip(GROUPS, (attack_store, attack_input, attack_checkpoint, attac
 
 def command(dataset, epochs, *words, task="node"):
     """The command line of a small training run -> list of words."""
-    sizes = ["--fanout", "3,3", "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
+    layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
+    sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
     return [str(word) for word in ["--task", task, "--dataset", dataset, *sizes, *words]]
 
 

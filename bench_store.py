@@ -331,7 +331,6 @@ def _print_training(trained, what):
         memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
         rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
     print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
-    first = next(iter(trained.values()))
     for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap advised")):
         if name.startswith("disk") and other in trained:
             ratios = [a / b for a, b in zip(trained[name]["rates"], trained[other]["rates"])]

@@ -38,12 +38,13 @@ import torch
 import graph_tables
 from arrays import FEATURES, LABELS, PARTS, Arrays, Npz
 from csc import without_reverse
-from disk import READABLE, StoreError, check_split, refuse_existing, scratch_folder, sha256_of
+from disk import READABLE, StoreError, check_split, read_meta, refuse_existing, scratch_folder, sha256_of
 from downloads import OGB, PLANETOID, build_ogb, build_planetoid
 from molecules import build_crystals, build_molecules
 from store import BACKENDS, GraphStore, build_store, check_labels, command
 from synthetic import SYNTHETIC, build_synthetic
 
+TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)  # names of files with tables
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
 NPZ = dict(  # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
     row_normalize=int,  # 1: divide each row of a CSR matrix by its sum, 0: leave it; by default counts are divided
@@ -75,8 +76,10 @@ def prepare(dataset, root="data", *, seed=0, backend="mmap", symmetrize=False, p
     """
     name, root = str(dataset), Path(root)
     if os.path.isfile(os.path.join(name, "meta.json")):
-        if symmetrize:
-            raise StoreError(f"--symmetrize has no effect on {name}: it is a store already; build it anew with it")
+        changed = backend == "lmdb" and read_meta(name).get("backend") != backend
+        for flag, idle in (("--symmetrize", symmetrize), (f"--backend {backend}", changed)):
+            if idle:
+                raise StoreError(f"{flag} has no effect on {name}: it is a store already; build it anew with it")
         return Path(dataset)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
@@ -144,9 +147,13 @@ def _unknown(name) -> str:
     """The sentence for a name that is no data set."""
     if os.path.isdir(name):
         return f"{name} is a folder without meta.json, so no store: give a store, or a file to build one of"
-    if os.path.isfile(name):
+    if os.path.isfile(name) and TABLE.search(name):
         return (f"{name} is no .npz file; a table of edges needs features and labels as well, so build a store: "
                 f"python store.py build {name} my_store --features x.csv --labels y.csv")
+    if os.path.isfile(name):
+        return (f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): load it in Python and build "
+                "a store of it, datasets.build(data, 'my_store') of a DGLGraph or a PyG Data, "
+                "store.build_store('my_store', ...) of arrays")
     names = ", ".join(known_datasets())
     return f"dataset {name!r} is unknown: it is neither a store nor an .npz file, nor one of {names}"
 
@@ -273,7 +280,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             arrays = Arrays(kind, Npz(kind), given.get("ignore", ()))
             if own:
                 raise arrays.error(f"it holds features, labels and split itself: {min(own)} beside it has no effect")
-        elif not re.search(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", kind, re.IGNORECASE):
+        elif not TABLE.search(kind):
             raise StoreError(f"{kind} is no source: give an .npz file, a table (.csv, .tsv or .txt, also with .gz, "
                              ".bz2 or .xz; .parquet), a DGLGraph or a PyG Data")
         elif given:
@@ -349,6 +356,11 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, symmetr
     split = arrays.split(num_nodes, given.get("split"))
     if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
         raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} {what}")
+    if labels is not None and labels.ndim == 1:
+        empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
+        if len(empty):
+            which = "".join(f" {number}," for number in empty[:3])[:-1] + ", ..." * (len(empty) > 3)
+            arrays.say(f"{len(empty)} of {num_classes} classes have no node:{which}")
     columns = arrays.columns(num_nodes, edge_index.shape[-1])
     arrays.close(num_nodes, edge_index.shape[-1])
     random = np.random.default_rng(seed)

@@ -24,6 +24,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,11 +58,18 @@ class Ranks(NamedTuple):
         """True on rank 0, which prints and writes."""
         return self.rank == 0
 
-    def wrap(self, model):
-        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks."""
+    def wrap(self, model, unused=False):
+        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks.
+
+        unused: True for a model of which some parameters may take no part in the loss.
+        """
         if self.world == 1:
             return model
-        parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.local_rank] if self.gpus else None)
+        if unused:  # of a model in which all do take part
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        parallel = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[self.local_rank] if self.gpus else None, find_unused_parameters=unused
+        )
         self.check_equal(model)
         if not self.gpus:  # on a GPU, DDP takes the time of every hundredth step, which costs nothing
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)

@@ -24,6 +24,9 @@ from own_model import is_own, name_of, words_of
 _NOT_GIVEN = object()
 METRICS = {"node": ["accuracy", "roc_auc", "f1"], "link": ["mrr", "hits@1", "hits@10", "roc_auc", "ap"], "graph": []}
 LINK_FLAGS = ("edge_split", "scorer", "negatives", "negatives_by", "unchecked_negatives", "link_loss", "pairs")
+NOT_FOR_GRAPHS = ("fanout", "model", "norm", "residual", "input_dropout", "checkpoint_activations", "backend", "mode",
+                  "cache", "lookahead")  # fmt: skip
+
 
 def parse_args(argv, complete):
     """Parse the command line.
@@ -55,6 +58,7 @@ def parse_args(argv, complete):
         parser.error("--resume auto goes on from the file of --checkpoint, which is not given")
     complete(args)
     check_network(parser, args)
+    check_typed(parser, args)
     check_machine(parser, args)
     check_files(parser, args)
     return args
@@ -267,6 +271,16 @@ def check_network(parser, args):
         )
     if args.task == "graph" and args.precision == "fp64":
         parser.error("--precision fp64 is for --task node; use fp32 or bf16")
+
+
+def check_typed(parser, args):
+    """Refuse what was typed and would have no effect."""
+    for flag in NOT_FOR_GRAPHS:
+        if args.task == "graph" and flag in args.typed and getattr(args, flag) != parser.get_default(flag):
+            value = text_of(getattr(args, flag))
+            parser.error(f"{spelled(flag)} {value} has no effect with --task graph: leave it out")
+    if args.model != "gat" and "heads" in args.typed:
+        parser.error(f"--heads {args.heads} is for --model gat, --model is {args.model}")
 
 
 def check_machine(parser, args):

@@ -12,6 +12,7 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def name_of(built_in):
 
 def words_of(text):
     """The argparse type of --model-args: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
-    words = text.split(",")
+    words = re.split(r",(?![^\[(]*[\])])", text)  # not inside of [1,2]
     for word in words:
         if not word.partition("=")[0].strip().isidentifier() or "=" not in word:
             raise argparse.ArgumentTypeError(f"{word!r}: write NAME=VALUE, as in hidden=64,num_layers=2")
@@ -94,4 +95,6 @@ def build(model, words, in_dim, num_classes):
     net = make(in_dim, num_classes, **values)
     if not isinstance(net, nn.Module):
         raise StoreError(f"--model {model}: {name} returned a {type(net).__name__}, a torch.nn.Module is needed")
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise StoreError(f"--model {model}: {name} has no parameters that could be trained")
     return net, hashlib.sha256(text).hexdigest()

@@ -249,6 +249,7 @@ def _queue(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _before_each_test(_queue):
+    torch.manual_seed(0)  # a test draws the same whichever ran before it
     _queue.top_up()
 
 
@@ -6803,8 +6804,10 @@ def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
     assert store.main(["build", "own.npz", long]) == 0
     shutil.copy("own.npz", long[:200] + ".npz")
     assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
+    Path("data.pt").write_bytes(b"PK")
     for name, complaint in (("e.csv", "e.csv is no .npz file.*features and labels.*store.py build e.csv my_store"),
                             ("z" * 5000, "is unknown"),
+                            ("data.pt", "data.pt is neither an .npz file nor a table .*datasets.build.data"),
                             ("folder", "folder is a folder without meta.json, so no store"),
                             ("none.csv", "'none.csv' is unknown"),
                             ("own.npz:nonsense",
@@ -6814,6 +6817,16 @@ def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
                             ("cora:x=1", "no parameter 'x=1': it takes none")):  # fmt: skip
         with pytest.raises(StoreError, match=complaint):
             prepare(name, "data")
+
+
+def test_npz_says_which_classes_have_no_node(tmp_path, capsys):
+    """Labels that are counted from 1, or a class that was dropped, make an output that nothing can be."""
+    for labels, said in ((np.arange(200) % 4, None), (np.arange(200) % 4 + 1, "1 of 5 classes have no node: 0"),
+                         (np.arange(200) % 2 * 9, "8 of 10 classes have no node: 1, 2, 3, ...")):  # fmt: skip
+        _save_npz(tmp_path / f"{labels.max()}.npz", y=labels)
+        prepare(str(tmp_path / f"{labels.max()}.npz"), tmp_path, progress=False)
+        output = capsys.readouterr().out
+        assert f"{labels.max()}.npz: {said}\n" in output if said else "no node" not in output, output
 
 
 def test_store_flags_without_effect_are_refused(tmp_path, monkeypatch, capsys):
@@ -8384,8 +8397,9 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
     many = build_graphs(tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": range(30, 40)})
     good = []
-    for words in (["--dataset", path, "--norm", "batch", "--early-stop", 5], ["--task", "graph", "--dataset", many]):
-        _run_here(tmp_path, *words, *COMMON, "--epochs", 1)
+    for words in (["--dataset", path, "--norm", "batch", "--early-stop", 5, *COMMON],
+                  ["--task", "graph", "--dataset", many, "--num-layers", 2, *COMMON[2:]]):
+        _run_here(tmp_path, *words, "--epochs", 1)
         good.append((tmp_path / "here.pt").read_bytes())
     states = [torch.load(io.BytesIO(data), weights_only=True) for data in good]
     random, forged, codes, began = np.random.default_rng(0), tmp_path / "forged.pt", [], time.monotonic()
@@ -8780,6 +8794,13 @@ def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
         (["--task", "link", "--pairs", "p.npy"], "--pairs p.npy needs --predict"),
         (["--task", "link", "--predict", "p.npy", "--predict-what", "logits"], "--task link writes embeddings"),
         (["--task", "graph", "--metric", "roc_auc"], "--metric roc_auc: --task graph has none"),
+        *((["--task", "graph", *words.split()], f"{words} has no effect with --task graph: leave it out") for words in (
+            "--fanout 3,3", "--model gin", "--norm layer", "--input-dropout 0.2", "--cache 1000", "--lookahead 3",
+            "--mode cpu-cpu", "--backend lmdb")),
+        (["--task", "graph", "--residual"], "--residual True has no effect with --task graph"),
+        (["--task", "graph", "--heads", "3"], "--heads 3 is for --model gat, --model is sage"),
+        (["--model", "gin", "--heads", "4"], "--heads 4 is for --model gat, --model is gin"),
+        (["--backend", "lmdb"], "--backend lmdb has no effect on .*: it is a store already"),
         (["--gpu", "x"], "--gpu"),
         (["--bogus"], "--bogus"),
         (["--layer-dependency"], "--layer-dependency is for --sampler labor, --sampler is uniform"),
@@ -8986,17 +9007,28 @@ def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
     file.write_text(OWN_LAYERS + "\ndef none(a, b):\n    return 3\ndef wide(a, b):\n    return Wide()\n"
                     "class Wide(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.p = "
                     "nn.Linear(1, 1)\n"
-                    "    def forward(self, blocks, x):\n        return x[:, :4] * self.p.weight\n")  # fmt: skip
+                    "    def forward(self, blocks, x):\n        return x[:, :4] * self.p.weight\n"
+                    "class Pair(Wide):\n    def forward(self, blocks, x):\n        return x[:600], x\n"
+                    "class Five(Wide):\n    def forward(self, blocks, x):\n        return x[:600, :5] * self.p.weight\n"
+                    "class Classes(Wide):\n    def forward(self, blocks, x):\n        return x[:600].argmax(1)\n"
+                    "def pair(a, b):\n    return Pair()\ndef five(a, b):\n    return Five()\n"
+                    "def classes(a, b):\n    return Classes()\ndef fixed(a, b):\n    return nn.ReLU()\n")
     common = ["--dataset", tiny, "--root", tmp_path / "root", "--gpus", 0, "--fanout", "3,3"]
     for words, complaint in (
         (["--model", "nosuch.py:Net"], "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
-        (["--model", f"{file}:Nett"], f"{file} defines no Nett; it has Net, none, wide, Wide"),
+        (["--model", f"{file}:Nett"], f"{file} defines no Nett; it has Net, none, wide, Wide, Pair, Five, "),
         (["--model", f"{file}:none"], "none returned a int, a torch.nn.Module is needed"),
         (["--model", f"{file}:wide"],
-         r"the model returned \[\d+, 4\] for 600 seeds: a row of logits for each is needed"),
+         r"the model returned torch.float32 \[\d+, 4\] for 600 seeds: a row of 4 logits for each is needed"),
+        (["--model", f"{file}:pair"], "the model returned tuple for 600 seeds: a row of 4 logits"),
+        (["--model", f"{file}:five"], r"the model returned torch.float32 \[600, 5\] for 600 seeds: a row of 4 logits"),
+        (["--model", f"{file}:classes"], r"the model returned torch.int64 \[600\] for 600 seeds: a row of 4 logits"),
+        (["--model", f"{file}:fixed"], "fixed has no parameters that could be trained"),
         (["--model", f"{file}:Net", "--model-args", "hiden=3"],
          "is called as Net.in_dim, num_classes, hiden=3.: .*unexpected.*'hiden'"),
         (["--model", f"{file}:Net", "--model-args", "3"], "'3': write NAME=VALUE"),
+        (["--model", f"{file}:Net", "--model-args", "widths=[3,4],hidden=3"],
+         "called as Net.in_dim, num_classes, widths=.3, 4., hidden=3.: "),
         (["--model", f"{file}:Net", "--hidden", "64"], "--hidden is for the built-in models"),
         (["--model", "GAT"], "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, or FILE.py:NAME"),
         (["--model-args", "hidden=3"], "--model-args hidden=3 is for --model FILE.py:NAME"),
@@ -9007,6 +9039,23 @@ def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
     assert "when it was called with 3 blocks, one for each number of --fanout, and x [" in layers
     file.write_text("import nosuchmodule\n")
     assert "No module named 'nosuchmodule'" in _train(*common, "--model", f"{file}:Net", code=1)
+
+
+def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
+    """They take no part in the exchange of gradients: two processes train as one does, dropout apart."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self, in_dim, num_classes):\n"
+        "        super().__init__()\n        self.a = torch.nn.Linear(in_dim, num_classes)\n"
+        "        self.b = torch.nn.Linear(3, 3)\n"
+        "    def forward(self, blocks, x):\n        return self.a(x[: blocks[-1].num_dst])\n")  # fmt: skip
+    words = ["--dataset", tiny, "--gpus", 0, "--fanout", 5, "--epochs", 3, "--model", f"{tmp_path}/net.py:Net"]
+    for procs, accumulate, batch in ((1, 1, 200), (2, 2, 50)):
+        output = _train(*words, "--procs", procs, "--accumulate", accumulate, "--batch-size", batch,
+                        "--checkpoint", tmp_path / f"{procs}.pt")  # fmt: skip
+        assert "Warning" not in output
+    one, two = (_parameters(tmp_path / f"{procs}.pt") for procs in (1, 2))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_own_model_of_our_layers_is_evaluated_layer_by_layer_like_in_batches(tiny, tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ from loader import NodeLoader
 from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score
 from model import GNN, cross_entropy, inference, layerwise
+from own_model import is_own
 from plan import advice
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, mix
@@ -161,17 +162,23 @@ def predict(ranks, args, ring, model, batch, key=None):
         elif isinstance(ring, GraphReader):
             output = model(batch.blocks[0])
         else:
-            try:
-                output = model(batch.blocks, batch.x)
-            except Exception as error:
-                given = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
-                raise RuntimeError(f"{args.model} failed when it was called with {given}: {error}") from error
-    seeds = len(batch.y) if isinstance(ring, GraphReader) else batch.blocks[-1].num_dst
-    if output.shape[:1] != (seeds,):
-        raise StoreError(
-            f"the model returned {list(output.shape)} for {seeds} seeds: a row of logits for each is needed"
-        )
+            output = output_of_own(args, model, batch)
     return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
+def output_of_own(args, model, batch):
+    """What a model of one's own makes of a batch: float [S, C], or what is wrong with it in a sentence."""
+    try:
+        output = model(batch.blocks, batch.x)
+    except Exception as error:
+        given = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
+        raise RuntimeError(f"{args.model} failed when it was called with {given}: {error}") from error
+    needed = batch.blocks[-1].num_dst, args.model_width
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.shape != needed:
+        what = f"{output.dtype} {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise StoreError(f"the model returned {what} for {needed[0]} seeds: a row of {needed[1]} logits for each is "
+                         "needed")  # fmt: skip
+    return output
 
 
 @torch.no_grad()
@@ -232,7 +239,7 @@ def logits_in_batches(ranks, args, store, model, layers=None):
             for i, block in enumerate(batch.blocks):
                 x = model.step(i, block, x, edges=edges[i])
         else:
-            x = model(batch.blocks, batch.x)
+            x = output_of_own(args, model, batch)
         logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
 
@@ -290,7 +297,10 @@ def run(ranks, args, path):
     if args.trains and args.task == "node" and start < args.epochs:
         forward = functools.partial(predict, ranks, args, ring, model)
         graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, forward)
-    parallel = model if graphs else ranks.wrap(model)  # the graphs average the gradients themselves
+    if graphs:
+        parallel = model  # they average the gradients themselves
+    else:
+        parallel = ranks.wrap(model, unused=True) if is_own(args.model) else ranks.wrap(model)
     if ranks.leads:
         describe(ranks, args, store, model)
         if file and args.trains and start < args.epochs:
