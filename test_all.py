@@ -8216,7 +8216,7 @@ def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
     assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
 
 
-def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
+def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
     _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
     state = torch.load(file, weights_only=True)
