@@ -137,6 +137,8 @@ def place_data(ranks, args, store, used, sizes):
 def make_sampler(args, indptr, indices, fanout, used):
     """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
+    if args.sampler == "latest":
+        options["method"] = "latest"
     if args.sampler == "labor":
         options |= {
             "method": "labor",

@@ -157,12 +157,14 @@ def build_papers(path, p):
     """Build a store of the size of ogbn-papers100M from edges in random order and float16 features -> figures."""
     V, random = p["nodes"], np.random.Generator(np.random.SFC64(0))
     labels = random.permutation(np.arange(-(-V // 1000)) % p["classes"]).repeat(1000)[:V]
-    centroids = random.standard_normal((p["classes"], p["features"]), np.float32).astype(np.float16)
+    # of each class there are 64 rows around a centre
+    shapes = (p["classes"], 1, p["features"]), (p["classes"], 64, p["features"])
+    table = sum(random.standard_normal(shape, np.float32) for shape in shapes).astype(np.float16)
 
     def rows(first):
         own = np.random.Generator(np.random.SFC64([6, first]))
-        noise = own.integers(-3, 4, (min(1 << 15, V - first), p["features"]), np.int8)
-        return centroids[labels[first : first + len(noise)]] + noise.astype(np.float16)
+        of_class = labels[first : first + (1 << 15)]
+        return table[of_class, own.integers(0, 64, len(of_class))]
 
     features = Rows([V, p["features"]], np.float16, ahead(rows, V, 1 << 15))
     train = np.sort(random.choice(V, p["train"], replace=False))
@@ -338,7 +340,7 @@ def _print_training(trained, what):
     curves = {name: f.pop("losses") for name, f in trained.items()}
     for name, curve in curves.items():
         trained[name] |= {"first_loss": curve[0], "last_loss": curve[-1]}
-        if not name.startswith("GraphBolt"):
+        if len(curves) > 1 and not name.startswith("GraphBolt"):
             same = "the same bits as" if curve == next(iter(curves.values())) else "NOT the same bits as"
             print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} {next(iter(curves))}")
     for name, f in trained.items():

@@ -65,6 +65,13 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
         if args.task == "node" and not timed:
             why = "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
+    if args.sampler == "latest":
+        if used.time is None:
+            raise StoreError(
+                f"--sampler latest takes the last edges up to the time of each seed: it needs times of edges and nodes "
+                f"in {store.path}, and --temporal at or before, here {args.temporal}"
+            )
+        lines.append("neighbours are the latest; exact inference counts all that a node may see")
     if args.sampler == "weighted":
         if store.edge_weight is None:
             raise StoreError(

@@ -67,10 +67,14 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
         these, [V, hidden], with its norm and ReLU.
 
     Raises:
+        ValueError: for features of another number of nodes.
         IndexError: where the graph is damaged: a list or an edge leaves it.
         OSError: where there is no room for the tables.
     """
+    indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     training, device, V, M = model.training, next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
+    if x.shape[0] != V:
+        raise ValueError(f"x has {x.shape[0]} rows, indptr is of {V} nodes: a row for each node is needed")
     model.eval()
     on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
     degrees = getattr(model, "degrees", None)

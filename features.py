@@ -487,28 +487,32 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
     Returns:
         float32 [V], probabilities. Without training nodes the degree indptr.diff() orders rows nearly as well.
     """
-    degree, num_edges = indptr.diff(), indices.numel()
+    num_nodes, num_edges, device = indptr.numel() - 1, indices.numel(), indptr.device
+    degree = indptr.diff()
     if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
         raise IndexError("the graph is damaged: a list in indptr leaves indices or runs backwards")
-    seed = torch.zeros(degree.numel(), device=indptr.device)
-    seed[train_nodes.to(indptr.device)] = min(1.0, batch_size / max(1, train_nodes.numel()))
-    held, picked = seed, torch.zeros_like(seed)  # chances: to be in the batch; to draw a given neighbour
+    degree, train_nodes = degree.float(), train_nodes.to(device)  # five numbers a node from here on: V may be large
+    seed = min(1.0, batch_size / max(1, train_nodes.numel()))
+    held, picked = torch.zeros(2, num_nodes, device=device)  # chances: to be in the batch; to draw a given neighbour
+    held[train_nodes] = seed
     for k in fanouts:
-        chance = (k / degree).clamp(max=1) if k >= 0 else 1.0
-        picked = (picked + chance * (held - picked)).clamp(0, 1)
-        log_unpicked, total = torch.log1p(-picked), torch.zeros_like(seed)
+        log_unpicked = held.sub_(picked)
+        picked.add_(log_unpicked.mul_((k / degree).clamp_(max=1)) if k >= 0 else log_unpicked).clamp_(0, 1)
+        torch.neg(picked, out=log_unpicked).log1p_()
+        total = torch.zeros_like(picked)
         for a in range(0, num_edges, CHUNK_EDGES):
             b = min(a + CHUNK_EDGES, num_edges)
-            bounds = torch.tensor([a + 1, b], device=indptr.device)
-            first, last = torch.searchsorted(indptr, bounds).tolist()
+            first, last = torch.searchsorted(indptr, torch.tensor([a + 1, b], device=device)).tolist()
             counts = indptr[first - 1 : last + 1].clamp(a, b).diff()
             values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
             low, high = (int(node) for node in indices[a:b].aminmax())
-            if low < 0 or high >= degree.numel():
-                bad, last = low if low < 0 else high, degree.numel() - 1
-                raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {last}")
+            if low < 0 or high >= num_nodes:
+                bad = low if low < 0 else high
+                raise IndexError(f"the graph is damaged: indices holds {bad}, and its nodes are 0 to {num_nodes - 1}")
             total.index_add_(0, indices[a:b], values)
-        held = 1 - (1 - seed) * total.exp()
+        held = total.exp_()
+        held[train_nodes] *= 1 - seed
+        held.neg_().add_(1)
     return held
 
 

@@ -409,7 +409,8 @@ def _end_columns(table) -> list[int]:
     """The columns of sources and destinations."""
     found = [_named(table, words) for words in (SOURCES, DESTINATIONS)]
     if table.width < 2:
-        raise StoreError(f"{table.name} has one column: two are needed, source and destination")
+        raise StoreError(f"{table.name} has one column: two are needed, source and destination, with a comma, a "
+                         "semicolon, a tab or spaces between them")
     if [len(columns) for columns in found] == [1, 1]:
         return [found[0][0], found[1][0]]
     if any(found):
@@ -426,6 +427,8 @@ def ids(file, nodes) -> np.ndarray:
             raise StoreError(f"{file} has {table.width} columns: one is needed, the ids of nodes")
         seen, found = np.zeros(nodes.count, bool), []
         for lines, named, *_ in nodes.chunks(table, [0]):
+            if nodes.names is None and len(lines) > 2 and named.max() <= 1:
+                raise StoreError(f"{file} looks like a mask of 0 and 1: the ids of the nodes are needed, one a line")
             _once(table, lines, named[:, 0], seen)
             found.append(named[:, 0])
         if not found:

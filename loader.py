@@ -72,6 +72,20 @@ def from_edge_index(edge_index, num_nodes):
     return torch.from_numpy(indptr), torch.from_numpy(indices)
 
 
+def _check_sizes(graph, seeds, edges):
+    """Raise ValueError unless features, labels, a mask and the features of edges have a row for each node or edge."""
+    num_nodes, num_edges = len(graph.indptr) - 1, len(graph.indices)
+    sizes = [("features", graph.features, num_nodes), ("labels", graph.labels, num_nodes)]
+    sizes += [("seeds, a mask,", seeds, num_nodes)] if seeds.dtype == torch.bool else []
+    sizes += [("edge_features", getattr(graph, "edge_features", None), num_edges)] if edges else []
+    for name, values, count in sizes:
+        rows = getattr(values, "shape", (None,))[0]
+        if rows != count:
+            found = f"has {rows} rows" if rows is not None else f"is a {type(values).__name__}"
+            raise ValueError(f"{name} {found}: the graph has {num_nodes} nodes and {num_edges} edges, and {count} rows "
+                             "are needed")  # fmt: skip
+
+
 class Batch(NamedTuple):
     """One pass forward and backward, on the training device: the seeds of a step, or this process's part of them."""
 
@@ -137,6 +151,10 @@ class NodeLoader:
             if number < least:
                 raise ValueError(f"{name} is {number}: at least {least} is needed")
         seeds = torch.as_tensor(seeds)
+        if seeds.dim() != 1:
+            raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T], or a mask bool [V], are needed")
+        if sampler is None or ring is None:
+            _check_sizes(graph, seeds, edges)
         self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds  # a mask
         self.shuffle, self.seed, self.rank, self.world, self.accumulate = shuffle, seed, rank, world, accumulate
         self.total_batch = batch_size * accumulate * world

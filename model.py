@@ -624,10 +624,11 @@ class GNN(nn.Module):
                 graph; from torch's CPU generator when None.
             edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
         """
+        if len(blocks) != len(self.layers):
+            raise ValueError(f"there are {len(blocks)} blocks for {len(self.layers)} layers: one a layer is needed")
         if self.edge_dim and not edges:
-            raise ValueError(
-                f"edges is {edges}: with edge_dim {self.edge_dim} the features of each block's edges are needed"
-            )
+            said = f"with edge_dim {self.edge_dim} the features of each block's edges are needed"
+            raise ValueError(f"edges is {edges}: {said}")
         dtype = next(self.parameters()).dtype
         if x.dtype != dtype and not (x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)

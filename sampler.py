@@ -346,6 +346,9 @@ def _check_dependency(method, layer_dependency, batch_dependency, backend):
 
 def _check_graph(indptr, indices, weights, edge_times):
     """Raise unless indptr, indices, weights and edge_times form a CSC graph."""
+    for name, array in (("indptr", indptr), ("indices", indices)):
+        if not isinstance(array, Tensor):
+            raise TypeError(f"{name} is a {type(array).__name__}, a tensor is needed: torch.as_tensor({name})")
     if indptr.dtype != torch.int64 or indptr.dim() != 1 or not indptr.numel():
         raise TypeError(f"indptr must be int64 [V+1], not {indptr.dtype} {list(indptr.shape)}")
     if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:

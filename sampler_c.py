@@ -338,7 +338,7 @@ static inline u64 home(ID node, ID when, layout_t layout) {
 #endif
 }
 
-// The number of a node, at a time, which becomes `next` if it had none. That is a coin toss, so no branch depends on it.
+// The number of a node, at a time, which becomes `next` if it had none: a coin toss, on which no branch depends.
 static inline ID number_of(slot_t *table, layout_t layout, const ID *src_when, ID node, ID when, ID next) {
   u64 at = home(node, when, layout);
   slot_t slot = table[at];

@@ -3737,6 +3737,32 @@ def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
             loader.NodeLoader(graph, mask, [4, 2], **options)
 
 
+def test_loader_says_what_does_not_fit_the_graph():
+    indptr, indices = loader.from_edge_index([[0, 1, 2], [1, 2, 0]], 3)
+    good = loader.Graph(indptr, indices, torch.ones(3, 2), torch.arange(3))
+    for graph, seeds, options, complaint in (
+        (good, torch.ones(2, dtype=torch.bool), {}, "seeds, a mask, has 2 rows: .* 3 nodes and 3 edges, and 3 rows"),
+        (good, torch.ones(4, dtype=torch.bool), {}, "seeds, a mask, has 4 rows"),
+        (good, [[0], [1]], {}, r"seeds is \[2, 1\]: node ids \[T\]"),
+        (good._replace(features=np.ones((4, 2))), [0], {}, "features has 4 rows"),
+        (good._replace(labels=torch.arange(2)), [0], {}, "labels has 2 rows"),
+        (good._replace(labels=None), [0], {}, "labels is a NoneType"),
+        (good, [0], {"edges": True}, "edge_features is a NoneType: .* 3 rows are needed"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            loader.NodeLoader(graph, seeds, [2], **options)
+    batch = next(iter(loader.NodeLoader(good, [0, 2], [2])))
+    with pytest.raises(ValueError, match="there are 1 blocks for 2 layers: one a layer"):
+        SAGE(2, 4, 3, num_layers=2)(batch.blocks, batch.x)
+    with pytest.raises(TypeError, match="indptr is a ndarray, a tensor is needed: torch.as_tensor.indptr."):
+        NeighborSampler(indptr.numpy(), indices, [2])
+    net = SAGE(2, 4, 3, num_layers=1)
+    expected = inference(net, indptr, indices, good.features)
+    assert torch.equal(inference(net, indptr.numpy(), indices.numpy(), good.features.numpy()), expected)
+    with pytest.raises(ValueError, match="x has 2 rows, indptr is of 3 nodes"):
+        inference(net, indptr, indices, good.features[:2])
+
+
 def test_loader_reads_a_store(tmp_path):
     path = build_store(tmp_path / "g", **_graph(), backend="lmdb")
     graph = GraphStore.open(path)
@@ -5425,6 +5451,7 @@ DAMAGE = {  # what is written instead of the table -> None: the same graph, a li
     "no number": ("e", EDGES.replace("2,3", "2,x"), "e.csv, line 3: column 2 is 'x'"),
     "nan as id": ("e", EDGES.replace("2,3", "2,nan"), "e.csv, line 3: column 2 is 'nan'"),
     "a minus alone": ("x", X.replace("2.5,-2", "2.5,-"), "x.csv, line 3: column 2 is '-'"),
+    "bars": ("e", EDGES.replace(",", "|"), "e.csv has one column: .*a comma, a semicolon, a tab or spaces"),
     "no such node": ("e", EDGES.replace("2,3", "2,6"),
                      "e.csv, line 3: there is no node 6: .*x.csv has the nodes 0 to 5"),
     "a weight": ("e", EDGES.replace("\n", ",1\n"), "more columns than are understood, column 3"),
@@ -5583,7 +5610,8 @@ def test_tables_ids_of_a_split(tmp_path):
     for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
         assert graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes).tolist() == [3, 1, 8]
     for text, complaint in (("", "is empty"), ("id\n", "no rows"),
-                            ("0\n1\n1\n0\n", "line 3: node 1 is there for the second time"),
+                            ("0\n1\n1\n0\n", "t.csv looks like a mask of 0 and 1: the ids"),
+                            ("0\n2\n2\n0\n", "line 3: node 2 is there for the second time"),
                             ("9\n", "there is no node 9"), ("0,1\n2,3\n", "has 2 columns")):  # fmt: skip
         with pytest.raises(StoreError, match=complaint):
             graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes)
@@ -7646,7 +7674,7 @@ def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
 
 @pytest.mark.parametrize("name", model.CONVS)
 def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_path, monkeypatch):
-    words = ["--dataset", tiny, "--model", name, "--fanout", "5,5", "--hidden", 16, "--heads", 2, "--norm", "layer",
+    words = ["--dataset", tiny, "--model", name, "--fanout", "5,5", "--hidden", 16, "--norm", "layer",
              "--residual", "--epochs", 4, "--lr", 0.01, "--batch-size", 100, "--dropout", 0.25]  # fmt: skip
     log, _ = _run_here(tmp_path, *words)
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
@@ -7775,6 +7803,17 @@ def test_uneven_last_batches_do_not_hang(tmp_path):
     output = _train("--dataset", TINY.replace("train=600", "train=601"), "--root", tmp_path, "--gpus", 0, "--procs", 3,
                     "--batch-size", 200, "--epochs", 1, "--fanout", "3,3")  # fmt: skip
     assert "2 steps an epoch" in output and "exact" in output
+
+
+def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
+    command = [sys.executable, HERE / "train.py", "--gpus", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and output == "", output
 
 
 @pytest.mark.parametrize("procs", [1, 2])
@@ -9208,6 +9247,29 @@ def test_train_sees_no_future(name, tmp_path):
     for found, least, room in ((exact, 0.97, 0.15), (sampled, 0.9, 0.2)):  # 120 and 80 nodes: three standard deviations
         assert found["off"] > least and max(abs(found[temporal] - 0.5)
                                             for temporal in ("auto", "before")) < room, (exact, sampled)
+
+
+def test_train_draws_the_latest_neighbours(tmp_path):
+    """The last of the past edges tells the answer, the many before it are noise."""
+    rng, nodes = np.random.default_rng(0), 400
+    labels, when = rng.integers(0, 2, nodes), rng.integers(100, 200, nodes)
+    noise, sign = rng.integers(nodes, nodes + 200, (30, nodes)), nodes + 2 * rng.integers(0, 100, nodes) + labels
+    x = np.zeros((nodes + 200, 2), np.float32)
+    x[nodes:, 0] = 2 * (np.arange(200) % 2) - 1
+    times = np.concatenate([rng.integers(0, 90, (30, nodes)).ravel(), when])
+    path = build_store(tmp_path / "g", features=x, labels=np.append(labels, np.full(200, -1)), edge_time=times,
+                       edge_index=np.stack([np.append(noise.ravel(), sign), np.tile(np.arange(nodes), 31)]),
+                       split={"train": np.arange(200), "valid": np.arange(200, nodes)},
+                       node_time=np.append(when, np.full(200, 100)))  # fmt: skip
+    words = ["--dataset", path, "--gpus", 0, "--fanout", "1", "--hidden", 8, "--epochs", 20, "--lr", 0.01,
+             "--batch-size", 50, "--dropout", 0]  # fmt: skip
+    found = {}
+    for drawn in ("latest", "uniform"):
+        output = _train(*words, "--sampler", drawn, "--log", tmp_path / drawn)
+        assert ("neighbours are the latest" in output) == (drawn == "latest")
+        found[drawn] = _log(tmp_path / drawn)[-2]["valid_sampled"]
+    assert found["latest"] > 0.98 and found["uniform"] < 0.7, found
+    assert "times of edges and nodes" in _train(*words, "--sampler", "latest", "--temporal", "off", code=2)
 
 
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):

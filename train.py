@@ -17,12 +17,16 @@ One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, a
 it on threads. DESIGN.md follows one seed node through the files.
 """
 
+import signal
 import sys
 
 import allocator
 
-if __name__ == "__main__" and not {"system", "--allocator=system"} & set(sys.argv):
-    allocator.before_torch()
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
+    if not {"system", "--allocator=system"} & set(sys.argv):
+        allocator.before_torch()
 
 import argparse
 import copy
@@ -463,4 +467,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
