@@ -3112,9 +3112,12 @@ def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monke
     net = _net("sage", (20, 8, 5), dropout=0.5)
     optimizer = torch.optim.Adam(net.parameters(), fused=True)
     before = [p.detach().clone() for p in net.parameters()]
-    wrong = lambda slot: (slot.frame.start(), slot.x.zero_())  # noqa: E731
+    take, wrong = step_graph.Slot.sample, lambda slot: (slot.frame.start(), slot.x.zero_())
     monkeypatch.setattr(step_graph.Slot, "sample", wrong)
-    with pytest.raises(RuntimeError, match=r"their losses are \[.*\], and \[.*\] without graphs"):
+    with pytest.raises(RuntimeError, match=r"input is 100.0% off, their losses are \[.*\], and \[.*\] without"):
+        _graph_run(tmp_path, net, optimizer, nodes, labels, x, {})
+    monkeypatch.setattr(step_graph.Slot, "sample", lambda slot: (take(slot), slot.y.zero_()))
+    with pytest.raises(RuntimeError, match=r"input is 0.0% off, their losses are \[.*\], and \[.*\] without graphs"):
         _graph_run(tmp_path, net, optimizer, nodes, labels, x, {})
     assert all(map(torch.equal, before, net.parameters()))
 
@@ -8267,7 +8270,7 @@ def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
     assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
 
 
-def test_a_run_in_tf32_goes_on_without_a_gpu(tiny, tmp_path):
+def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path):
     file = tmp_path / "run.pt"
     _train("--dataset", tiny, *COMMON, "--epochs", 1, "--gpus", 0, "--checkpoint", file)
     state = torch.load(file, weights_only=True)
