@@ -98,8 +98,8 @@ def make_parser():
         help="neighbours taken by each seed, then by each of those, ...; -1 takes all; "
         "PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)")  # fmt: skip
     add("--sampler", default="uniform", choices=["uniform", "labor", "weighted", "latest"], metavar="KIND",
-        help="uniform; labor: seeds take the same neighbours where they can (arXiv 2210.13339); weighted: by the edges' "
-        "weights; latest: the last before the seed's time")  # fmt: skip
+        help="uniform; labor: seeds take the same neighbours where they can (arXiv 2210.13339); weighted: by the "
+        "edges' weights; latest: the last before the seed's time")  # fmt: skip
     add("--layer-dependency", action="store_true",
         help="labor: all hops draw alike, so that a batch has fewer input rows")  # fmt: skip
     add("--batch-dependency", type=count, default=1, metavar="K",
