@@ -204,12 +204,14 @@ class FromDisk:
         table, nodes = store.features, store.split["train"]
         if isinstance(table, MmapFeatures):  # also where they would fit
             table = MmapFeatures(table._table, True, *([] if how == "map" else [store.path, table._head]))
-        if cache:
-            visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
-            ahead = how == "lookahead"
-            table = LookaheadCache(table, cache, None, visits) if ahead else CachedFeatures(table, visits, cache)
-            del visits
-            trim_memory(1)  # what that took, as train.py does
+        with watch() as seen:
+            if cache:
+                visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
+                ahead = how == "lookahead"
+                table = LookaheadCache(table, cache, None, visits) if ahead else CachedFeatures(table, visits, cache)
+                del visits
+                trim_memory(1)  # what that took, as train.py does
+        self.peak = seen.peak
         self.table, self.ours = table, Ours(store, [], args, features=table, slots=3)
         sampler, ring = self.ours.sampler, self.ours.ring
         loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=sampler, ring=ring)
@@ -220,7 +222,8 @@ class FromDisk:
         with watch() as seen:
             losses = [self.ours.train(batch) for batch in itertools.islice(self.batches, count)]
         counts = self.table.counts() if isinstance(self.table, LookaheadCache) else {}
-        return {"batches_per_s": count / seen.seconds, "peak_anonymous": seen.peak, "mapped": seen.mapped,
+        peak = max(self.peak, seen.peak)  # making the cache takes memory of its own
+        return {"batches_per_s": count / seen.seconds, "peak_anonymous": peak, "mapped": seen.mapped,
                 "major_faults": seen.faults, "losses": losses, "cache_hit_rate": getattr(self.table, "hit_rate", None),
                 "lookahead": getattr(self.table, "lookahead", None), **counts}  # fmt: skip
 
