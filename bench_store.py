@@ -145,10 +145,8 @@ class RandomEdges:
     def __getitem__(self, key):
         first, last, _ = key[1].indices(self.shape[1])
         random = np.random.Generator(np.random.SFC64([5, first]))
-        ends = (random.random((2, last - first), np.float32) * np.float32(self.num_nodes)).astype(np.int32)
-        src, dst = np.minimum(ends, self.num_nodes - 1, out=ends)
-        u = random.random(last - first, np.float32)
-        far = np.minimum((u * u * u * np.float32(self.num_nodes)).astype(np.int32), self.num_nodes - 1)
+        src, dst = random.integers(0, self.num_nodes, (2, last - first), np.int32)
+        far = (random.random(last - first) ** 3 * self.num_nodes).astype(np.int32)
         near = np.minimum(dst // 1000 * 1000 + src % 1000, self.num_nodes - 1)
         return np.stack([np.where(src & 1024, near, far), dst])
 
