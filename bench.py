@@ -9,6 +9,7 @@
     python bench.py scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
     python bench.py store                        # building, training from disk, many small graphs
     python bench.py store --edges 200000000 --features-gb 32 --graphs 1000000 --json store.json
+    python bench.py store --parts papers --cache-gb 3 --batches 80     # the size of ogbn-papers100M: 50 GB of disk
     python bench.py inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python bench.py accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python bench.py labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
@@ -21,6 +22,7 @@ Contenders that cannot be imported are left out, with the reason. GraphBolt need
     python3 -m venv graphbolt && graphbolt/bin/pip install torch==2.2.1 dgl==2.1.0 torchdata==0.7.1 "numpy<2" \\
         pandas pydantic pyyaml lmdb tqdm setuptools==69.5.1
     graphbolt/bin/python bench.py sampler
+    python bench.py store --parts train --graphbolt graphbolt/bin/python
 
 A time is the median over --rounds. Within a round the contenders follow each other, so that a slow moment of the
 machine meets all of them. results/README.md holds the figures of one machine.

@@ -241,10 +241,12 @@ class GraphBolt:
             np.save(order, seeds.numpy())
             order.flush()
             words = [path, order.name, ",".join(map(str, args.fanout)), args.batch_size, args.hidden, args.threads, how]
-            command = [args.graphbolt, "bench_graphbolt.py", *map(str, words)]
-            there = Path(__file__).parent
+            script = Path(__file__).with_name("bench_graphbolt.py")
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.process = subprocess.Popen(command, cwd=there, text=True, **pipes)
+            try:
+                self.process = subprocess.Popen([args.graphbolt, script, *map(str, words)], text=True, **pipes)
+            except OSError as error:
+                raise StoreError(f"--graphbolt {args.graphbolt} cannot be started: {error.strerror}") from error
             if self.process.stdout.readline() != "ready\n":
                 raise StoreError(f"--graphbolt {args.graphbolt} cannot run bench_graphbolt.py; its words are above")
         self.faults = 0
@@ -253,7 +255,10 @@ class GraphBolt:
     def __call__(self, count):
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            raise StoreError("GraphBolt ended before its batches were trained; its words are above")
+        answer = json.loads(line)
         memory, before = memory_of_process("status", self.process.pid), self.faults
         self.faults = int(Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[9])
         return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"],
