@@ -59,6 +59,8 @@ typedef struct { ID node, number; } slot_t;  // of a hash table with open addres
 #define AT(whens, i) 0
 #endif
 
+typedef struct { i64 start, last; } list_t;  // of a node: where its list begins, and the time of its last edge
+
 typedef struct {        // one hop of a batch; Job in Python
   hop_t hop;            // the graph, and what to draw
   const ID *dst;        // [S] destinations
@@ -71,8 +73,10 @@ typedef struct {        // one hop of a batch; Job in Python
   ID *src_when;         // [S+E+1] numbers of the times of src; like the next two only where the batch has several
   const ID *dst_when;   // [S]
   ID *edge_when;        // [E] that of an edge's destination
+  HOME *edge_home;      // [E] where to look for an edge's source first; only where there is a table
   const i64 *times;     // [num_times] of the batch
-  const i64 *edge_times;  // [M] ascending in each list; null: all edges are seen
+  const i64 *edge_times;  // [M] ascending in each list
+  const list_t *lists;    // [V+1]; null: all edges are seen
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;  // N: nodes that have a number so far
   i64 V, M;             // of the graph: what is read from it has to lie within
@@ -149,25 +153,23 @@ static inline row_t row_of(const job_t *job, i64 row) {
 
 static inline i64 time_of(const job_t *job, i64 row) { return job->times[job->dst_when ? job->dst_when[row] : 0]; }
 
-// Cut the lists of a chunk behind the last edge that comes by the time of its destination. A binary search is a chain
-// of cache misses, so these are made side by side: one step of all, then the next.
+// Cut the lists of a chunk behind the last edge that comes by the time of its destination. Many lists come by then as a
+// whole: the time of the last edge stands beside the start of the list. In the others a binary search is a chain of
+// cache misses, so these are made side by side: one step of all, then the next.
 static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   i64 at[ROWS], left[ROWS];  // of a list the edges before `at` come by then; of the next `left` it is not known
+  i64 latest[ROWS];          // the last time at which an edge is taken
   int open[ROWS], n = 0;     // rows, counted from `first`, whose search goes on
   for (i64 row = first; row < end; row++) {
     int i = (int)(row - first);
-    at[i] = job->start[row];
-    left[i] = job->degree[row];
-    __builtin_prefetch(&job->edge_times[at[i] + left[i] - (left[i] > 0)]);
-  }
-  for (i64 row = first; row < end; row++) {  // many lists come by then as a whole
-    int i = (int)(row - first);
-    if (!left[i]) continue;
-    i64 last = job->edge_times[at[i] + left[i] - 1], time = time_of(job, row);
-    i64 whole = last < time || (last == time && !job->strict);
-    at[i] += whole ? left[i] : 0;
-    left[i] -= whole ? left[i] : 1;  // the last edge is known not to
-    __builtin_prefetch(&job->edge_times[at[i] + left[i] / 2 - whole]);
+    const list_t *list = &job->lists[job->dst[row]];
+    i64 time = time_of(job, row), degree = job->degree[row];
+    if (job->strict && time == INT64_MIN) degree = 0;  // nothing comes before it
+    latest[i] = (i64)((u64)time - (u64)job->strict);
+    i64 whole = !degree | (list->last <= latest[i]);
+    at[i] = job->start[row] + (whole ? degree : 0);
+    left[i] = whole ? 0 : degree - 1;  // the last edge is known to come later
+    __builtin_prefetch(whole ? (const void *)list : &job->edge_times[at[i] + left[i] / 2]);
     open[n] = i;
     n += left[i] > 0;
   }
@@ -175,11 +177,10 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     int still_open = 0;
     for (int q = 0; q < n; q++) {
       int i = open[q];
-      i64 half = left[i] / 2, found = job->edge_times[at[i] + half], time = time_of(job, first + i);
-      i64 early = found < time || (found == time && !job->strict);
-      at[i] += early ? half + 1 : 0;
-      left[i] = early ? left[i] - half - 1 : half;
-      __builtin_prefetch(&job->edge_times[at[i] + left[i] / 2]);
+      i64 half = left[i] >> 1, early = -(i64)(job->edge_times[at[i] + half] <= latest[i]);  // all bits, or none
+      at[i] += half + 1 & early;  // no branch: it would be guessed, and a wrong guess waits for the memory
+      left[i] = half - (2 * half + 1 - left[i] & early);
+      __builtin_prefetch(&job->edge_times[at[i] + (left[i] >> 1)]);
       open[still_open] = i;
       still_open += left[i] > 0;
     }
@@ -204,15 +205,17 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
 static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   (void)scratch;  // it needs none
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
+  const i64 *starts = job->lists ? &job->lists->start : job->hop.indptr;
+  i64 apart = job->lists ? sizeof(list_t) / sizeof(i64) : 1;
   for (i64 row = first; row < end; row++) {
-    __builtin_prefetch(&job->hop.indptr[job->dst[MIN(row + 32, end - 1)]]);
-    const i64 *list = &job->hop.indptr[job->dst[row]];
-    job->start[row] = list[0];
-    job->degree[row] = list[1] - list[0];
-    signs |= list[0] | list[1] | job->degree[row] | (job->M - list[1]);
+    __builtin_prefetch(&starts[apart * job->dst[MIN(row + 32, end - 1)]]);
+    i64 start = starts[apart * job->dst[row]], next = starts[apart * (job->dst[row] + 1)];
+    job->start[row] = start;
+    job->degree[row] = next - start;
+    signs |= start | next | (next - start) | (job->M - next);
   }
   if (signs < 0) return DAMAGED;  // a list that begins before 0, ends before it begins or behind the last edge
-  if (job->edge_times) cut_chunk_by_time(job, first, end);
+  if (job->lists) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR) __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
@@ -230,6 +233,51 @@ i64 rb_count(job_t *job) {
   job->offsets[0] = 0;
   for (i64 row = 1; row <= job->S; row++) job->offsets[row] = (ID)(E += job->offsets[row]);
   return E;
+}
+
+// ---- the table of numbers
+
+// Where to look for a node first. Nodes at one time lie near one another: those that are met one after the other mostly
+// have one time, and then their slots are in the cache. Windows overlap by half: some times have more nodes.
+typedef struct { i64 bits, apart, window; } layout_t;
+static layout_t layout_of(i64 bits, i64 num_times) {
+  layout_t layout = {bits, 1, bits};
+  for (; num_times >> 1 >= layout.apart; layout.apart *= 2) layout.window--;
+  layout.window = MIN(layout.window + 1, bits);
+  layout.apart = (1LL << bits) / (num_times > 1 ? num_times : 1);
+  return layout;
+}
+static inline u64 home(ID node, ID when, layout_t layout) {
+#ifdef PAIRS
+  u64 within = (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.window);
+  return ((u64)when * (u64)layout.apart + within) & ((1ULL << layout.bits) - 1);
+#else
+  return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.bits);
+#endif
+}
+
+// Where to look after `tries` slots that others have: at the next one, after every eighth anywhere in the table. So few
+// slots are looked at even if the batch has more nodes at one time than fit into its window.
+static inline u64 next_slot(u64 at, u64 tries, ID node, ID when, layout_t layout) {
+  if (tries % 8 == 0) at = mix((u64)node ^ mix((u64)when ^ tries << 40));
+  else at++;
+  return at & ((1ULL << layout.bits) - 1);
+}
+
+// The number of a node, at a time, looked for from slot `at`, its home, on. It becomes `next` if the node had none: a
+// coin toss, on which no branch depends.
+static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src_when, ID node, ID when, ID next) {
+  slot_t slot = table[at];
+  (void)src_when;
+  for (u64 tries = 1;
+       __builtin_expect(slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0); tries++) {
+    at = next_slot(at, tries, node, when, layout);
+    slot = table[at];
+  }
+  slot.number = slot.node == node ? slot.number : next;
+  slot.node = node;
+  table[at] = slot;
+  return slot.number;
 }
 
 // ---- picks and gather
@@ -313,56 +361,27 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   for (i64 row = first; row < end; row++)
     for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++) job->edge_when[e] = job->dst_when[row];
 #endif
+  if (job->table) {
+    layout_t layout = layout_of(job->bits, job->num_times);
+    for (i64 e = base; e < base + E; e++)
+      job->edge_home[e] = (HOME)home(job->local[e], AT(job->edge_when, e), layout);
+  }
   if (job->edges && E) memcpy(job->edges + base, positions, sizeof(i64) * E);
   return 0;
 }
 
 // ---- relabel
 
-// Where to look for a node first. Nodes at one time lie near one another: those that are met one after the other mostly
-// have one time, and then their slots are in the cache. The windows of eight times overlap: some have more nodes.
-typedef struct { i64 bits, apart, window; } layout_t;
-static layout_t layout_of(i64 bits, i64 num_times) {
-  layout_t layout = {bits, 1, bits};
-  for (; num_times >> 1 >= layout.apart; layout.apart *= 2) layout.window--;
-  layout.window = layout.window + 3 < bits ? layout.window + 3 : bits;
-  layout.apart = (1LL << bits) / (num_times > 1 ? num_times : 1);
-  return layout;
-}
-static inline u64 home(ID node, ID when, layout_t layout) {
-#ifdef PAIRS
-  u64 within = (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.window);
-  return ((u64)when * (u64)layout.apart + within) & ((1ULL << layout.bits) - 1);
-#else
-  return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.bits);
-#endif
-}
-
-// The number of a node, at a time, which becomes `next` if it had none: a coin toss, on which no branch depends.
-static inline ID number_of(slot_t *table, layout_t layout, const ID *src_when, ID node, ID when, ID next) {
-  u64 at = home(node, when, layout);
-  slot_t slot = table[at];
-  (void)src_when;
-  while (__builtin_expect(slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0)) {
-    at = (at + 1) & ((1ULL << layout.bits) - 1);
-    slot = table[at];
-  }
-  slot.number = slot.node == node ? slot.number : next;
-  slot.node = node;
-  table[at] = slot;
-  return slot.number;
-}
-
 static void relabel_chunk(job_t *job, i64 chunk) {
   i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
   ID *local = job->local, *src = job->src, next = (ID)job->N;
+  const HOME *at = job->edge_home;
   slot_t *table = job->table;
   layout_t layout = layout_of(job->bits, job->num_times);
   for (i64 e = first; e < end; e++) {
-    i64 ahead = MIN(e + AHEAD, end - 1);
-    __builtin_prefetch(&table[home(local[ahead], AT(job->edge_when, ahead), layout)], 1);
+    __builtin_prefetch(&table[at[MIN(e + AHEAD, end - 1)]], 1);
     ID node = local[e], when = AT(job->edge_when, e);
-    local[e] = number_of(table, layout, job->src_when, node, when, next);
+    local[e] = number_of(table, at[e], layout, job->src_when, node, when, next);
     src[next] = node;  // if it is not new, the next node is written over it
 #ifdef PAIRS
     job->src_when[next] = when;
@@ -391,7 +410,8 @@ i64 rb_number(slot_t *table, i64 bits, i64 num_times, const ID *nodes, const ID 
   for (i64 i = 0; i < n; i++) {
     i64 ahead = MIN(i + AHEAD, n - 1);
     __builtin_prefetch(&table[home(nodes[ahead], AT(when, ahead), layout)], 1);
-    if (number_of(table, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
+    u64 at = home(nodes[i], AT(when, i), layout);
+    if (number_of(table, at, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
   }
   return -1;
 }
@@ -415,7 +435,7 @@ class Job(ctypes.Structure):
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in (
             "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "src_when", "dst_when",
-            "edge_when", "times", "edge_times", "table")),
+            "edge_when", "edge_home", "times", "edge_times", "lists", "table")),
         *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads", "V", "M")),
         *((name, ctypes.c_void_p) for name in ("excluded", "excluded_before")),
         *((name, ctypes.c_int64) for name in ("num_excluded", "shift", "num_times", "strict")),
@@ -444,20 +464,23 @@ def load(task, law):
     kind = law, task.indices.dtype, torch.float32 if weights is None else weights.dtype
     library = _library(*kind, False)
     of_pairs = _library(*kind, True) if library and task.edge_times is not None else None
-    return Backend(task, library, of_pairs and Backend(task, of_pairs)) if library else None
+    if not library:
+        return None
+    lists = None if task.edge_times is None else _lists(task.indptr, task.edge_times)
+    return Backend(task, library, lists, of_pairs and Backend(task, of_pairs, lists))
 
 
 @functools.cache
 def _library(law, ids, weights, pairs):
-    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}", *["-DPAIRS"][:pairs]]
+    flags = [*FLAGS, f"-DID={TYPES[ids]}", f"-DHOME=u{TYPES[ids]}", f"-DWEIGHT={TYPES[weights]}", *["-DPAIRS"][:pairs]]
     return native.load_c("sampler", INCLUDES + law + PASSES, flags, SIGNATURES)
 
 
 class Backend:
     """Calls the C code, for which ctypes releases the GIL. Working memory is as large as a batch, not as the graph."""
 
-    def __init__(self, task, library, of_pairs=None):
-        self.task, self.library = task, library
+    def __init__(self, task, library, lists=None, of_pairs=None):
+        self.task, self.library, self.lists = task, library, lists
         self.of_pairs = of_pairs  # the Backend of batches with several times, whose sources are nodes at a time
         self.idle = []  # working memory between batches
         self.slots = 0  # of the table, at the end of the last batch: the next one will need about as many
@@ -519,6 +542,7 @@ class Backend:
         if work.times is not None:
             job.times, job.num_times, job.strict = work.times.data_ptr(), work.times.numel(), task.strict
             job.edge_times, job.dst_when = task.edge_times.data_ptr(), None if when is None else when.data_ptr()
+            job.lists = self.lists.data_ptr()
         E = self.library.rb_count(job)
         _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
@@ -530,17 +554,32 @@ class Backend:
         job.edge_when = None if when is None else edge_when.data_ptr()
         job.local, job.edges = local.data_ptr(), edges.data_ptr() if task.edge_ids else None
         if hop.relabel:
-            slots = 2 * min(S + E, V if when is None else V * len(work.times))  # half full, it is quickly searched
+            most = min(S + E, V if when is None else V * len(work.times))
+            slots = (2 if when is None else 4) * most  # half full, or less, it is quickly searched
             if work.slots < slots:
                 work.number(dst, when, slots)
             src = dst.new_empty(S + E + 1)
-            job.src, job.table, job.bits = src.data_ptr(), work.table.data_ptr(), work.bits
+            homes = dst.new_empty(E)
+            job.src, job.edge_home = src.data_ptr(), homes.data_ptr()
+            job.table, job.bits = work.table.data_ptr(), work.bits
             if when is not None:
                 src_when = dst.new_empty(S + E + 1)
                 job.src_when = src_when.data_ptr()
         N = self.library.rb_pick(job)
         _check(N, S)
         return offsets, local, src[:N], edges, None if when is None else src_when[:N]
+
+
+def _lists(indptr, edge_times):
+    """Where each list begins, and the time of its last edge, side by side: one cache miss -> int64 [V+1, 2].
+
+    The second number means nothing for a list without edges, or one that lies outside of the graph.
+    """
+    lists = indptr.new_zeros(indptr.numel(), 2)
+    lists[:, 0] = indptr
+    if edge_times.numel():
+        lists[:-1, 1] = edge_times[(indptr[1:] - 1).clamp_(0, edge_times.numel() - 1)]
+    return lists
 
 
 def _check(result, S):
@@ -574,7 +613,7 @@ class WorkingMemory:
 
     def number(self, nodes, when, slots):
         """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""
-        self.bits = max(4, (slots - 1).bit_length())
+        self.bits = min(max(4, (slots - 1).bit_length()), 4 * self.slot_bytes)  # the bits of a HOME
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
             self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)

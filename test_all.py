@@ -407,6 +407,7 @@ def _timed_case(i, method):
     when = when[np.lexsort((when, np.repeat(np.arange(len(indptr) - 1), indptr.diff())))]
     times = rng.integers(-spread - 1, spread + 1, len(seeds))
     times[rng.random(len(seeds)) < 0.1] = ends.max
+    times[rng.random(len(seeds)) < 0.05] = ends.min
     if i % 7 == 0:
         times[:] = times[:1]  # one for all
         when[when == when.max(initial=0)] = ends.max
@@ -444,6 +445,23 @@ def test_sampling_by_time_follows_the_law(method, backend):
         assert torch.equal(bare.indices, indices[outer.edge_ids]) and bare.num_src == bare.num_dst
         assert torch.equal(bare.src_times, outer.src_times[: outer.num_dst])
     assert nodes_at_several_times > 50 and cut > 50
+
+
+def test_half_of_the_seeds_at_one_time_take_no_longer():
+    """The native table sets aside as much room for each time; what does not fit must be found as quickly."""
+    rng, rows, degree = np.random.default_rng(0), 300_000, 20
+    indptr, indices = torch.arange(rows + 1) * degree, torch.from_numpy(rng.integers(0, rows, rows * degree))
+    when, seeds = torch.arange(degree).repeat(rows), torch.arange(1024)
+    times = torch.where(seeds < 512, 2000, 100 + seeds)
+    mine, slow = (NeighborSampler(indptr, indices, [20, 20], edge_times=when, backend=backend, edge_ids=True)
+                  for backend in ("native", "torch"))  # fmt: skip
+    mine.sample(seeds[:2], 0, times[:2])  # compiled by then
+    start = time.perf_counter()
+    blocks = mine.sample(seeds, 0, times)
+    assert time.perf_counter() - start < 2
+    for block, expected in zip(blocks, slow.sample(seeds, 0, times)):
+        assert all(map(torch.equal, block, expected))
+    assert blocks[0].num_src > 300_000
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
@@ -1031,6 +1049,31 @@ def test_draws_with_replacement_are_uniform():
     counts = torch.bincount(s.sample(torch.arange(rows), 0)[0].edge_ids % degree, minlength=degree).double()
     expected = rows * k / degree
     assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_allowed_neighbours_are_equally_likely_and_no_other_is_taken(backend, strict):
+    """By time, and without the excluded edges: rows of three kinds see 50, 37 and 24 places, but for six of them."""
+    rows, degree, k = 60_000, 50, 10
+    row, place = torch.arange(rows * degree) // degree, torch.arange(rows * degree) % degree
+    sees, gone = torch.tensor([50, 37, 24]), torch.isin(place, torch.tensor([0, 1, 7, 20, 35, 49]))
+    indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
+    s = NeighborSampler(torch.arange(rows + 1) * degree, indices, [k], edge_ids=True, backend=backend, seed=12,
+                        edge_times=place, strict=strict)  # fmt: skip
+    seeds = torch.arange(rows)
+    block = s.sample(seeds, 0, sees[seeds % 3] - int(not strict), gone.nonzero().squeeze(1))[0]
+    taken, allowed = torch.zeros(2, rows, degree, dtype=torch.bool)
+    taken.view(-1)[block.edge_ids] = True
+    allowed.view(-1)[:] = (place < sees[row % 3]) & ~gone
+    assert (taken.sum(1) == k).all() and not (taken & ~allowed).any()
+    for kind in range(3):
+        of_kind, n = taken[kind::3][:, allowed[kind]], int(allowed[kind].sum())
+        assert _uniformity(of_kind, k) < _chi_square_limit(n - 1)
+        # the next allowed one in the place of one that is not, as a sampler might do, would be found out
+        pushed = _positions(n + 1, k, rows=rows // 3)
+        pushed[:, 6] |= pushed[:, 5]
+        assert _uniformity(pushed[:, torch.arange(n + 1) != 5], k) > _chi_square_limit(n - 1)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
