@@ -1,6 +1,7 @@
 """python bench.py sampler: one batch of this sampler beside one of DGL's, GraphBolt's, pyg-lib's and torch-sparse's.
 
-A contender is a function of the number of a batch: it samples the batch and returns how many edges it drew.
+A contender is a function of the number of a batch: it samples the batch and returns how many edges it drew, and how
+many source nodes its outermost hop has.
 """
 
 import functools
@@ -14,15 +15,20 @@ from bench_tools import dgl_graph, in_memory, interleave, made, medians, opened,
 from sampler import DGLAdapter, NeighborSampler, import_dgl
 
 
-def ours(draw, seeds):
-    """A NeighborSampler of this project."""
-    return lambda i: sum(block.num_edges for block in draw.sample(seeds[i], i))
+def ours(draw, seeds, **options):
+    """A NeighborSampler of this project; options: those of `sample`, a list with one for each batch."""
+    return lambda i: size(draw.sample(seeds[i], i, **{name: values[i] for name, values in options.items()}))
+
+
+def size(blocks):
+    """Edges of all blocks, sources of the outermost."""
+    return sum(block.num_edges for block in blocks), blocks[0].num_src
 
 
 def restricted(draw, graph, seeds):
     """Contenders that draw from less than the graph: without the edges that a batch of links excludes (two for each
     seed), and by time. The times of an edge list are even over 0 .. 2^20; all seeds have the last one, or each its
-    own."""
+    own. Seeds with times of their own have few sources in common: beside them, a plain batch with as many sources."""
     indptr, indices = graph
     degree, generator = indptr.diff(), torch.Generator().manual_seed(2)
     rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))
@@ -34,20 +40,38 @@ def restricted(draw, graph, seeds):
         end.append(torch.full_like(nodes, 1 << 20))
         own.append(torch.randint(1 << 19, 1 << 20, nodes.shape, generator=generator))
     gone = [torch.cat([indptr[nodes], indptr[nodes + 1] - 1]).clamp(0, indices.numel() - 1) for nodes in seeds]
-    plain, count = draw(), lambda blocks: sum(block.num_edges for block in blocks)
+    plain, own_times = draw(), ours(timed, seeds, times=own)
     return {
-        "native, edges excluded": lambda i: count(plain.sample(seeds[i], i, exclude=gone[i])),
-        "native, one time": lambda i: count(timed.sample(seeds[i], i, end[i])),
-        "native, own times": lambda i: count(timed.sample(seeds[i], i, own[i])),
-        "native, latest": lambda i: count(latest.sample(seeds[i], i, own[i])),
+        "native, edges excluded": ours(plain, seeds, exclude=gone),
+        "native, one time": ours(timed, seeds, times=end),
+        "native, own times": own_times,
+        "native, as many sources": ours(plain, with_sources(plain, own_times(0)[1], seeds)),
+        "native, latest": ours(latest, seeds, times=own),
     }
+
+
+def with_sources(draw, wanted, seeds):
+    """As many batches as in `seeds`, of more or fewer seeds: so many that a batch has about `wanted` sources."""
+    generator, batch_size = torch.Generator().manual_seed(4), seeds[0].numel()
+
+    def batch():
+        return torch.randperm(draw.num_nodes, generator=generator)[:batch_size]
+
+    for _ in range(6):
+        batch_size = round(batch_size * wanted / draw.sample(batch(), 0)[0].num_src)
+    return [batch() for _ in seeds]
 
 
 def dgl(indptr, indices, fanouts, seeds, fused):
     """DGL's NeighborSampler, called directly."""
     graph = dgl_graph(in_memory(indptr), in_memory(indices, torch.int64))
     theirs = import_dgl().dataloading.NeighborSampler(fanouts[::-1], fused=fused)
-    return lambda i: sum(block.num_edges() for block in theirs.sample(graph, seeds[i])[2])
+
+    def sample(i):
+        sources, _, blocks = theirs.sample(graph, seeds[i])
+        return sum(block.num_edges() for block in blocks), sources.numel()
+
+    return sample
 
 
 def graphbolt(indptr, indices, fanouts, seeds):
@@ -57,7 +81,12 @@ def graphbolt(indptr, indices, fanouts, seeds):
     graph = gb.fused_csc_sampling_graph(indptr, indices)
     items = gb.ItemSet(torch.cat(seeds).to(indices.dtype), names="seed_nodes")
     batches = iter(gb.ItemSampler(items, batch_size=seeds[0].numel()).sample_neighbor(graph, fanouts[::-1]))
-    return lambda i: sum(hop.sampled_csc.indices.numel() for hop in next(batches).sampled_subgraphs)
+
+    def sample(i):
+        batch = next(batches)
+        return sum(hop.sampled_csc.indices.numel() for hop in batch.sampled_subgraphs), batch.input_nodes.numel()
+
+    return sample
 
 
 def pyg_lib(indptr, indices, fanouts, seeds):
@@ -65,7 +94,12 @@ def pyg_lib(indptr, indices, fanouts, seeds):
     import pyg_lib
 
     indices, sample = in_memory(indices, torch.int64), pyg_lib.sampler.neighbor_sample
-    return lambda i: sample(indptr, indices, seeds[i], fanouts, csc=True)[0].numel()
+
+    def run(i):
+        row, _, nodes, *_ = sample(indptr, indices, seeds[i], fanouts, csc=True)
+        return row.numel(), nodes.numel()
+
+    return run
 
 
 def torch_sparse(indptr, indices, fanouts, seeds):
@@ -73,7 +107,12 @@ def torch_sparse(indptr, indices, fanouts, seeds):
     import torch_sparse  # noqa: F401  registers the operator
 
     indices, sample = in_memory(indices, torch.int64), torch.ops.torch_sparse.neighbor_sample
-    return lambda i: sample(indptr, indices, seeds[i], fanouts, False, True)[1].numel()
+
+    def run(i):
+        nodes, row, *_ = sample(indptr, indices, seeds[i], fanouts, False, True)
+        return row.numel(), nodes.numel()
+
+    return run
 
 
 def bench_sampler(args):
@@ -99,16 +138,19 @@ def bench_sampler(args):
         "torch-sparse": lambda: torch_sparse(*task),
     })  # fmt: skip
     drawn = {name: [] for name in contenders}
-    times = interleave(contenders, args.rounds, note=lambda name, edges: drawn[name].append(edges))
-    edges = {name: statistics.mean(counts) for name, counts in drawn.items()}
+    times = interleave(contenders, args.rounds, note=lambda name, found: drawn[name].append(found))
+    edges, sources = ({name: statistics.mean(pair[which] for pair in pairs) for name, pairs in drawn.items()}
+                      for which in (0, 1))  # fmt: skip
     rate = {name: edges[name] / seconds for name, seconds in medians(times).items()}
     median, least = print_times("sampler", times, "ms", 1, **{
         "edges": {name: f"{count / 1e3:.0f} k" for name, count in edges.items()},
+        "sources": {name: f"{count / 1e3:.0f} k" for name, count in sources.items()},
         "edges/s": {name: f"{speed / 1e6:.1f} M" for name, speed in rate.items()},
+        "ns/source": {name: f"{1e9 * seconds / sources[name]:.1f}" for name, seconds in medians(times).items()},
     })  # fmt: skip
     figures = {"contenders": {
-        name: {"median_ms": ms, "min_ms": least[name], "edges": edges[name], "edges_per_s": rate[name],
-               "ratio_to_native": ms / median["native"]} for name, ms in median.items()
+        name: {"median_ms": ms, "min_ms": least[name], "edges": edges[name], "sources": sources[name],
+               "edges_per_s": rate[name], "ratio_to_native": ms / median["native"]} for name, ms in median.items()
     }}  # fmt: skip
     figures["rows"] = rows(functools.partial(draw, threads=args.threads), store, args.batch_size)
     figures["floor"] = floor(args, native, seeds)
@@ -210,7 +252,7 @@ def larger(args, native, seeds):
     others = [torch.randint(store.num_nodes, (args.batch_size,), generator=generator).unique() for _ in seeds]
     drawn = {"small": [], "big": []}
     runs = {"small": ours(native, seeds), "big": ours(big, others)}
-    took = medians(interleave(runs, args.rounds, note=lambda name, edges: drawn[name].append(edges)))
+    took = medians(interleave(runs, args.rounds, note=lambda name, found: drawn[name].append(found[0])))
     cost = {name: seconds / sum(drawn[name]) for name, seconds in took.items()}
     ratio, times = cost["big"] / cost["small"], store.num_nodes / native.num_nodes
     print(f"{args.larger} ({times:.1f} times the nodes): {ratio:.2f} times the time for an edge")

@@ -1,15 +1,14 @@
 """What the parts of bench.py share: contenders timed in turn, tables, memory, processes of their own, figures."""
 
 import contextlib
-import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import platform
 import re
 import resource
 import statistics
-import sys
 import threading
 import time
 import types
@@ -119,13 +118,15 @@ def keep_figures(args, machine, figures):
 
 
 def in_memory(tensor, dtype=None):
-    """A copy in huge pages, where the system has them: random access then misses the TLB less, for every contender."""
-    copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-    if sys.platform == "linux":
-        start = -(-copy.data_ptr() // 4096) * 4096
-        size = max(copy.data_ptr() + copy.nbytes - start, 0)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE
-    return copy.copy_(tensor)
+    """A copy in huge pages, where the system has them: random access then misses the TLB less, for every contender.
+
+    Its memory comes from the system: what malloc has had before is in small pages, and stays so.
+    """
+    dtype = dtype or tensor.dtype
+    memory = mmap.mmap(-1, max(tensor.numel() * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
 
 
 def random_lines(tensor, count=1 << 20):
