@@ -9,7 +9,8 @@ imported everything and has bounded memory and time:
     mmap, lmdb, changed, graphs        a store with one thing wrong is verified, read and trained on; `changed` is one
                                        in LMDB some rows of which were put, `graphs` holds many small graphs
     npz, csv, molecules, crystals      a file with one thing wrong is built into a store, which is trained on
-    damaged, forged                    a run goes on from a checkpoint with other bytes, or with other things in it
+    damaged, forged                    a run, of nodes or links by turns, goes on from a checkpoint with other bytes,
+                                       or with other things in it
     build, put, append, train          kill -9 at some moment; what is there is looked at, and then brought to its end
 
 A case ends well in one of three ways: fine (the result is what it is without damage; or, where something else was
@@ -157,12 +158,13 @@ def attack_input(case):
 
 def attack_checkpoint(case):
     """Go on from a checkpoint."""
-    shutil.copyfile(case.base / "good.pt", "bad.pt")
+    task = ("node", "link")[case.model % 2]
+    shutil.copyfile(case.base / f"{task}.pt", "bad.pt")
     if case.random:
         harm = forge_checkpoint if case.kind == "forged" else harm_checkpoint
         case.note(what=harm(Path("bad.pt"), case.random), forged=case.kind == "forged")
     Path("victim").write_text("untouched")
-    words = command(case.base / "mmap", 2, "--resume", "bad.pt", "--checkpoint", "out.pt")
+    words = command(case.base / "mmap", 2, "--resume", "bad.pt", "--checkpoint", "out.pt", task=task)
     case.note(code=exit_code(train.main, words))
     others = {file.name for file in Path().iterdir()} - {"bad.pt", "out.pt", "victim", "notes", "printed"}
     case.note(strewn=sorted(others | ({"victim"} if Path("victim").read_text() != "untouched" else set())))
@@ -483,7 +485,7 @@ def attack(minutes=10, seed=0, rounds=None, only=None, number=None):
             return Case(kind, number, seed, base, Path(place, f"{kind}{number}"))
 
         run_all([(make("good", -1), prepare)], 1, undamaged)  # in a process of its own: this one stays without threads
-        kinds, trained = [only] if only else KINDS, ("mmap", "lmdb", "changed")
+        kinds, trained = [only] if only else KINDS, ("mmap", "lmdb", "changed", "damaged", "forged")
         first = [make(kind, -1 - i) for kind in kinds for i in range(len(MODELS) if kind in trained else 1)]
         run_all([(case, ATTACKS[case.group]) for case in first], workers, undamaged)
         seconds = {kind: notes["seconds"] for (kind, _), notes in good.items() if "seconds" in notes}
@@ -512,7 +514,9 @@ def in_rounds(rounds, until, chosen):
 def prepare(case):
     """Make what is good; C code is compiled on the way."""
     make_good(case.base)
-    train.main(command(case.base / "mmap", 1, "--checkpoint", case.base / "good.pt"))
+    train.main(command(case.base / "mmap", 1, "--checkpoint", case.base / "node.pt"))
+    link = ["--scorer", "mlp", "--negatives", 2, "--early-stop", 5]
+    train.main(command(case.base / "mmap", 1, *link, "--checkpoint", case.base / "link.pt", task="link"))
 
 
 def print_outcomes(table):

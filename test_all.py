@@ -8490,19 +8490,22 @@ def _forged(random, state, good):
 
 
 def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
-    """150 of them, mutated from good ones of both tasks with a fixed seed: trained on, or refused in one sentence."""
+    """180 of them, mutated from good ones of all tasks with a fixed seed: trained on, or refused in one sentence."""
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
     many = build_graphs(tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": range(30, 40)})
     good = []
     for words in (["--dataset", path, "--norm", "batch", "--early-stop", 5, *COMMON],
-                  ["--task", "graph", "--dataset", many, "--num-layers", 2, *COMMON[2:]]):
+                  ["--task", "graph", "--dataset", many, "--num-layers", 2, *COMMON[2:]],
+                  ["--task", "link", "--dataset", path, "--scorer", "mlp", "--early-stop", 5, "--negatives", 2,
+                   *COMMON]):  # fmt: skip
         _run_here(tmp_path, *words, "--epochs", 1)
         good.append((tmp_path / "here.pt").read_bytes())
     states = [torch.load(io.BytesIO(data), weights_only=True) for data in good]
     random, forged, codes, began = np.random.default_rng(0), tmp_path / "forged.pt", [], time.monotonic()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for i in range(150):
-        forged.write_bytes(_forged(random, states[i % 5 == 0], good[i % 5 == 0]))
+    for i in range(180):
+        which = [1, 2, 0, 0, 2, 0][i % 6]
+        forged.write_bytes(_forged(random, states[which], good[which]))
         capsys.readouterr()
         codes.append(_code("--resume", forged, "--epochs", 2, "--checkpoint", tmp_path / "new.pt", "--gpus", 0))
         errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("usage:")]
@@ -8510,7 +8513,7 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
             assert codes[-1] == 2 and len(errors) == 1 and errors[0].isprintable() and len(errors[0]) < 600, (i, errors)
         else:
             checkpoint.load_model(forged)
-    print(f"{codes.count(0)} of 150 were trained on, {time.monotonic() - began:.1f} s")
+    print(f"{codes.count(0)} of 180 were trained on, {time.monotonic() - began:.1f} s")
     assert 3 < codes.count(0) < 60 and time.monotonic() - began < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 19  # KiB: no size in a file is believed
     assert {p.name for p in tmp_path.iterdir()} <= {"g", "many", "here.pt", "log", "forged.pt", "new.pt"}
