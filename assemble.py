@@ -211,7 +211,8 @@ def build_model(ranks, args, store, ring):
     """The model with the initial weights of --seed, the same on every rank."""
     torch.manual_seed(args.seed)
     if is_own(args.model):
-        sizes = store.feature_dim, store.num_classes
+        sees = edge_data(args, store)[0].features is not None
+        sizes = store.feature_dim, store.num_classes, store.edge_dim if sees else 0
         model, args.model_digest = own_model.build(args.model, args.model_args or [], *sizes)
         args.model_width = store.num_classes  # of its output
         if args.task == "link":

@@ -4,7 +4,7 @@
     model.degrees = degrees_at(store.indptr, used.time, used.strict)      # for layers that use degrees
 
 Letters: V nodes and M edges of the graph; N sources of a block; D width of the edges' features. This file needs
-disk.py, model.py and torch.
+disk.py, model.py, own_model.py and torch.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from disk import StoreError
 from model import CONVS, EDGE_CONVS
+from own_model import is_own, takes_edges
 
 
 class EdgeData(NamedTuple):
@@ -32,16 +33,17 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
     Raises:
         StoreError: for flags that need a column which the store does not have, or a model that cannot go with it.
     """
-    used, lines = EdgeData(), []
-    if args.model in EDGE_CONVS and store.edge_features is not None:
+    used, lines, own = EdgeData(), [], is_own(args.model)
+    can, must = takes_edges(args.model) if own else (args.model in EDGE_CONVS, args.model not in CONVS)
+    if can and store.edge_features is not None:
         used = used._replace(features=store.edge_features)
         lines.append(f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}")
     elif store.edge_features is not None:
-        lines.append(f"features of edges are not used by --model {args.model}: {' and '.join(EDGE_CONVS)} take them")
-    if args.model in EDGE_CONVS and args.model not in CONVS and used.features is None:
-        raise StoreError(
-            f"--model {args.model} takes features of edges, and {store.path} has none; gin is the same without"
-        )
+        why = "its forward has no argument `edges`" if own else f"{' and '.join(EDGE_CONVS)} take them"
+        lines.append(f"features of edges are not used by --model {args.model}: {why}")
+    if must and used.features is None:
+        instead = "give that argument a default to go without" if own else "gin is the same without"
+        raise StoreError(f"--model {args.model} takes features of edges, and {store.path} has none; {instead}")
     timed = store.edge_time is not None and store.node_time is not None and args.task == "node"
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off" and args.task != "node":

@@ -9225,11 +9225,69 @@ def test_train_learns_from_the_features_of_edges(name, least, most, tmp_path):
         assert "--model gine takes features of edges, and" in said
 
 
-@pytest.mark.parametrize("name", ["gat", "gine"])
+OWN_EDGES = """
+import torch
+from model import GATv2Conv
+
+class Net(torch.nn.Module):
+    def __init__(self, in_dim, num_classes, edge_dim):
+        super().__init__()
+        self.conv = GATv2Conv(in_dim, 32, edge_dim=edge_dim)
+        self.out = torch.nn.Linear(32, num_classes)
+        self.edge_dim = edge_dim
+
+    def forward(self, blocks, x, edges=None):
+        assert (edges is None) == (self.edge_dim == 0)
+        if edges is not None:
+            assert [len(e) for e in edges] == [block.num_edges for block in blocks]
+        return self.out(self.conv(blocks[0], x, edges=edges and edges[0]).relu())
+
+class Must(Net):
+    def forward(self, blocks, x, edges):
+        return super().forward(blocks, x, edges)
+
+class Blind(Net):
+    def forward(self, blocks, x):
+        return super().forward(blocks, x)
+
+def made(in_dim, num_classes, edge_dim=0):
+    return Net(in_dim, num_classes, edge_dim)
+
+def wrong(in_dim, num_classes, edge_dim=0):
+    return Blind(in_dim, num_classes, edge_dim)
+"""
+
+
+def test_own_model_gets_the_features_of_edges_that_it_can_take(tmp_path):
+    path, file = _pointed_store(tmp_path / "g"), tmp_path / "net.py"
+    file.write_text(OWN_EDGES)
+    words = ["--gpus", 0, "--fanout", "6", "--lr", 0.02, "--batch-size", 100, "--log", tmp_path / "log"]
+    for name, least, most in (("Net", 0.95, 1), ("Must", 0.95, 1), ("made", 0.95, 1), ("Blind", 0, 0.75)):
+        said = _train(*words, "--dataset", path, "--model", f"{file}:{name}", "--epochs", 60)
+        sees = "the model sees the features of edges, 2 x float64"
+        assert (sees if least else f"not used by --model {file}:{name}: its forward has no argument `edges`") in said
+        assert least <= _log(tmp_path / "log")[-1]["exact"]["test"] <= most, name
+    plain = prepare(TINY, tmp_path, progress=False)
+    for name, dataset, code, complaint in (
+        ("Net", plain, 0, "exact accuracy"), ("made", plain, 0, "exact accuracy"),
+        ("Must", plain, 2, "takes features of edges, and .* has none; give that argument a default to go without"),
+        ("wrong", path, 2, "wrong has an argument edge_dim, and the forward of what it returned has no argument"),
+    ):  # fmt: skip
+        said = _train(*words, "--dataset", dataset, "--model", f"{file}:{name}", "--epochs", 1, code=code)
+        assert re.search(complaint, said) and "Traceback" not in said, said
+    file.write_text(OWN_EDGES.replace("def forward(self, blocks, x, edges):", "def forward(self, blocks, x, edges):\n"
+                                      "        raise ValueError('no')"))  # fmt: skip
+    said = _train(*words, "--dataset", path, "--model", f"{file}:Must", "--epochs", 1, code=1)
+    assert re.search(r"with 1 blocks, .* and x \[\d+, 2\], and for each block edges \[E, 2\]: no", said), said
+
+
+@pytest.mark.parametrize("name", ["gat", "gine", "own"])
 def test_train_with_edge_features_is_the_same_for_any_number_of_processes_and_after_a_stop(name, tmp_path):
     path = _pointed_store(tmp_path / "g")
-    common = ["--dataset", path, "--gpus", 0, "--model", name, "--fanout", "4,3", "--hidden", 16, "--norm", "layer"]
-    common += ["--lr", 0.01, "--precision", "fp64"]
+    common = ["--dataset", path, "--gpus", 0, "--lr", 0.01, "--precision", "fp64"]
+    (tmp_path / "net.py").write_text(OWN_EDGES)
+    own = ["--model", f"{tmp_path}/net.py:Net", "--fanout", "4"]
+    common += own if name == "own" else ["--model", name, "--fanout", "4,3", "--hidden", 16, "--norm", "layer"]
     for procs in (1, 2, 3):
         _train(*common, "--epochs", 3, "--procs", procs, "--batch-size", 72 // procs, "--log", tmp_path / f"{procs}",
                "--checkpoint", tmp_path / f"{procs}.pt")  # fmt: skip

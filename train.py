@@ -172,10 +172,12 @@ def predict(ranks, args, ring, model, batch, key=None):
 
 def output_of_own(args, model, batch):
     """What a model of one's own makes of a batch: float [S, C], or what is wrong with it in a sentence."""
+    edges = {"edges": batch.edges} if batch.edges else {}
     try:
-        output = model(batch.blocks, batch.x)
+        output = model(batch.blocks, batch.x, **edges)
     except Exception as error:
         given = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
+        given += f", and for each block edges [E, {batch.edges[0].shape[1]}]" if edges else ""
         raise RuntimeError(f"{args.model} failed when it was called with {given}: {error}") from error
     needed = batch.blocks[-1].num_dst, args.model_width
     if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.shape != needed:
