@@ -98,7 +98,7 @@ def open_graph(ranks, args, path):
     store, links = GraphStore.open(path), args.task == "link"
     if links:
         with reading_all_edges():
-            store = split_edges(store, args.edge_split, args.seed)
+            store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
         store.num_classes = args.hidden  # the width of embeddings
         if args.pairs:
             read_pairs(args.pairs, store.num_nodes)  # what is wrong with it is said before anything is trained
@@ -137,7 +137,7 @@ def place_data(ranks, args, store, used, sizes):
 def make_sampler(args, indptr, indices, fanout, used):
     """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
-    if args.sampler == "latest":
+    if args.sampler == "latest" and used.time is not None:
         options["method"] = "latest"
     if args.sampler == "labor":
         options |= {
@@ -148,7 +148,7 @@ def make_sampler(args, indptr, indices, fanout, used):
     if used.time is None:
         return NeighborSampler(indptr, indices, fanout, **options)
     timed = NeighborSampler(indptr, indices, fanout, edge_times=used.time, strict=used.strict, **options)
-    return AtSeedTimes(timed, used.seed_time)
+    return timed if used.seed_time is None else AtSeedTimes(timed, used.seed_time)
 
 
 def cached(ranks, args, store, features, nodes, batch_size):

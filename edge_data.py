@@ -22,7 +22,7 @@ class EdgeData(NamedTuple):
 
     weight: Tensor | None = None  # float32 [M]: neighbours are drawn by it
     time: Tensor | None = None  # int64 [M]: no seed sees an edge later than its own time
-    seed_time: Tensor | None = None  # int64 [V]: that time, for each node as a seed
+    seed_time: Tensor | None = None  # int64 [V]: that time, for each node as a seed; None where links have times
     features: Tensor | None = None  # [M, D]: layers see them
     strict: bool = False  # True: a seed does not see edges at its own time either
 
@@ -44,10 +44,9 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
     if must and used.features is None:
         instead = "give that argument a default to go without" if own else "gin is the same without"
         raise StoreError(f"--model {args.model} takes features of edges, and {store.path} has none; {instead}")
-    timed = store.edge_time is not None and store.node_time is not None and args.task == "node"
+    links = args.task == "link"  # whose times are those of their edges
+    timed = store.edge_time is not None and (links or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
-    if temporal != "off" and args.task != "node":
-        raise StoreError(f"--temporal {temporal} is for --task node")
     if temporal != "off" and not timed:
         raise StoreError(
             f"--temporal {temporal} needs times of edges and nodes (edge_time, node_time): {store.path} has "
@@ -59,13 +58,13 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
                 "--model gcn divides by the degrees of the whole graph, which count edges of the future: take "
                 "sage, gat or gin, or --temporal off"
             )
-        used = used._replace(time=store.edge_time, seed_time=store.node_time, strict=temporal == "before")
+        seed_time = None if links else store.node_time
+        used = used._replace(time=store.edge_time, seed_time=seed_time, strict=temporal == "before")
         when = "at their own time or before it" if temporal == "at" else "before their own time"
-        lines.append(f"seeds see edges {when}, in every hop; --temporal off shows them all")
+        who = "the ends of a pair and its negatives" if links else "seeds"
+        lines.append(f"{who} see edges {when}, in every hop; --temporal off shows them all")
     elif store.edge_time is not None:
-        why = "--temporal off" if timed else f"--task {args.task}"
-        if args.task == "node" and not timed:
-            why = "nodes have none (node_time)"
+        why = "--temporal off" if timed else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "latest":
         if used.time is None:

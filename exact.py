@@ -79,7 +79,8 @@ def inference(model, indptr, indices, x, *, chunk=65536, chunk_edges=1 << 22, me
     on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
     degrees = getattr(model, "degrees", None)
     if any(layer.uses_degree for layer in model.layers):
-        degrees = (graph_degrees(indptr, indices) if degrees is None else degrees).float()
+        whole = degrees is None or callable(degrees)  # a function is for blocks
+        degrees = (graph_degrees(indptr, indices) if whole else degrees).float()
     ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]  # ranks get as many edges each
     first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
     h = x if hasattr(x, "gather") else torch.as_tensor(x)

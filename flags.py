@@ -105,8 +105,8 @@ def make_parser():
     add("--batch-dependency", type=count, default=1, metavar="K",
         help="labor: K steps in a row draw alike, so that rows come again")  # fmt: skip
     add("--temporal", default="auto", choices=["auto", "at", "before", "off"], metavar="WHEN",
-        help="edges that a seed sees: at its "
-        "time or before, only before, off: all (default: at, where edges and nodes have times)")  # fmt: skip
+        help="edges that a seed sees: at its time or before, only before, off: all (default: at, where edges and nodes "
+        "have times; link: off)")  # fmt: skip
     add("--batch-size", type=count, default=1024, metavar="N", help="seeds of a process in one pass")
     add("--accumulate", type=count, default=1, metavar="N", help="passes whose gradients make one optimizer step")
 
@@ -260,11 +260,8 @@ def check_network(parser, args):
             parser.error(f"{spelled(flag)} {getattr(args, flag)} is for --task node")
     if args.task == "link" and args.split is not None:
         parser.error(f"--split {args.split} is for --task node: --task link has --edge-split")
-    if args.task == "link" and args.temporal not in ("auto", "off"):
-        parser.error(
-            f"--temporal {args.temporal} is for --task node: in --task link messages go along edges of any time"
-        )
-    args.temporal = "off" if args.task == "link" else args.temporal
+    if args.task == "link" and args.temporal == "auto":
+        args.temporal = "off"
     if args.task == "link" and args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
         parser.error(
             f"--early-stop {args.early_stop} goes by validation edges: --edge-split {args.edge_split} has none"

@@ -12,7 +12,7 @@ A positive is a pair of nodes with an edge from the first to the second. Where t
 one pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its
 positives and their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn
 is a function of the seed, the step and the pair's number: the same for any number of processes, checked against the
-graph.
+graph. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
 
 Letters: V nodes and M edges of the graph; P pairs of a batch with K negatives each; D width of an embedding. This file
 needs disk.py, loader.py, metrics.py and sampler.py.
@@ -36,6 +36,7 @@ from sampler import _mix, _shift, _signed, mix
 RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
 SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
 MOST = 1 << 17  # pairs of a part that are evaluated
+MOST_TIMED = 1 << 13  # where they have times, and each needs embeddings of its own
 CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a time
 TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
 EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
@@ -125,7 +126,7 @@ def shares(text):
     return numbers if sum(numbers) == 100 and numbers[0] else None
 
 
-def split_edges(store, how, seed=0):
+def split_edges(store, how, seed=0, timed=False):
     """A view of a store for link prediction: a part of its edges to train on, the others to be predicted.
 
     Args:
@@ -133,17 +134,21 @@ def split_edges(store, how, seed=0):
         how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are
             for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
             integers [n, 2], source and destination; "none": all pairs are for training.
+        timed: give each pair the time of the first edge between its nodes, in either direction.
 
     Returns:
         A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
         without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
-        split: {part: the numbers of its pairs}. known: `Edges` of the whole graph.
+        pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
+        graph.
 
     It takes about 60 bytes of memory for each edge, and the view holds a copy of the edges.
 
     Raises:
         StoreError: where that cannot be done; nothing of the graph is checked that the store has not checked.
     """
+    if timed and getattr(store, "edge_time", None) is None:
+        raise StoreError(f"--temporal goes by the times of edges, and {getattr(store, 'path', 'the graph')} has none")
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     if how.endswith(".npz"):
         pairs = given_pairs(how, store.num_nodes)
@@ -170,7 +175,9 @@ def split_edges(store, how, seed=0):
         raise StoreError(f"--edge-split {how}: `train` has pairs that are no edges of the graph, or in valid or test")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {getattr(store, 'path', 'the graph')} has no edges left to train on")
-    graph.pairs = {name: pairs[name] for name in SPLITS}
+    graph.pairs, graph.pair_times = {name: pairs[name] for name in SPLITS}, None
+    if timed:
+        graph.pair_times = {name: times_of(edges, store.edge_time, pairs[name], how) for name in SPLITS}
     graph.split = {name: torch.arange(len(pairs[name])) for name in SPLITS}
     return graph
 
@@ -185,6 +192,20 @@ def positives(indptr, indices, edges):
     places = keep.nonzero().squeeze(1)
     pairs = torch.stack([source[places], destination[places]], 1)
     return pairs, places if edges.order is None else edges.order[places], both[places]
+
+
+def times_of(edges, edge_time, pairs, how):
+    """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
+    times, known = torch.full((len(pairs),), torch.iinfo(torch.int64).max), torch.zeros(len(pairs), dtype=torch.bool)
+    for ends in (pairs, pairs.flip(1)):
+        place, found = edges.first(*ends.unbind(1))  # of edges alike the first: lists rise in time
+        place = place[found] if edges.order is None else edges.order[place[found]]
+        times[found] = torch.minimum(times[found], edge_time[place])
+        known |= found
+    if not known.all():
+        bad = pairs[~known][0].tolist()
+        raise StoreError(f"--edge-split {how}: the pair {bad} has no time, for it is no edge; --temporal off takes it")
+    return times
 
 
 def bits_of(pairs, key):
@@ -325,6 +346,17 @@ class Negatives:
 # training
 
 
+def at_times(nodes, times, num_nodes):
+    """The distinct pairs of a node and a time -> (nodes [S], times [S], where each of those given is there).
+
+    Args:
+        nodes, times: int64 of one shape, which is that of the third.
+    """
+    values, rank = times.unique(return_inverse=True)
+    both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
+    return both % num_nodes, values[both // num_nodes], place
+
+
 class Scorer(nn.Module):
     """How likely an edge is between two embeddings, as a logit: "dot", the dot product; "distmult", with a weight for
     each column (arXiv 1412.6575); "mlp", a network of one hidden layer on their product, column by column."""
@@ -356,7 +388,8 @@ class Links:
     A batch has y int64 [P, 2 + K]: where, among the nodes that were sampled for, source, destination and negatives are.
 
     Args:
-        graph: of `split_edges`. sampler: NeighborSampler of its indptr and indices. ring: FeatureRing.
+        graph: of `split_edges`. sampler: NeighborSampler of its indptr and indices, with its edge_time where the pairs
+            have times. ring: FeatureRing.
         negatives: K. seed: decides on them. by_degree: draw them by degree^0.75. checked: against the training edges.
         softmax: the loss is the cross-entropy of a pair among its negatives; else that of each alone.
         exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
@@ -371,6 +404,7 @@ class Links:
         self.first_hop, self.features, self.stream, self.exclude = ring.first_hop, ring.features, ring.stream, exclude
         device = sampler.indices.device
         self.pairs, self.edges = graph.pairs["train"].to(device), Edges(sampler.indptr, sampler.indices)
+        self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
         degrees = sampler.indptr.diff() if by_degree else None
         self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
         self.evaluation = Evaluation(graph)
@@ -385,8 +419,13 @@ class Links:
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (seeds, step_seeds))
         source, destination = self.pairs[seeds].unbind(1)
         negatives = self.negatives.draw(mix(self.key ^ (step & (1 << 64) - 1)), seeds, source, self.count)
-        nodes, places = torch.cat([source, destination, negatives.flatten()]).unique(return_inverse=True)
-        options = {}
+        nodes, options = torch.cat([source, destination, negatives.flatten()]), {}
+        if self.times is None:
+            nodes, places = nodes.unique(return_inverse=True)
+        else:
+            times = self.times[seeds]
+            times = torch.cat([times, times, times.repeat_interleave(self.count)])
+            nodes, options["times"], places = at_times(nodes, times, self.negatives.num_nodes)
         if self.exclude:
             ends = self.pairs[step_seeds].unbind(1)
             options["exclude"] = torch.cat([self.edges.ids(*ends), self.edges.ids(*reversed(ends))])
@@ -425,14 +464,18 @@ class Evaluation:
     against RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole
     graph and are the same in every run. Of more than MOST pairs the first are taken.
 
+    Where pairs have times, both ends and all negatives have embeddings at the time of the pair, those that `seen` asks
+    for; then a pair is ranked against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
+
     Args:
         graph: of `split_edges`.
     """
 
     def __init__(self, graph):
         self.graph, self.negatives = graph, Negatives(graph.known, graph.num_nodes)
+        self.timed = graph.pair_times is not None
         self.fixed, self.lists = {}, None
-        if graph.num_nodes <= SMALL:  # destinations of each source
+        if graph.num_nodes <= SMALL and not self.timed:  # destinations of each source
             order = graph.known.sources.long().argsort(stable=True)
             counts = graph.known.sources.long().bincount(minlength=graph.num_nodes)
             self.lists = counts, counts.cumsum(0) - counts, torch.repeat_interleave(graph.known.indptr.diff())[order]
@@ -442,25 +485,42 @@ class Evaluation:
         """Figures {name: number}, the same on every rank; None for a part without pairs.
 
         Args:
-            h: float [V, D] embeddings of all nodes, in host memory. part: "valid", say. ranks: share the work out.
+            h: float [V, D] embeddings of all nodes, in host memory; where pairs have times, [n, D] of what `seen` says.
+            part: "valid", say. ranks: share the work out.
         """
-        pairs = self.graph.pairs[part][:MOST]
-        if not len(pairs):
+        if not len(self.graph.pairs[part]):
             return None
         scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
-        if part not in self.fixed:
-            key = mix(EVALUATION ^ SPLITS.index(part))
-            numbers, others = torch.arange(len(pairs)), None
-            if not self.lists:
-                others = self.negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
-            self.fixed[part] = self.negatives.pairs(mix(key), len(pairs)), others
-        (random, others), mine = self.fixed[part], ranks.part(len(pairs)) if ranks else slice(None)
+        pairs, random, others = self._at_times(part)[2].tensor_split([2, 4], 1) if self.timed else self._nodes(part)
+        mine = ranks.part(len(pairs)) if ranks else slice(None)
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
         found = torch.stack([positive, negative, place], 1)
         positive, negative, place = (ranks.rows(found) if ranks else found).unbind(1)
         both = torch.cat([positive, negative]), torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
+
+    def seen(self, part):
+        """Where pairs have times: the nodes and the times of which embeddings are asked for -> int64 [n], int64 [n]."""
+        return self._at_times(part)[:2]
+
+    def _at_times(self, part):
+        """What `seen` says, and the places there of what `_nodes` says, side by side, int64 [pairs, 4 + K]."""
+        nodes = torch.cat(self._nodes(part), 1)
+        times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
+        return at_times(nodes, times, self.graph.num_nodes)
+
+    def _nodes(self, part):
+        """The pairs [n, 2] of a part, as many random ones [n, 2], and what the former are ranked against: [n, K], or
+        None for all nodes."""
+        pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
+        if part not in self.fixed:
+            key = mix(EVALUATION ^ SPLITS.index(part))
+            numbers, others = torch.arange(len(pairs)), None
+            if not self.lists:
+                others = self.negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
+            self.fixed[part] = self.negatives.pairs(mix(key), len(pairs)), others
+        return pairs, *self.fixed[part]
 
     def _ranks(self, scorer, h, pairs, others):
         """The rank of each pair [n, 2], from 1 -> [n]."""

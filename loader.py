@@ -108,14 +108,18 @@ class AtSeedTimes:
 
     Args:
         sampler: a `NeighborSampler` with edge_times. times: int64 [V], of the nodes.
+        nodes: int64 [n]: a seed is then a number below n, of a node here and its time in times [n], so that a node may
+            be a seed at several times.
     """
 
-    def __init__(self, sampler, times):
-        self.sampler, self.times = sampler, times
+    def __init__(self, sampler, times, nodes=None):
+        self.sampler, self.times, self.nodes = sampler, times, nodes
 
     def sample(self, seeds, step, **options):
         """The sampler's blocks, in which no seed sees an edge later than its own time."""
-        return self.sampler.sample(seeds, step, times=self.times[seeds.to(self.times.device)], **options)
+        seeds = seeds.to(self.times.device)
+        nodes = seeds if self.nodes is None else self.nodes[seeds]
+        return self.sampler.sample(nodes, step, times=self.times[seeds], **options)
 
 
 class NodeLoader:

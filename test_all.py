@@ -8164,6 +8164,150 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
 
 
+def _timed_links(folder, nodes=200, edges=1200, **changes):
+    """A store of random edges at random times, some of them there several times, others in both directions."""
+    times = np.random.default_rng(5).integers(0, 500, edges + 20)
+    return _link_graph(folder, nodes, edges, edge_time=times, **changes)
+
+
+@pytest.mark.parametrize("symmetrize", [True, False])
+def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, tmp_path):
+    graph = _timed_links(tmp_path, nodes=40, edges=500, symmetrize=symmetrize)
+    first = {}
+    for (u, v), time_ in zip(_pairs_of(graph), graph.edge_time.tolist()):
+        first[frozenset((u, v))] = min(time_, first.get(frozenset((u, v)), time_))
+    for how in ("70/20/10", "time:70/20/10"):
+        view = link.split_edges(graph, how, seed=3, timed=True)
+        for part, pairs in view.pairs.items():
+            assert view.pair_times[part].tolist() == [first[frozenset(pair)] for pair in pairs.tolist()]
+    assert link.split_edges(graph, "70/20/10").pair_times is None
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_links_at_their_times_see_no_later_edge_and_not_their_own(strict, tmp_path):
+    """Neither do their negatives, which have the time of the pair; a node may be sampled for at several times."""
+    graph = link.split_edges(_timed_links(tmp_path, nodes=60), "80/10/10", timed=True)
+    draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], edge_ids=True, edge_times=graph.edge_time,
+                           strict=strict)  # fmt: skip
+    rows = FeatureRing(graph.features.tensor, graph.labels, slots=1, log=lambda line: None)
+    links = link.Links(graph, draw, rows, negatives=3)
+    for step in range(10):
+        seeds = torch.randperm(len(graph.pairs["train"]), generator=torch.Generator().manual_seed(step))[:50]
+        *blocks, y = links.sample(seeds, step)
+        nodes, times = blocks[-1].src_nodes[: blocks[-1].num_dst].long(), blocks[-1].src_times[: blocks[-1].num_dst]
+        assert torch.equal(nodes[y[:, :2]], graph.pairs["train"][seeds]) and len(nodes) > len(nodes.unique())
+        assert (times[y] == graph.pair_times["train"][seeds].unsqueeze(1)).all()
+        assert not links.edges.has(nodes[y[:, :1]].expand(-1, 3), nodes[y[:, 2:]]).any()
+        held, seen = {frozenset(pair) for pair in graph.pairs["train"][seeds].tolist()}, 0
+        for block in blocks:
+            target = torch.repeat_interleave(block.indptr.diff().long())
+            edge, until = graph.edge_time[block.edge_ids], block.src_times[target]
+            assert bool((edge < until).all() if strict else (edge <= until).all())
+            ends = zip(block.src_nodes[block.indices.long()].tolist(), block.src_nodes[target].tolist())
+            assert not held & {frozenset(pair) for pair in ends}
+            seen += len(target)
+        assert seen > 200
+
+
+def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, monkeypatch):
+    """A node's embedding is here a function of node and time, which figures counted slowly are compared with."""
+    graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
+    evaluation, scorer, whole = link.Evaluation(graph), link.Scorer("dot", 2).double(), set(_pairs_of(graph))
+    nodes, times = evaluation.seen("test")
+    assert len(torch.stack([nodes, times]).unique(dim=1).T) == len(nodes)
+
+    def row(node, time_):
+        return torch.tensor([math.sin(7 * node + time_), math.cos(3 * node - time_)], dtype=torch.float64)
+
+    found = evaluation(scorer, torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())]), "test")
+    random, others = evaluation.fixed["test"]
+    pairs, when, places = graph.pairs["test"].tolist(), graph.pair_times["test"].tolist(), []
+    for (u, v), t, against in zip(pairs, when, others.tolist()):
+        own, scores = row(u, t) @ row(v, t), [row(u, t) @ row(w, t) for w in against]
+        same = [abs(score - own) < 1e-12 for score in scores]
+        places.append(1 + sum(bool(s > own) and not e for s, e in zip(scores, same)) + sum(map(int, same)) / 2)
+        assert not whole & {(u, w) for w in against}
+    assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
+    positive, negative = ([row(u, t) @ row(v, t) for (u, v), t in zip(some, when)] for some in (pairs, random.tolist()))
+    expected = np.mean([float(a > b) + float(a == b) / 2 for a in positive for b in negative])
+    assert found["roc_auc"] == pytest.approx(expected, abs=1e-9)
+
+
+def _links_told_by_the_future(path, pairs=400):
+    """Two nodes meet at some time; right after it both get an edge from a third of their own, which says so."""
+    rng = np.random.default_rng(0)
+    u, v, third = np.arange(3 * pairs).reshape(3, pairs)
+    noise, when = 3 * pairs + rng.integers(0, 100, (2, pairs)), rng.integers(100, 200, pairs)
+    src, dst = np.concatenate([u, v, third, third, *noise]), np.concatenate([v, u, u, v, u, v])
+    times = np.concatenate([when, when, when + 1, when + 1, *(when - rng.integers(1, 90, (2, pairs)))])
+    x = np.zeros((3 * pairs + 100, 16), np.float32)
+    x[third], x[3 * pairs :] = rng.standard_normal((pairs, 16)), rng.standard_normal((100, 16))
+    order, both = rng.permutation(pairs), np.stack([u, v], 1)
+    np.savez(path.with_suffix(".npz"), train=both[order[:200]], valid=both[order[200:280]], test=both[order[280:]])
+    return build_store(path, edge_index=np.stack([src, dst]), features=x, labels=np.zeros(len(x), np.int64),
+                       split={"train": [0]}, edge_time=times)  # fmt: skip
+
+
+def test_links_see_no_future(tmp_path):
+    """The future gives the answer away: before their own time pairs cannot be told from others, without it they can."""
+    path = _links_told_by_the_future(tmp_path / "g")
+    words = ["--task", "link", "--dataset", path, "--edge-split", tmp_path / "g.npz", "--gpus", 0, "--fanout", "10",
+             "--hidden", 16, "--epochs", 30, "--batch-size", 50, "--lr", 0.02, "--dropout", 0]  # fmt: skip
+    found = {}
+    for temporal, what in (("before", "the ends of a pair and its negatives see edges before their own time"),
+                           ("at", "the ends of a pair and its negatives see edges at their own time or before"),
+                           ("off", "times of edges are not used: --temporal off")):  # fmt: skip
+        assert what in _train(*words, "--temporal", temporal, "--log", tmp_path / temporal)
+        scores = _log(tmp_path / temporal)[-1]["scores"]
+        found[temporal] = scores["valid"]["roc_auc"], scores["test"]["roc_auc"]
+    error = 1 / math.sqrt(6 * 80)
+    assert min(found["off"]) > 0.9, found
+    assert all(abs(figure - 0.5) < 4 * error for temporal in ("before", "at") for figure in found[temporal]), found
+
+
+def test_links_at_their_times_are_the_same_for_any_number_of_processes_and_after_a_kill(tmp_path):
+    path = _timed_links(tmp_path, nodes=120, edges=400).path
+    common = [*LINK, "--dataset", path, "--epochs", 3, "--precision", "fp64", "--dropout", 0.5, "--model", "gin",
+              "--temporal", "before", "--negatives", 2]  # fmt: skip
+    for procs in (1, 2, 3):
+        _train(*common, "--procs", procs, "--batch-size", 90 // procs, "--log", tmp_path / f"{procs}",
+               "--checkpoint", tmp_path / f"{procs}.pt")  # fmt: skip
+    expected = _log(tmp_path / "1")
+    for procs in (2, 3):
+        log = _log(tmp_path / f"{procs}")
+        assert [entry["loss"] for entry in log[:3]] == pytest.approx([entry["loss"] for entry in expected[:3]], rel=1e-9)
+        for a, b in zip(expected[:3], log):
+            assert a["valid"] == pytest.approx(b["valid"], abs=1e-3)
+        assert log[-1]["scores"]["test"] == pytest.approx(expected[-1]["scores"]["test"], abs=1e-3)
+    words = [*common, "--batch-size", 40, "--epochs", 12]
+    _train(*words, "--checkpoint", tmp_path / "straight.pt", "--log", tmp_path / "straight")
+    words += ["--checkpoint", tmp_path / "killed.pt", "--checkpoint-every", 3, "--resume", "auto"]
+    process = _start_fork(tmp_path / "out", *words)
+    _wait_for(lambda: "epoch   5/12" in process.output.read_text(), process)
+    process.kill()
+    _end(process, -signal.SIGKILL)
+    _train(*words, "--log", tmp_path / "killed", "--predict", tmp_path / "h.npy")
+    straight, killed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "killed.pt")
+    assert all(torch.equal(straight[name], value) for name, value in killed.items())
+    assert _log(tmp_path / "straight")[-1]["scores"] == _log(tmp_path / "killed")[-1]["scores"]
+    assert np.isfinite(np.load(tmp_path / "h.npy")).all() and np.load(tmp_path / "h.npy").shape == (120, 16)
+
+
+def test_links_at_their_times_are_refused_in_a_sentence(tmp_path):
+    timed, plain = _timed_links(tmp_path).path, _link_graph(tmp_path, seed=1).path
+    np.savez(tmp_path / "none.npz", test=[[0, 0]])
+    for path, words, complaint in (
+        (plain, ["--temporal", "at"], "--temporal goes by the times of edges, and .* has none"),
+        (timed, ["--temporal", "before", "--model", "gcn"], "--model gcn divides by the degrees of the whole graph"),
+        (timed, ["--sampler", "latest"], "--sampler latest takes the last edges .* here off"),
+        (timed, ["--temporal", "at", "--edge-split", tmp_path / "none.npz"],
+         r"none.npz: the pair \[0, 0\] has no time, for it is no edge; --temporal off takes it"),
+    ):  # fmt: skip
+        assert re.search(complaint, _train(*LINK, "--dataset", path, *words, code=2))
+    said = _train(*LINK, "--dataset", timed, "--temporal", "before", "--sampler", "latest", "--epochs", 1)
+    assert "neighbours are the latest" in said and "times of edges are not used" not in said
+
+
 LINK = ["--task", "link", "--gpus", 0, "--fanout", "4,4", "--hidden", 16, "--lr", 0.01, "--edge-split", "80/10/10"]
 
 

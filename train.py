@@ -53,7 +53,7 @@ from features import CachedFeatures, FeatureRing, prefetch
 from edge_data import edge_data
 from graphs import GraphReader
 from link import Links, read_pairs, score_pairs
-from loader import NodeLoader
+from loader import AtSeedTimes, NodeLoader
 from lookahead import LookaheadCache
 from metrics import binary_cross_entropy, score
 from model import GNN, cross_entropy, inference, layerwise
@@ -199,9 +199,15 @@ def sampled_score(ranks, args, sampler, ring, model, nodes):
     return score(args.metric, logits, y)
 
 
+def used_by_all(args, store):
+    """The columns of edges that exact inference of all nodes uses; for links it is that at the end of time."""
+    used, _ = edge_data(args, store)
+    return used._replace(time=None) if args.task == "link" else used
+
+
 def by_layers(args, store, model):
     """Whether exact inference goes layer by layer; at each node's own time every layer has rows of its own."""
-    return layerwise(model) and edge_data(args, store)[0].time is None
+    return layerwise(model) and used_by_all(args, store).time is None
 
 
 def exact_logits(ranks, args, store, model, layers=None):
@@ -209,7 +215,7 @@ def exact_logits(ranks, args, store, model, layers=None):
     machine; for a network without layers of model.py in batches, split over all ranks. With `layers` the output of so
     many of the first layers, [V, hidden]."""
     model = copy.deepcopy(model).float() if args.precision == "fp64" else model
-    used, _ = edge_data(args, store)
+    used = used_by_all(args, store)
     if not by_layers(args, store, model):
         return logits_in_batches(ranks, args, store, model, layers)
     features = getattr(store.features, "tensor", store.features)
@@ -229,7 +235,7 @@ def logits_in_batches(ranks, args, store, model, layers=None):
     else --batch-size, each batch computing most of the graph again. With `layers` the output of so many of the first
     layers."""
     model.eval()
-    used, _ = edge_data(args, store)
+    used = used_by_all(args, store)
     small, hops = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None, layers or len(args.fanout)
     sampler = make_sampler(args, store.indptr, store.indices, [-1] * hops, used._replace(weight=None))
     features = getattr(store.features, "tensor", store.features)
@@ -248,6 +254,30 @@ def logits_in_batches(ranks, args, store, model, layers=None):
             x = output_of_own(args, model, batch)
         logits[batch.seeds] = x.float().cpu()
     return ranks.reduce(logits)
+
+
+@torch.no_grad()
+def embeddings_at(ranks, args, links, model, nodes, times):
+    """Embeddings of nodes [n] at times [n] from neighbours drawn as in training -> [n, D] in host memory, on all
+    ranks."""
+    model.eval()
+    sampler, h = AtSeedTimes(links.sampler, times, nodes), None
+    for batch in batches(args, ranks, None, sampler, links.ring, torch.arange(len(nodes)), shuffle=False):
+        found = predict(ranks, args, links.ring, model, batch).cpu()
+        h = found.new_zeros(len(nodes), found.shape[1]) if h is None else h
+        h[batch.seeds] = found
+    return ranks.reduce(h)
+
+
+def link_scores(ranks, args, store, links, model, part, h=None):
+    """MRR, ROC-AUC and so on of the pairs of a part; None where there are none. h: exact embeddings of all nodes."""
+    if not len(store.split[part]):
+        return None
+    if links.evaluation.timed:
+        h = embeddings_at(ranks, args, links, model, *links.evaluation.seen(part))
+    elif h is None:
+        h = exact_logits(ranks, args, store, model)
+    return links.evaluation(model.scorer, h, part, ranks)
 
 
 def worker(ranks, args, path):
@@ -373,8 +403,7 @@ def validate(ranks, args, store, sampler, ring, model):
     if args.task == "graph":
         return {"valid": ring.scores(args, model, store.split["valid"]) if ranks.leads else None}
     if args.task == "link":
-        h = exact_logits(ranks, args, store, model) if len(store.split["valid"]) else None
-        return {"valid": ring.evaluation(model.scorer, h, "valid", ranks)}
+        return {"valid": link_scores(ranks, args, store, ring, model, "valid")}
     figures = {"valid_sampled": sampled_score(ranks, args, sampler, ring, model, store.split["valid"])}
     if isinstance(ring.features, (CachedFeatures, LookaheadCache)):
         figures["cache_hit_rate"] = ring.features.hit_rate
@@ -412,9 +441,10 @@ def finish(ranks, args, store, ring, model, best, report):
     if args.task == "node" and large and not args.predict:
         report.tell(f"{metric}  n/a: the features do not fit into memory; --predict computes it", {"exact": None})
         return dict.fromkeys(store.split)
-    logits = exact_logits(ranks, args, store, model)
+    timed = args.task == "link" and ring.evaluation.timed
+    logits = None if timed and not args.predict else exact_logits(ranks, args, store, model)
     if args.task == "link":
-        scores = {name: ring.evaluation(model.scorer, logits, name, ranks) for name in ("valid", "test")}
+        scores = {name: link_scores(ranks, args, store, ring, model, name, logits) for name in ("valid", "test")}
         exact = report.scores(scores)
         if args.predict and ranks.leads:
             scorer = copy.deepcopy(model.scorer).to("cpu", logits.dtype)
