@@ -3,9 +3,11 @@
 Net is a class or a function: Net(in_dim, num_classes, hidden=64, num_layers=2) -> a torch.nn.Module, which is called as
 net(blocks, x) with a block for each hop of --fanout, the outermost first, and x [N, F], the features of
 blocks[0].src_nodes; it returns logits [S, C], a row for each seed. Inside it may hold the layers of model.py, DGL's
-(`block.to_dgl()`) or PyG's (`block.to_pyg()`). Features of edges come as net(blocks, x, edges=...), for each block those
-of its edges [E, D], if the class has an argument `edges` in its forward; D as `edge_dim`, 0 without features, if Net has
-that argument. Of what a function returns nothing is known before: it gets both if it has an argument edge_dim.
+(`block.to_dgl()`) or PyG's (`block.to_pyg()`).
+
+Features of edges come as net(blocks, x, edges=...), for each block those of its edges [E, D], if the forward of the
+class has an argument `edges`; D comes as `edge_dim`, 0 without features, if Net has that argument. Of what a function
+returns nothing is known before it is called: it gets both if it has an argument edge_dim.
 
 The file is run as code, which is why only the command line can name it, never a checkpoint. This file needs disk.py.
 """

@@ -8275,7 +8275,8 @@ def test_links_at_their_times_are_the_same_for_any_number_of_processes_and_after
     expected = _log(tmp_path / "1")
     for procs in (2, 3):
         log = _log(tmp_path / f"{procs}")
-        assert [entry["loss"] for entry in log[:3]] == pytest.approx([entry["loss"] for entry in expected[:3]], rel=1e-9)
+        found, wanted = ([entry["loss"] for entry in entries[:3]] for entries in (log, expected))
+        assert found == pytest.approx(wanted, rel=1e-9)
         for a, b in zip(expected[:3], log):
             assert a["valid"] == pytest.approx(b["valid"], abs=1e-3)
         assert log[-1]["scores"]["test"] == pytest.approx(expected[-1]["scores"]["test"], abs=1e-3)
