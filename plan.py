@@ -63,14 +63,15 @@ def _placements(store, fanout, batch_size, hidden, prefetch, graphs=False) -> di
     arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V + sum(
         column.nbytes for name in COLUMNS if (column := getattr(store, name)) is not None)
     step, tables, static = ahead * batch + compute, id_bytes * V, 0
+    rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)  # what the C sampler keeps of the lists
     if graphs:
         inner = sum(edges[:-1]) + nodes[0]
         slot = 8 * F * nodes[-2] + id_bytes * (2 * sum(nodes[:-1]) + inner) + 12 * inner  # 12: winners, numbers, counts
         tables, static = tables + 4 * V * ahead, ahead * slot + compute
     return {"cuda-cuda": Placement(GPU_BYTES + arrays + tables, step + static, RANK_BYTES, 0, 0),
             "pinned-cuda": Placement(GPU_BYTES + tables, step + static, RANK_BYTES, 0, arrays),
-            "cpu-cuda": Placement(GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0),  # pinning rounds up
-            "cpu-cpu": Placement(0, 0, RANK_BYTES, step, 0)}
+            "cpu-cuda": Placement(GPU_BYTES, step, rank, 2 * ahead * batch, 0),  # pinning rounds up
+            "cpu-cpu": Placement(0, 0, rank, step, 0)}
 
 
 def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=False,
