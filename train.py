@@ -62,6 +62,8 @@ from plan import advice
 from report import Clock, Report, describe, draw_timeline, epoch_line, peak_memory, percent, profile
 from sampler import DamagedGraph, mix
 
+torch.autograd.set_multithreading_enabled(False)  # backward on the calling thread: handing over to another takes 50 us
+
 WHOLE_GRAPH_EDGES = 1 << 22  # with no more, a network of one's own is evaluated on the whole graph as one batch
 
 
