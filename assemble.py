@@ -59,7 +59,7 @@ def open_data(ranks, args, path):
     batch_size = args.batch_size * (2 + args.negatives if links else 1)  # nodes, at most
     settle(ranks, args, store.split["train"].numel())
     used, lines = edge_data(args, store)
-    graphs = args.trains and not step_graph.hindrance(args) and used.time is None and store.labels.dim() == 1
+    graphs = step_graph.hops_held(args, store, used) if args.trains else 0
     sizes = {"fanout": args.fanout, "batch_size": batch_size, "hidden": args.hidden, "prefetch": args.prefetch,
              "graphs": graphs}  # fmt: skip
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, **sizes)
@@ -70,8 +70,7 @@ def open_data(ranks, args, path):
     sampler = make_sampler(args, indptr, indices, args.fanout, placed)
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16  # a network of one's own gets float32 under autocast
     dtype = {"bf16": bf16, "fp64": torch.float64}.get(args.precision, torch.float32)
-    floats = {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
-    in_place = args.model == "sage" and not args.input_dropout and floats
+    in_place = step_graph.averages_in_place(args, features.dtype, dtype)
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
                        aggregate=self_and_mean if in_place else None, edge_features=placed.features)  # fmt: skip
