@@ -81,20 +81,19 @@ class CudaCopies:
     def stream(self, slot, blocks=()):
         """Run the body on the slot's stream, behind what the caller's stream is doing to blocks on the GPU."""
         caller, side = torch.cuda.current_stream(self.device), self.streams[slot % len(self.streams)]
-        device = torch.cuda.current_device()
-        if caller == side and device == side.device_index:  # within such a context already
+        if caller == side and torch.cuda.current_device() == side.device_index:  # within such a context already
             yield
             return
         if any(block.src_nodes.is_cuda for block in blocks):
             side.wait_stream(caller)
             for block in blocks:
                 block.record_stream(side)
-        torch.cuda.set_stream(side)  # and its GPU: a thread begins on GPU 0, whatever the rank
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(caller)
-            torch.cuda.set_device(device)
+        with torch.cuda.device(self.device):  # a thread begins on GPU 0, whatever the rank, and opens no context there
+            torch.cuda.set_stream(side)
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(caller)
 
     def copy(self, tensor):
         """Start a copy to the GPU on the current stream -> the tensor it will arrive in."""

@@ -4,7 +4,8 @@
 
     python store.py estimate PATH --gpus 4 --fanout 15,10,5
 
-Letters: V nodes and M edges of the graph, F feature width. This file needs edge_data.py, features.py, flags.py, step_graph.py and store.py.
+Letters: V nodes and M edges of the graph, F feature width. This file needs edge_data.py, features.py, flags.py,
+step_graph.py and store.py.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def estimate_lines(path, **options) -> str:
     for mode, placement in found["modes"].items():
         lines.append((mode, f"{found['sums'][mode]}; batches of up to {placement['largest_batch']:,} seeds fit"))
     lines.append(("mode", found["mode"] or "none fits (--free-gpu GB asks about another machine's GPUs)"))
-    lines.append(("steps", f"{'of' if graphs else 'not of'} static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"))
+    shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda" if graphs else "the shapes of their batches"
+    lines.append(("steps", f"of {shapes}"))
     lines.append(("features", f"{found['backend']}: {found['backend_why']}"))
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 

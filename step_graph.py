@@ -5,10 +5,11 @@
         graphs.step(batch)               # forward, loss, backward, optimizer
 
 One graph samples a batch, fetches its features (of GraphSAGE's outermost hop it draws and averages them in one kernel)
-and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next batch is sampled, on the slot's
-stream, while this one is trained on. A graph cannot change its shapes, so they are padded: room for as many nodes and
-edges as the first batches of the run took, and some more. What is padded has no edges, no label and no gradient. The
-number of the step, by which neighbours and dropout are drawn, is read from GPU memory.
+and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next
+batch is sampled, on the slot's stream, while this one is trained on. A graph cannot change its shapes, so they are
+padded: room for as many nodes and edges as the first batches of the run took, and some more. What is padded has no
+edges, no label and no gradient. The number of the step, by which neighbours and dropout are drawn, is read from GPU
+memory.
 
 A batch that does not fit says so before its turn comes: it is sampled again, and trained on, in its own shapes. That is
 the same batch, for what is drawn depends on the step alone; which batches these are depends on the flags alone, so a
