@@ -212,6 +212,8 @@ class FeatureRing:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
         fields = [block._asdict() for block in blocks] + [{"y": y}]
         mine = [(values, name) for values in fields for name, t in values.items() if t is not None and not t.is_cuda]
+        if not mine:
+            return blocks, y
         tensors = [values[name].contiguous() for values, name in mine]
         *starts, size = accumulate((-(-t.nbytes // 16) * 16 for t in tensors), initial=0)
         if size:
