@@ -26,13 +26,14 @@ import native
 from bench_tools import OwnProcess, forget_pages, interleave, memory_of_process, print_table, watch
 from bench_training import Ours
 from csc import Rows, ahead
-from disk import StoreError
+from disk import StoreError, map_npy
 from features import CachedFeatures, expected_visits
 from graphs import GraphDataset, block_diagonal, build_graphs
 from loader import NodeLoader
 from lookahead import LookaheadCache
 from row_reader import open_rows
-from store import GraphStore, MmapFeatures, build_store, free_host_bytes
+from sampler import NeighborSampler
+from store import SAMPLERS, GraphStore, MmapFeatures, build_store, free_host_bytes
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
@@ -184,10 +185,34 @@ def train_papers(folder, args):
         raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, {folder} has {free / 1e9:.0f} GB left")
     args = argparse.Namespace(**{**vars(args), "fanout": [15, 10, 5], "batch_size": 1024})
     built = OwnProcess(args.threads, functools.partial, build_papers, folder / "papers", p)()
-    how = {"disk, cache that looks ahead": ("lookahead", int(args.cache_gb * 1e9))}
-    trained = train_each(folder / "papers", args, how)["disk, cache that looks ahead"]
-    epoch = -(-p["train"] // args.batch_size) / trained["batches_per_s"]
-    return {"build": built, "training": trained, "epoch_s": epoch, **p}
+    how = {name: (how, int(args.cache_gb * 1e9)) for name, how in AHEAD.items()}
+    trained = train_each(folder / "papers", argparse.Namespace(**{**vars(args), "graphbolt": None}), how)
+    epoch = -(-p["train"] // args.batch_size) / next(iter(trained.values()))["batches_per_s"]
+    sampled = {where: OwnProcess(args.threads, functools.partial, sample_graph, folder / "papers", args, where)()
+               for where in GRAPHS}  # fmt: skip
+    return {"build": built, "sample_ms": sampled, "training": trained, "epoch_s": epoch, **p}
+
+
+AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
+GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, as memory is short"
+
+
+def sample_graph(path, args, where, batches=8):
+    """Milliseconds to sample a batch from a graph in the page cache, or from one that is on the disk at first."""
+    graph = GraphStore.open(path)
+    indices, threads = graph.indices, args.threads
+    if where == GRAPHS[2]:  # what GraphStore does
+        indices, threads = map_npy(path, "indices.npy", graph.meta["files"]["indices.npy"], ahead=False), SAMPLERS
+    sampler = NeighborSampler(graph.indptr, indices, args.fanout, check=False, threads=threads)
+    seeds, times = graph.split["train"], []
+    seeds = seeds[torch.randperm(len(seeds), generator=torch.Generator().manual_seed(0))]
+    forget_pages(path)
+    graph.indptr.sum(), where == GRAPHS[0] and indices.sum()
+    for step, part in enumerate(seeds.split(args.batch_size)[:batches]):
+        start = time.perf_counter()
+        sampler.sample(part, step)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
 
 
 class FromDisk:
@@ -398,8 +423,7 @@ def bench_store(args):
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
         ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
-                "disk, cache that looks ahead": ("lookahead", cache),
-                "disk, the same past the page cache": ("past", cache),
+                **{name: (how, cache) for name, how in AHEAD.items()},
                 "disk, cache of train.py's default": ("lookahead", free_host_bytes() // 2)}  # fmt: skip
         trained = figures["training"] = {}
         for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
@@ -412,7 +436,7 @@ def bench_store(args):
 
         if "papers" in parts:
             papers = figures["papers"] = train_papers(folder, args)
-            built, trained = papers["build"], papers["training"]
+            built, trained = papers["build"], next(iter(papers["training"].values()))
             print(f"papers: {papers['nodes']:,} nodes, {papers['edges']:,} edges built in {built['seconds']:.0f} s, "
                   f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous "
                   f"memory; {gb(built['bytes'])} on disk")  # fmt: skip
@@ -420,7 +444,9 @@ def bench_store(args):
             print(f"papers: {trained['batches_per_s']:.2f} batches/s, an epoch of {papers['train']:,} nodes in "
                   f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and "
                   f"{gb(trained['mapped'])} mapped")  # fmt: skip
-            _print_training({"disk, cache that looks ahead": trained}, f"{gb(built['bytes'])} on disk")
+            _print_training(papers["training"], f"{gb(built['bytes'])} on disk")
+            rows = [[name, f"{ms:.0f}"] for name, ms in papers["sample_ms"].items()]
+            print_table(rows, ["graph", "ms to sample a batch"])
             shutil.rmtree(folder / "papers")
 
         if "graphs" in parts:
