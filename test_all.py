@@ -2478,7 +2478,8 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
             choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
     large = estimate(path, fanout=[2], free_host=ARRAYS - 1)
     assert large["backend"] == "mmap" and large["mode"] is None and "behind --cache" in large["backend_why"]
-    assert "neighbour lists as they are sampled" in large["backend_why"]
+    larger = estimate(path, fanout=[2], free_host=GraphStore.open(path).indices.nbytes)
+    assert "neighbour lists as they are sampled" in larger["backend_why"]
 
 
 def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
