@@ -23,6 +23,7 @@ import torch
 import datasets
 from allocator import keep_freed_memory, trim_memory
 import native
+from bench_sampler import LABORS
 from bench_tools import OwnProcess, forget_pages, interleave, memory_of_process, print_table, watch
 from bench_training import Ours
 from csc import Rows, ahead
@@ -220,10 +221,10 @@ class FromDisk:
     figures.
 
     how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead,
-    "past" so too and past the page cache.
+    "past" so too and past the page cache. drawn: by the sampler of bench_sampler.LABORS with this name.
     """
 
-    def __init__(self, path, args, how, cache):
+    def __init__(self, path, args, how, cache, drawn="uniform"):
         keep_freed_memory()
         store = GraphStore.open(path)
         table, nodes = store.features, store.split["train"]
@@ -240,7 +241,8 @@ class FromDisk:
                 trim_memory(1)  # what that took, as train.py does
         self.peak = seen.peak
         self.table, self.ours = table, Ours(store, [], args, features=table, slots=3)
-        sampler, ring = self.ours.sampler, self.ours.ring
+        options = {**LABORS[drawn], "check": False, "threads": args.threads}
+        sampler, ring = NeighborSampler(store.indptr, store.indices, args.fanout, **options), self.ours.ring
         loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=sampler, ring=ring)
         self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
         forget_pages(path)
@@ -368,13 +370,13 @@ def _print_training(trained, what):
         rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
     print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
     for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap advised")):
-        if name.startswith("disk") and other in trained:
+        if name.startswith(("disk", "LABOR")) and other in trained:
             ratio = trained[name]["batches_per_s"] / trained[other]["batches_per_s"]
             print(f"{name}: {ratio:.2f} times the batches/s of {other}")
     curves = {name: f.pop("losses") for name, f in trained.items()}
     for name, curve in curves.items():
         trained[name] |= {"first_loss": curve[0], "last_loss": curve[-1]}
-        if len(curves) > 1 and not name.startswith("GraphBolt"):
+        if len(curves) > 1 and not name.startswith(("GraphBolt", "LABOR")):
             same = "the same bits as" if curve == next(iter(curves.values())) else "NOT the same bits as"
             print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} {next(iter(curves))}")
     for name, f in trained.items():
@@ -424,6 +426,7 @@ def bench_store(args):
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
         ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
                 **{name: (how, cache) for name, how in AHEAD.items()},
+                **{name: ("lookahead", cache, name) for name in ("LABOR", "LABOR, layer, batch 4")},
                 "disk, cache of train.py's default": ("lookahead", free_host_bytes() // 2)}  # fmt: skip
         trained = figures["training"] = {}
         for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
