@@ -120,11 +120,14 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     mode = next((m for m in choices if modes[m]["fits"]), None)
     mode = mode or next((m for m in reversed(choices) if modes[m]["possible"]), None)
     arrays = modes["pinned-cuda"]["shared"]
-    in_memory = arrays <= free_host
+    edges, where = store.indices.nbytes, "the mapped file stays in it"
+    if arrays > free_host:
+        where = "rows are read from the mapped file's disk, behind --cache"
+    if edges > free_host // 2:
+        where += f", and neighbour lists as they are sampled (all take {readable_size(edges)})"
     why = (
         f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
-        + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
-        + "; lmdb is for rows that change while others read them"
+        f"{where}; lmdb is for rows that change while others read them"
     )
     sums = {m: _sum_line(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
     return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap", "backend_why": why}

@@ -1975,25 +1975,23 @@ def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
     reader = _opened(path, table)
     if not reader.direct:
         pytest.skip("this file system has no direct reads")
-    ids = torch.randperm(500)[:200] * 2  # gaps of 1 row are worth reading, 1,024 bytes
-    reader.read(ids, torch.empty(200, 1024, dtype=torch.uint8))
-    rows = ids.sort().values
-    gaps = int((rows.diff() == 2).sum())
-    assert reader.bytes_read == 1024 * (200 + gaps) - 1024 * _cuts(rows)
+    ids = torch.randperm(1000)[:150]
+    reader.read(ids, torch.empty(150, 1024, dtype=torch.uint8))
+    rows, gaps = ids.sort().values, ids.sort().values.diff() - 1
+    assert 0 < int((gaps > 8).sum()) < 149 and reader.bytes_read == 1024 * _rows_read(rows.tolist())
     before = reader.bytes_read
     reader.read(torch.tensor([7, 8, 9, 8, 500, 9]), torch.empty(6, 1024, dtype=torch.uint8))
     assert reader.bytes_read - before == 4 * 1024  # whole blocks, each once
 
 
-def _cuts(rows, row=1024, most=1 << 16):
-    """How many gaps of one row are left out because a request is full."""
-    cuts, start = 0, int(rows[0])
-    for a, b in zip(rows.tolist(), rows.tolist()[1:]):
-        if b - a == 2 and (b + 1 - start) * row > most:
-            cuts += 1
-        if b - a != 2 or (b + 1 - start) * row > most:
-            start = b
-    return cuts
+def _rows_read(rows, gap=8, most=64):
+    """Rows of 1 KiB that are read for these, ascending: requests of at most 64 KiB, with gaps of at most 8 KiB."""
+    total, start, end = 0, rows[0], rows[0]
+    for row in rows:
+        if row - end > gap or row + 1 - start > most:
+            total, start = total + end - start, row
+        end = row + 1
+    return total + end - start
 
 
 def test_many_threads_and_forked_processes_read_with_one_reader(tmp_path):
@@ -2243,6 +2241,45 @@ def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
     return graph
 
 
+def _advice(tensor):
+    """The kernel's flags of the memory map that a tensor lies in: "rr" where it does not read ahead."""
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ends := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(ends[1], 16) <= tensor.data_ptr() < int(ends[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    return flags.split()
+
+
+def test_a_graph_on_disk_is_sampled_by_many_threads_to_the_same_blocks(tmp_path, monkeypatch):
+    graph = _large(tmp_path, monkeypatch)
+    assert "rr" in _advice(graph.sampled_indices) and "rr" not in _advice(graph.indices)
+    assert graph.sampling_threads == store.SAMPLERS
+    drawn = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=50)
+    assert drawn.sampler.indices.data_ptr() == graph.sampled_indices.data_ptr()
+    for batch in drawn:
+        alone = NeighborSampler(graph.indptr.clone(), graph.indices.clone(), [3, 3])
+        for block, other in zip(batch.blocks, alone.sample(batch.seeds, batch.global_step), strict=True):
+            assert all(torch.equal(*pair) for pair in zip(block[:3], other[:3], strict=True))
+    monkeypatch.undo()
+    graph = GraphStore.open(graph.path)
+    assert graph.sampling_threads is None and graph.sampled_indices is graph.indices
+
+
+def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_path, monkeypatch):
+    graph = _large(tmp_path, monkeypatch)
+    table, edges = graph.x.nbytes, graph.indptr.nbytes + graph.indices.nbytes
+    if not graph.features.reader().direct:
+        pytest.skip("this file system has no direct reads")
+    for free, cache, direct in ((edges + table // 4, 0, False), (edges + table // 4 - 1, 0, True),
+                                (edges + table // 4, 1, True), (edges + table, table // 2, False)):  # fmt: skip
+        monkeypatch.setattr(store, "free_host_bytes", lambda free=free: free)
+        features = GraphStore.open(graph.path).features
+        features.beside += cache
+        assert features.reader().direct is direct
+
+
 @pytest.mark.parametrize("budget, window", [(0, 3), (96 * 50, 0), (96 * 50, 1), (96 * 200, None), (10**6, 100)])
 def test_batches_through_a_cache_that_looks_ahead_are_the_same(budget, window, tmp_path, monkeypatch):
     graph = _large(tmp_path, monkeypatch)
@@ -2445,6 +2482,8 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
             choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
     large = estimate(path, fanout=[2], free_host=ARRAYS - 1)
     assert large["backend"] == "mmap" and large["mode"] is None and "behind --cache" in large["backend_why"]
+    larger = estimate(path, fanout=[2], free_host=GraphStore.open(path).indices.nbytes)
+    assert "neighbour lists as they are sampled" in larger["backend_why"]
 
 
 def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
@@ -7407,9 +7446,10 @@ SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -7418,7 +7458,10 @@ static int turn;
 ssize_t pread(int file, void *to, size_t count, off_t offset) {
   static ssize_t (*real)(int, void *, size_t, off_t);
   if (!real) real = dlsym(RTLD_NEXT, "pread");
-  if (!(fcntl(file, F_GETFL) & O_DIRECT) || offset == 0) return real(file, to, count, offset);
+  char link[64], name[4096] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  if (readlink(link, name, sizeof name - 1) < 0 || !strstr(name, "features.npy") || offset == 0)
+    return real(file, to, count, offset);
   int now = __sync_fetch_and_add(&turn, 1), fails_at = atoi(getenv("FAILS_AT"));
   if (now % 7 == 3) usleep(20000);  // slow
   if (now % 7 == 5) { errno = EINTR; return -1; }
@@ -7446,11 +7489,6 @@ def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
     (tmp_path / "shim.c").write_text(SHIM)
     shim, straight = tmp_path / "shim.so", tmp_path / "straight.pt"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", tmp_path / "shim.c", "-o", shim, "-ldl"], check=True)
-    with open(GraphStore.open(tiny).path / "features.npy", "rb") as file:
-        try:
-            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
-        except OSError:
-            pytest.skip("this file system has no direct reads, by which the shim knows the reader's")
     words = ["--dataset", tiny, "--model", "gcn", "--fanout", "3,3", "--epochs", 1, "--batch-size", 200, "--cache",
              "20KiB"]
     _train(*words[:-2], "--checkpoint", straight)
