@@ -59,19 +59,20 @@ def open_data(ranks, args, path):
     batch_size = args.batch_size * (2 + args.negatives if links else 1)  # nodes, at most
     settle(ranks, args, store.split["train"].numel())
     used, lines = edge_data(args, store)
-    graphs = args.trains and not step_graph.hindrance(args) and used.time is None and store.labels.dim() == 1
+    graphs = step_graph.hops_held(args, store, used) if args.trains else 0
     sizes = {"fanout": args.fanout, "batch_size": batch_size, "hidden": args.hidden, "prefetch": args.prefetch,
              "graphs": graphs}  # fmt: skip
     args.mode, line = choose_mode(store, args.gpus, args.mode, procs=ranks.local_world, **sizes)
     if ranks.leads:
         print(f"memory  {line}", *(f"edges   {line}" for line in lines), sep="\n")
+        if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
+            print(f"memory  neighbour lists are read from the disk by {store.sampling_threads} threads as they are sampled")
     indptr, indices, labels, features, placed = place_data(ranks, args, store, used, sizes)
     features = cached(ranks, args, store, features, nodes, batch_size)
-    sampler = make_sampler(args, indptr, indices, args.fanout, placed)
+    sampler = make_sampler(args, indptr, indices, args.fanout, placed, store.sampling_threads)
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16  # a network of one's own gets float32 under autocast
     dtype = {"bf16": bf16, "fp64": torch.float64}.get(args.precision, torch.float32)
-    floats = {features.dtype, dtype} <= {torch.float32, torch.bfloat16}
-    in_place = args.model == "sage" and not args.input_dropout and floats
+    in_place = step_graph.averages_in_place(args, features.dtype, dtype)
     ring = FeatureRing(features, labels, slots=args.prefetch + 1, device=ranks.device, streams=args.sample_threads,
                        log=tqdm.write if ranks.leads else None, dtype=dtype, gather=gather_rows,
                        aggregate=self_and_mean if in_place else None, edge_features=placed.features)  # fmt: skip
@@ -124,7 +125,7 @@ def place_data(ranks, args, store, used, sizes):
     """Put graph, labels, features and the columns in `used` where --mode wants them -> (indptr, indices, labels,
     features, EdgeData)."""
     columns = {name: column for name in ("weight", "time", "features") if (column := getattr(used, name)) is not None}
-    arrays, spare = [store.indptr, store.indices, store.labels, store.features, *columns.values()], 0
+    arrays, spare = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()], 0
     if args.mode == "pinned-cuda":
         if ranks.local_world < ranks.world:
             raise StoreError("--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines")
@@ -134,9 +135,10 @@ def place_data(ranks, args, store, used, sizes):
     return indptr, indices, labels, features, used._replace(**dict(zip(columns, placed)))
 
 
-def make_sampler(args, indptr, indices, fanout, used):
+def make_sampler(args, indptr, indices, fanout, used, threads=None):
     """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
     options = {"seed": args.seed, "check": False, "weights": used.weight, "edge_ids": used.features is not None}
+    options["threads"] = threads
     if args.sampler == "latest" and used.time is not None:
         options["method"] = "latest"
     if args.sampler == "labor":
@@ -174,6 +176,8 @@ def cached(ranks, args, store, features, nodes, batch_size):
     with reading_all_edges():
         visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, batch_size)
     trim_memory(1)  # what that took, and the cache can have
+    if mapped:
+        store.features.beside += args.cache * ranks.local_world
     if looks_ahead:
         return LookaheadCache(store.features, args.cache, args.lookahead, visits)
     return CachedFeatures(features, visits, args.cache, ranks.device)

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -22,16 +23,18 @@ import torch
 import datasets
 from allocator import keep_freed_memory, trim_memory
 import native
+from bench_sampler import LABORS
 from bench_tools import OwnProcess, forget_pages, interleave, memory_of_process, print_table, watch
 from bench_training import Ours
 from csc import Rows, ahead
-from disk import StoreError
+from disk import StoreError, map_npy
 from features import CachedFeatures, expected_visits
 from graphs import GraphDataset, block_diagonal, build_graphs
 from loader import NodeLoader
 from lookahead import LookaheadCache
 from row_reader import open_rows
-from store import GraphStore, MmapFeatures, build_store, free_host_bytes
+from sampler import NeighborSampler
+from store import SAMPLERS, GraphStore, MmapFeatures, build_store, free_host_bytes
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
@@ -183,35 +186,63 @@ def train_papers(folder, args):
         raise StoreError(f"--parts papers takes {needed / 1e9:.0f} GB of disk, {folder} has {free / 1e9:.0f} GB left")
     args = argparse.Namespace(**{**vars(args), "fanout": [15, 10, 5], "batch_size": 1024})
     built = OwnProcess(args.threads, functools.partial, build_papers, folder / "papers", p)()
-    how = {"disk, cache that looks ahead": ("lookahead", int(args.cache_gb * 1e9))}
-    trained = train_in_turn(folder / "papers", args, how)["disk, cache that looks ahead"]
-    epoch = -(-p["train"] // args.batch_size) / trained["batches_per_s"]
-    return {"build": built, "training": trained, "epoch_s": epoch, **p}
+    how = {name: (how, int(args.cache_gb * 1e9)) for name, how in AHEAD.items()}
+    trained = train_each(folder / "papers", argparse.Namespace(**{**vars(args), "graphbolt": None}), how)
+    epoch = -(-p["train"] // args.batch_size) / next(iter(trained.values()))["batches_per_s"]
+    sampled = {where: OwnProcess(args.threads, functools.partial, sample_graph, folder / "papers", args, where)()
+               for where in GRAPHS}  # fmt: skip
+    return {"build": built, "sample_ms": sampled, "training": trained, "epoch_s": epoch, **p}
+
+
+AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
+GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, as memory is short"
+
+
+def sample_graph(path, args, where, batches=8):
+    """Milliseconds to sample a batch from a graph in the page cache, or from one that is on the disk at first."""
+    graph = GraphStore.open(path)
+    indices, threads = graph.indices, args.threads
+    if where == GRAPHS[2]:  # what GraphStore does
+        indices, threads = map_npy(path, "indices.npy", graph.meta["files"]["indices.npy"], ahead=False), SAMPLERS
+    sampler = NeighborSampler(graph.indptr, indices, args.fanout, check=False, threads=threads)
+    seeds, times = graph.split["train"], []
+    seeds = seeds[torch.randperm(len(seeds), generator=torch.Generator().manual_seed(0))]
+    forget_pages(path)
+    graph.indptr.sum(), where == GRAPHS[0] and indices.sum()
+    for step, part in enumerate(seeds.split(args.batch_size)[:batches]):
+        start = time.perf_counter()
+        sampler.sample(part, step)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
 
 
 class FromDisk:
     """Trains on features that stay on disk, `cache` bytes of them in memory; called with a number of batches ->
     figures.
 
-    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead.
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead,
+    "past" so too and past the page cache. drawn: by the sampler of bench_sampler.LABORS with this name.
     """
 
-    def __init__(self, path, args, how, cache):
+    def __init__(self, path, args, how, cache, drawn="uniform"):
         keep_freed_memory()
         store = GraphStore.open(path)
         table, nodes = store.features, store.split["train"]
         if isinstance(table, MmapFeatures):  # also where they would fit
-            table = MmapFeatures(table._table, True, *([] if how == "map" else [store.path, table._head]))
+            beside = math.inf if how == "past" else table.beside + cache
+            file = [] if how == "map" else [store.path, table._head, beside]
+            table = MmapFeatures(table._table, True, *file)
         with watch() as seen:
             if cache:
                 visits = expected_visits(store.indptr, store.indices, nodes, args.fanout, args.batch_size)
-                ahead = how == "lookahead"
+                ahead = how in ("lookahead", "past")
                 table = LookaheadCache(table, cache, None, visits) if ahead else CachedFeatures(table, visits, cache)
                 del visits
                 trim_memory(1)  # what that took, as train.py does
         self.peak = seen.peak
         self.table, self.ours = table, Ours(store, [], args, features=table, slots=3)
-        sampler, ring = self.ours.sampler, self.ours.ring
+        options = {**LABORS[drawn], "check": False, "threads": args.threads}
+        sampler, ring = NeighborSampler(store.indptr, store.indices, args.fanout, **options), self.ours.ring
         loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=sampler, ring=ring)
         self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
         forget_pages(path)
@@ -269,30 +300,29 @@ class GraphBolt:
         self.process.communicate()
 
 
-def train_in_turn(path, args, ways):
-    """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, in turn, each in a
-    process of its own -> {name: figures}; of all but the first quarter, by which caches are full."""
-    processes = {name: OwnProcess(args.threads, FromDisk, path, args, *way) for name, way in ways.items()}
+def train_each(path, args, ways):
+    """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, each in a process of its
+    own and one after another, because pages that one of them reads would serve the others -> {name: figures}; of all
+    but the first quarter, by which caches are full."""
+    starts = {name: functools.partial(OwnProcess, args.threads, FromDisk, path, args, *way)
+              for name, way in ways.items()}  # fmt: skip
     if args.graphbolt and len(ways) > 1:
-        processes["GraphBolt, mmap advised"] = GraphBolt(path, args, "advised")
-    rounds = {name: [] for name in processes}
-    for _ in range(20):
-        for name, process in processes.items():
-            rounds[name].append(process(max(1, args.batches // 20)))
-    for process in processes.values():
+        starts["GraphBolt, mmap advised"] = functools.partial(GraphBolt, path, args, "advised")
+    figures = {}
+    for name, start in starts.items():
+        process = start()
+        rounds = [process(max(1, args.batches // 20)) for _ in range(20)]
         process.shutdown()
-    if "GraphBolt, mmap advised" in processes:
+        timed, last = rounds[5:], rounds[-1]
+        rates = [f["batches_per_s"] for f in timed]
+        figures[name] = {**last, "batches_per_s": statistics.median(rates), "rates": rates,
+                         "peak_anonymous": max(f["peak_anonymous"] for f in rounds),
+                         "major_faults": sum(f["major_faults"] for f in timed),
+                         "losses": [loss for f in rounds for loss in f["losses"]]}  # fmt: skip
+    if "GraphBolt, mmap advised" in starts:
         documented = GraphBolt(path, args, "documented")
         print(f"GraphBolt, without advice: {documented(3)['batches_per_s']:.4f} batches/s, of three batches")
         documented.shutdown()
-    figures = {}
-    for name, all_rounds in rounds.items():
-        timed, last = all_rounds[5:], all_rounds[-1]
-        rates = [f["batches_per_s"] for f in timed]
-        figures[name] = {**last, "batches_per_s": statistics.median(rates), "rates": rates,
-                         "peak_anonymous": max(f["peak_anonymous"] for f in all_rounds),
-                         "major_faults": sum(f["major_faults"] for f in timed),
-                         "losses": [loss for f in all_rounds for loss in f["losses"]]}  # fmt: skip
     return figures
 
 
@@ -340,13 +370,13 @@ def _print_training(trained, what):
         rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
     print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
     for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap advised")):
-        if name.startswith("disk") and other in trained:
-            ratios = [a / b for a, b in zip(trained[name]["rates"], trained[other]["rates"])]
-            print(f"{name}: {statistics.median(ratios):.2f} times the batches/s of {other}, in turn")
+        if name.startswith(("disk", "LABOR")) and other in trained:
+            ratio = trained[name]["batches_per_s"] / trained[other]["batches_per_s"]
+            print(f"{name}: {ratio:.2f} times the batches/s of {other}")
     curves = {name: f.pop("losses") for name, f in trained.items()}
     for name, curve in curves.items():
         trained[name] |= {"first_loss": curve[0], "last_loss": curve[-1]}
-        if len(curves) > 1 and not name.startswith("GraphBolt"):
+        if len(curves) > 1 and not name.startswith(("GraphBolt", "LABOR")):
             same = "the same bits as" if curve == next(iter(curves.values())) else "NOT the same bits as"
             print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} {next(iter(curves))}")
     for name, f in trained.items():
@@ -395,21 +425,21 @@ def bench_store(args):
         nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
         dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
         ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
-                "disk, cache that looks ahead": ("lookahead", cache),
+                **{name: (how, cache) for name, how in AHEAD.items()},
+                **{name: ("lookahead", cache, name) for name in ("LABOR", "LABOR, layer, batch 4")},
                 "disk, cache of train.py's default": ("lookahead", free_host_bytes() // 2)}  # fmt: skip
         trained = figures["training"] = {}
         for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
             if part in parts:
                 with _store_for(dataset, args.root, backend) as path:
                     name = backend.upper() if backend == "lmdb" else backend
-                    trained |= train_in_turn(path, args, {name: ("map", 0)})  # by itself: pages serve all processes
-                    trained |= train_in_turn(path, args, ways) if part == "train" else {}
+                    trained |= train_each(path, args, {name: ("map", 0), **(ways if part == "train" else {})})
         if trained:
             _print_training(trained, f"{args.features_gb:g} GB of features")
 
         if "papers" in parts:
             papers = figures["papers"] = train_papers(folder, args)
-            built, trained = papers["build"], papers["training"]
+            built, trained = papers["build"], next(iter(papers["training"].values()))
             print(f"papers: {papers['nodes']:,} nodes, {papers['edges']:,} edges built in {built['seconds']:.0f} s, "
                   f"{built['edges_per_s'] / 1e6:.1f} M edges/s, at most {gb(built['peak_anonymous'])} anonymous "
                   f"memory; {gb(built['bytes'])} on disk")  # fmt: skip
@@ -417,7 +447,9 @@ def bench_store(args):
             print(f"papers: {trained['batches_per_s']:.2f} batches/s, an epoch of {papers['train']:,} nodes in "
                   f"{hours:.2f} h; at most {gb(trained['peak_anonymous'])} anonymous and "
                   f"{gb(trained['mapped'])} mapped")  # fmt: skip
-            _print_training({"disk, cache that looks ahead": trained}, f"{gb(built['bytes'])} on disk")
+            _print_training(papers["training"], f"{gb(built['bytes'])} on disk")
+            rows = [[name, f"{ms:.0f}"] for name, ms in papers["sample_ms"].items()]
+            print_table(rows, ["graph", "ms to sample a batch"])
             shutil.rmtree(folder / "papers")
 
         if "graphs" in parts:

@@ -81,15 +81,19 @@ class CudaCopies:
     def stream(self, slot, blocks=()):
         """Run the body on the slot's stream, behind what the caller's stream is doing to blocks on the GPU."""
         caller, side = torch.cuda.current_stream(self.device), self.streams[slot % len(self.streams)]
-        if caller == side and torch.cuda.current_device() == self.device.index:  # within such a context already
+        if caller == side and torch.cuda.current_device() == side.device_index:  # within such a context already
             yield
             return
         if any(block.src_nodes.is_cuda for block in blocks):
             side.wait_stream(caller)
             for block in blocks:
                 block.record_stream(side)
-        with torch.cuda.device(self.device), torch.cuda.stream(side):  # a thread begins on GPU 0, whatever the rank
-            yield
+        with torch.cuda.device(self.device):  # a thread begins on GPU 0, whatever the rank, and opens no context there
+            torch.cuda.set_stream(side)
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(caller)
 
     def copy(self, tensor):
         """Start a copy to the GPU on the current stream -> the tensor it will arrive in."""
@@ -208,6 +212,8 @@ class FeatureRing:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
         fields = [block._asdict() for block in blocks] + [{"y": y}]
         mine = [(values, name) for values in fields for name, t in values.items() if t is not None and not t.is_cuda]
+        if not mine:
+            return blocks, y
         tensors = [values[name].contiguous() for values, name in mine]
         *starts, size = accumulate((-(-t.nbytes // 16) * 16 for t in tensors), initial=0)
         if size:

@@ -179,8 +179,8 @@ def make_parser():
     add("--prefetch", type=positive(int, zero=True), default=2, metavar="N", help="batches prepared ahead; 0: none")
     add("--sample-threads", type=count, default=1, metavar="N", help="threads that sample and fetch")
     add("--cuda-graph", default="auto", choices=["auto", "on", "off"],
-        help="a step as CUDA graphs, without the host: for sage "
-        "with features that GPUs read; off: its kernels one by one; on: say why where it cannot be")  # fmt: skip
+        help="a step as CUDA graphs, without the host, with "
+        "features that GPUs read; off: its kernels one by one; on: say why where it cannot be")  # fmt: skip
     add("--allocator", default="tuned", choices=["tuned", "system"],
         help="tuned: on CPU freed memory is kept, on CUDA segments "
         "can grow; system: left alone")  # fmt: skip

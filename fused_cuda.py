@@ -491,48 +491,46 @@ def sage(blocks, x, aggregated, weights, drops):
     """
     mixed = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if mixed else torch.float32
-    tensors = [t for block in blocks for t in block[:3]]
-    kernels = _kernels(tensors, x)
+    kernels = _kernels([t for block in blocks for t in block[:3]], x)
     fits = dtype in TYPES and weights[0].dtype == torch.float32 and (mixed or x.dtype == torch.float32)
     if kernels is None or not fits:
         return None
     with torch.autocast("cuda", enabled=False) if mixed else nullcontext():
-        return _Sage.apply(x, aggregated, drops, kernels, dtype, len(tensors), *tensors, *weights)
+        return _Sage.apply(x, blocks, aggregated, drops, kernels, dtype, *weights)
 
 
 class _Sage(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, aggregated, drops, kernels, dtype, num_tensors, *tensors):
-        h, saved, weights = x, [], tensors[num_tensors:]
-        for i in range(len(weights) // 3):
-            indptr, indices, nodes = tensors[3 * i : 3 * i + 3]
-            pair = h.to(dtype) if aggregated and not i else None
-            if pair is None:
-                pair = h.new_empty(indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
-                _self_and_mean(indptr, indices, h, None, pair, kernels)
-            weight, bias = torch.cat([weights[3 * i], weights[3 * i + 2]], 1), weights[3 * i + 1]
+    def forward(ctx, x, blocks, aggregated, drops, kernels, dtype, *weights):
+        h, saved = x, []
+        for i, block in enumerate(blocks):
+            if aggregated and not i:
+                pair = h.to(dtype)
+            else:
+                pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
+                _self_and_mean(block.indptr, block.indices, h, None, pair, kernels)
+            own, bias, neigh = weights[3 * i : 3 * i + 3]
+            weight = torch.cat([own, neigh], 1)
             if weight.dtype != dtype:
                 weight, bias = weight.to(dtype), bias.to(dtype)
-            saved += [indptr, indices, h if i else None, pair, weight]
+            saved += [h if i else None, pair, weight]
             h = torch.addmm(bias, pair, weight.t())
             if i < len(drops):
-                _relu_dropout(h, nodes, *drops[i], kernels)
-        ctx.drops, ctx.kernels, ctx.num_tensors, ctx.num_input = drops, kernels, num_tensors, len(x)
+                _relu_dropout(h, block.src_nodes, *drops[i], kernels)
+        ctx.blocks, ctx.drops, ctx.kernels, ctx.num_input = blocks, drops, kernels, len(x)
         ctx.save_for_backward(*saved)
         return h
 
     @staticmethod
     def backward(ctx, grad):  # [S, C]
         saved, kernels, grad, grads = ctx.saved_tensors, ctx.kernels, grad.contiguous(), []
-        for i in range(len(saved) // 5 - 1, -1, -1):
-            indptr, indices, h, pair, weight = saved[5 * i : 5 * i + 5]
+        for i in range(len(ctx.blocks) - 1, -1, -1):
+            h, pair, weight = saved[3 * i : 3 * i + 3]
             own, mean = pair.chunk(2, 1)
             turned = grad.t()
             grads = [torch.mm(turned, own), grad.sum(0), torch.mm(turned, mean), *grads]
-            if i:
-                scale = 256 / (256 - ctx.drops[i - 1][1])
-                grad = _self_and_mean_grad(indptr, indices, torch.mm(grad, weight), len(h), kernels, h, scale)
-            elif ctx.needs_input_grad[0]:
-                grad = _self_and_mean_grad(indptr, indices, torch.mm(grad, weight), ctx.num_input, kernels)
-        to_x = grad if ctx.needs_input_grad[0] else None
-        return to_x, None, None, None, None, None, *[None] * ctx.num_tensors, *grads
+            if i or ctx.needs_input_grad[0]:
+                scale = 256 / (256 - ctx.drops[i - 1][1]) if i else 1.0
+                num_src, (indptr, indices, *_) = len(h) if i else ctx.num_input, ctx.blocks[i]
+                grad = _self_and_mean_grad(indptr, indices, torch.mm(grad, weight), num_src, kernels, h, scale)
+        return grad if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grads

@@ -165,6 +165,7 @@ def split_edges(store, how, seed=0, timed=False):
     if len(held):
         graph.indptr = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[store.indptr]
         graph.indices, graph.num_edges = store.indices[keep], int(graph.indptr[-1])
+        graph.sampled_indices, graph.sampling_threads = graph.indices, None
         for name in EDGE_COLUMNS:
             if getattr(store, name, None) is not None:
                 setattr(graph, name, getattr(store, name)[keep])

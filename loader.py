@@ -164,8 +164,10 @@ class NodeLoader:
         self.total_batch = batch_size * accumulate * world
         self.steps = -(-self.seeds.numel() // self.total_batch)
         if sampler is None:
-            graph_arrays = map(torch.as_tensor, (graph.indptr, graph.indices))
-            sampler = NeighborSampler(*graph_arrays, fanouts, seed=seed, edge_ids=edges)
+            graph_arrays = map(torch.as_tensor, (graph.indptr, getattr(graph, "sampled_indices", graph.indices)))
+            waiting = getattr(graph, "sampling_threads", None)  # for the disk: to check the graph would read all of it
+            sampler = NeighborSampler(*graph_arrays, fanouts, seed=seed, edge_ids=edges, threads=waiting,
+                                      check=not waiting)  # fmt: skip
         if ring is None:
             rows = getattr(graph.features, "tensor", graph.features)
             rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array

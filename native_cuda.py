@@ -23,6 +23,7 @@ import re
 import struct
 import threading
 import warnings
+from functools import partial
 from glob import glob
 from pathlib import Path
 
@@ -149,31 +150,30 @@ class Kernels:
         """Run `threads` threads of a kernel on torch's current stream; from any thread of the host."""
         launch = self._own(kernel)
         launch.set(*values)
-        self._run(launch, threads)
+        with self.current():
+            launch(threads, self.stream())
 
     def run(self, kernel, threads, *numbers):
         """The same for arguments as `Launch.pack` takes them."""
         launch = self._own(kernel)
         launch.pack(*numbers)
-        self._run(launch, threads)
+        if torch.cuda.current_device() == self.index:
+            launch(threads, _raw_stream(self.index))
+        else:
+            with self.current():
+                launch(threads, _raw_stream(self.index))
 
     def _own(self, kernel):
         launches = self._threads.__dict__
         return launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
-
-    def _run(self, launch, threads):
-        if torch.cuda.current_device() == self.index:
-            launch(threads, self.stream())
-        else:
-            with self.current():
-                launch(threads, self.stream())
 
 
 class Launch:
     """A kernel with argument memory of its own: launch(threads, stream) while its GPU is current (torch.cuda.device).
 
     launch.set(*values) sets all arguments, launch[i] = value one: a number, a tensor, a pointer as an int or None; set
-    also takes a ctypes.Structure, whose fields count as they are at each launch. For one thread of the host at a time.
+    also takes a ctypes.Structure, whose fields count as they are at each launch. launch.pack(*numbers) sets all but
+    those, with pointers as ints, 0 for none: in a third of the time. For one thread of the host at a time.
     """
 
     def __init__(self, kernels, kernel, values=()):
@@ -184,6 +184,7 @@ class Launch:
             {i: None for i, code in enumerate(codes) if not code},
         )
         self._memory = ctypes.create_string_buffer(self._format.size)
+        self.pack = partial(self._format.pack_into, self._memory, 0)
         sizes = [struct.calcsize("".join(codes[: i + 1])) - struct.calcsize(code) for i, code in enumerate(codes)]
         self._places = list(zip(codes, sizes))  # code of struct and offset in the memory
         start = ctypes.addressof(self._memory)
@@ -201,10 +202,6 @@ class Launch:
             self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])  # passed from where it lies
         values = [value for i, value in enumerate(values) if i not in self._structs]
         self.pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
-
-    def pack(self, *numbers):
-        """Set all arguments but structs, pointers as ints, 0 for none: in a third of the time that `set` takes."""
-        self._format.pack_into(self._memory, 0, *numbers)
 
     def __setitem__(self, i, value):
         code, offset = self._places[i]

@@ -4,7 +4,8 @@
 
     python store.py estimate PATH --gpus 4 --fanout 15,10,5
 
-Letters: V nodes and M edges of the graph, F feature width. This file needs store.py and features.py.
+Letters: V nodes and M edges of the graph, F feature width. This file needs edge_data.py, features.py, flags.py,
+step_graph.py and store.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch
 
 from columns import COLUMNS
 from disk import StoreError, readable_size
+from edge_data import edge_data
 from features import MODES
+from flags import make_parser
 from model import layerwise
+from step_graph import hops_held
 from store import BACKENDS, GraphStore, free_host_bytes
 
 GPU_BYTES = 1 << 30  # of a GPU that training takes beside its tensors: context, libraries, communication
@@ -35,7 +39,7 @@ class Placement(NamedTuple):
     shared: int  # host memory, one copy for all processes of the machine
 
 
-def _placements(store, fanout, batch_size, hidden, prefetch, graphs=False) -> dict[str, Placement]:
+def _placements(store, fanout, batch_size, hidden, prefetch, graphs=0) -> dict[str, Placement]:
     """The Placement of every mode.
 
     A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop
@@ -44,8 +48,8 @@ def _placements(store, fanout, batch_size, hidden, prefetch, graphs=False) -> di
     destinations and as many for the gradients: the mean, and the result before and after ReLU and dropout.
 
     With `graphs` steps are of static shapes, in memory of their own (step_graph.py): for each of the `prefetch` + 1 a
-    table of V numbers, the inner hops with their sampler's notes, and the input pairs; and once what a step computes,
-    beside what other batches and the validation compute.
+    table of V numbers, so many hops with their sampler's notes, and the input, rows or, where the outermost hop is not
+    among them, pairs; and once what a step computes, beside what other batches and the validation compute.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     id_bytes, row_bytes = store.indices.element_size(), F * store.features.dtype.itemsize
@@ -65,8 +69,9 @@ def _placements(store, fanout, batch_size, hidden, prefetch, graphs=False) -> di
     step, tables, static = ahead * batch + compute, id_bytes * V, 0
     rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)  # what the C sampler keeps of the lists
     if graphs:
-        inner = sum(edges[:-1]) + nodes[0]
-        slot = 8 * F * nodes[-2] + id_bytes * (2 * sum(nodes[:-1]) + inner) + 12 * inner  # 12: winners, numbers, counts
+        places, rows = sum(edges[:graphs]) + nodes[0], sum(nodes[: graphs + 1])
+        slot = 4 * F * nodes[graphs] * (2 if graphs < len(fanout) else 1)
+        slot += id_bytes * (2 * rows + places) + 12 * places  # 12: winners, numbers, counts
         tables, static = tables + 4 * V * ahead, ahead * slot + compute
     return {"cuda-cuda": Placement(GPU_BYTES + arrays + tables, step + static, RANK_BYTES, 0, 0),
             "pinned-cuda": Placement(GPU_BYTES + tables, step + static, RANK_BYTES, 0, arrays),
@@ -74,7 +79,7 @@ def _placements(store, fanout, batch_size, hidden, prefetch, graphs=False) -> di
             "cpu-cpu": Placement(0, 0, rank, step, 0)}
 
 
-def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=False,
+def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0,
              free_gpu=None, free_host=None) -> dict:
     """Say what training on a store takes in each mode and what fits.
 
@@ -83,7 +88,7 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
         gpus: GPUs of this machine, a process each; with 0, `procs` processes train on CPU.
         fanout: one number for each layer, from the seeds outward.
         batch_size: seeds of a process. hidden: width of the inner layers. prefetch: batches prepared ahead.
-        graphs: whether steps are CUDA graphs where the GPU reads the features, or of the shapes of graphs.
+        graphs: hops that steps of static shapes hold (`hops_held` of step_graph.py) where the GPU reads the features.
         free_gpu: free bytes of the fullest GPU; asked of the current one when None.
         free_host: free bytes of host memory; asked of the system when None.
 
@@ -116,11 +121,14 @@ def estimate(store, gpus=0, *, procs=1, fanout=(15, 10, 5), batch_size=1024, hid
     mode = next((m for m in choices if modes[m]["fits"]), None)
     mode = mode or next((m for m in reversed(choices) if modes[m]["possible"]), None)
     arrays = modes["pinned-cuda"]["shared"]
-    in_memory = arrays <= free_host
+    edges, where = store.indices.nbytes, "the mapped file stays in it"
+    if arrays > free_host:
+        where = "rows are read from the mapped file's disk, behind --cache"
+    if edges > free_host // 2:
+        where += f", and neighbour lists as they are sampled (all take {readable_size(edges)})"
     why = (
         f"graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host memory are free: "
-        + ("the mapped file stays in it" if in_memory else "rows are read from the mapped file's disk, behind --cache")
-        + "; lmdb is for rows that change while others read them"
+        f"{where}; lmdb is for rows that change while others read them"
     )
     sums = {m: _sum_line(m, placement, ranks, free_gpu, free_host) for m, placement in modes.items()}
     return {"modes": modes, "sums": sums, "mode": mode, "backend": "mmap", "backend_why": why}
@@ -173,14 +181,18 @@ def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:
 
 def estimate_lines(path, **options) -> str:
     """What `python store.py estimate` prints: sizes on disk, each mode, the mode and the backend to choose."""
-    graph = GraphStore.open(path)
-    found = estimate(graph, **options)
+    graph, fanout = GraphStore.open(path), ",".join(map(str, options["fanout"]))
+    args = make_parser().parse_args([f"--fanout={fanout}"])
+    graphs = hops_held(args, graph, edge_data(args, graph)[0])
+    found = estimate(graph, graphs=graphs, **options)
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features = disk.pop(BACKENDS[graph.meta["backend"]])
     lines = [("on disk", f"graph {readable_size(sum(disk.values()))}, features {readable_size(features)}")]
     for mode, placement in found["modes"].items():
         lines.append((mode, f"{found['sums'][mode]}; batches of up to {placement['largest_batch']:,} seeds fit"))
     lines.append(("mode", found["mode"] or "none fits (--free-gpu GB asks about another machine's GPUs)"))
+    shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda" if graphs else "the shapes of their batches"
+    lines.append(("steps", f"of {shapes}"))
     lines.append(("features", f"{found['backend']}: {found['backend_why']}"))
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 

@@ -1,17 +1,17 @@
-"""Rows of a table in a file, read at the disk's own rate: many requests in flight, past the page cache.
+"""Rows of a table in a file, read at the disk's own rate: many requests in flight.
 
     reader = open_rows("features.npy", offset=4096, row_bytes=1024, rows=V)
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
-A memory map asks for one page a thread at a time, waits, and keeps what it read in the page cache, where a graph that
-is sampled from would rather lie. Here the rows asked for are sorted, those that lie side by side are joined into one
-request of at most REQUEST bytes, and DEPTH requests are under way at a time: by io_uring, which takes least of the
-processor, or by as many threads with `pread`, which a busy machine gives more of its time. Where the kernel has and
-allows both, each is tried now and then, and the one that read faster goes on.
+A memory map asks for one page a thread at a time and waits. Here the rows asked for are sorted, those that lie close
+together are joined into one request of at most REQUEST bytes, and DEPTH requests are under way at a time: by io_uring,
+which takes least of the processor, or by as many threads with `pread`, which a busy machine gives more of its time.
+Where the kernel has and allows both, each is tried now and then, and the one that read faster goes on.
 
-O_DIRECT leaves the page cache alone; where the file system refuses it the file is read through the cache. Requests
-begin and end on blocks of the disk, so a table that starts on a block and has rows of whole blocks (a store's
-features do where a row is a multiple of 512 bytes) is read without a byte too many.
+Read through the page cache, rows that come again need no disk while their pages stay. With O_DIRECT they leave it to
+others, such as a graph that is sampled from; where the file system refuses that, they are read through it. Direct
+requests begin and end on blocks of the disk, so of a table that starts on a block and has rows of whole blocks (a
+store's features do where a row is a multiple of 512 bytes) not a byte too many is read.
 
 C, called without Python's lock; io_uring by its system calls alone, without liburing. Rows are copied out of buffers
 that the kernel knows (registered, so that it need not pin memory for each request): for a row of a few KiB that costs
@@ -53,7 +53,7 @@ SOURCE = r"""
 
 typedef int64_t i64;
 #define REQUEST (1 << 16)  // bytes of a request, unless a row is larger
-#define GAP 1024           // bytes between two rows that cost less to read than another request
+#define GAP 8192           // bytes between two rows that cost less to read than another request
 #define ENDED 100000       // in the place of an errno: the file ends before the row does
 #define COOPERATIVE (1U << 8)  // IORING_SETUP_COOP_TASKRUN: no interrupt of this thread for a completion
 

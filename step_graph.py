@@ -1,14 +1,15 @@
-"""A training step of GraphSAGE as CUDA graphs: the host writes the seeds of a batch and launches twice.
+"""A training step as CUDA graphs: the host writes the seeds of a batch and launches twice.
 
     graphs, said = step_graph.build(ranks, args, store, sampler, ring, model, optimizer, predict)   # None, and why not
     for batch in NodeLoader(..., sampler=graphs, ring=graphs):
         graphs.step(batch)               # forward, loss, backward, optimizer
 
-One graph samples a batch, averages the outermost hop straight from the features and looks up the labels; another
-trains on it. Every batch in flight has a slot with memory of its own, so that the next batch is sampled, on the slot's
-stream, while this one is trained on. A graph cannot change its shapes, so they are padded: room for as many nodes and
-edges as the first batches of the run took, and some more. What is padded has no edges, no label and no gradient. The
-number of the step, by which neighbours and dropout are drawn, is read from GPU memory.
+One graph samples a batch, fetches its features (of GraphSAGE's outermost hop it draws and averages them in one kernel)
+and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next
+batch is sampled, on the slot's stream, while this one is trained on. A graph cannot change its shapes, so they are
+padded: room for as many nodes and edges as the first batches of the run took, and some more. What is padded has no
+edges, no label and no gradient. The number of the step, by which neighbours and dropout are drawn, is read from GPU
+memory.
 
 A batch that does not fit says so before its turn comes: it is sampled again, and trained on, in its own shapes. That is
 the same batch, for what is drawn depends on the step alone; which batches these are depends on the flags alone, so a
@@ -35,30 +36,44 @@ from loader import AtSeedTimes
 from model import cross_entropy
 from sampler import Block, mix
 
+PADDED = ("sage", "sage-pool", "gcn", "gat", "gin")  # models whose kernels leave out what is padded
 MEASURED = 8  # batches whose sizes say how much room there is
 ELSEWHERE = "another rank cannot have them"
 TRIED = 3  # steps with which graphs are compared with steps without, and more where there are more slots
 APART = 0.02  # between their inputs, and their losses, before graphs are not trusted
 
 
+def averages_in_place(args, *dtypes):
+    """Whether the first layer is given averages straight from features of these types, and not their rows."""
+    return args.model == "sage" and not args.input_dropout and {*dtypes} <= {torch.float32, torch.bfloat16}
+
+
 def hindrance(args):
     """What of a run's flags keeps its steps from being CUDA graphs, in words; None where nothing does."""
     most, fanout = sampler_cuda.AGGREGATED, ",".join(map(str, args.fanout))
     for hinders, why in (
-        (args.task != "node" or args.model != "sage", f"they are for --model sage, this is {args.model}"),
+        (args.task != "node", f"they are for --task node, this is {args.task}"),
+        (args.model not in PADDED, f"they are for --model {', '.join(PADDED)}, this is {args.model}"),
         (args.norm == "batch", "--norm batch would count the padding"),
-        (args.input_dropout, "--input-dropout keeps the first hop from being averaged in place"),
         (args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
         (args.precision == "fp64", "--precision fp64 has no kernels"),
         (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1 or args.fanout[-1] > most,
-         f"--fanout {fanout}: numbers from 1 on are needed, the last up to {most}"),
+        (min(args.fanout) < 1, f"--fanout {fanout}: numbers from 1 on are needed"),
+        (averages_in_place(args) and args.fanout[-1] > most,
+         f"--fanout {fanout}: the last number is {most} at most"),
         (args.sampler != "uniform", "neighbours are not drawn uniformly"),
     ):  # fmt: skip
         if hinders:
             return why
     return None
+
+
+def hops_held(args, store, used):
+    """How many hops of a batch the graphs of a run would hold in GPU memory, where the GPU reads the features; 0 where
+    there can be none. used: `EdgeData` of the store."""
+    unlike = used.time is not None or used.features is not None or store.labels.dim() > 1
+    return 0 if unlike or hindrance(args) else len(args.fanout) - averages_in_place(args, store.features.dtype)
 
 
 def obstacle(ranks, args, sampler, ring):
@@ -72,7 +87,8 @@ def obstacle(ranks, args, sampler, ring):
         (isinstance(sampler, AtSeedTimes), "seeds see edges by their times (--temporal off shows them all)"),
         (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
         (ring.labels.dim() > 1, "nodes have several labels"),
-        (not ring.first_hop, "the features are not a tensor of float32 or bfloat16, or lie behind a cache"),
+        (not isinstance(ring.features, torch.Tensor), "the features are no tensor, or lie behind a cache"),
+        (ring.edge_ring, "edges have features"),
         (not isinstance(backend, sampler_cuda.Backend), "the sampler's kernels are not there"),
     ):  # fmt: skip
         if hinders:
@@ -116,22 +132,25 @@ class Slot:
     """A batch in flight: where it is sampled, what it is trained on, and the two graphs.
 
     Attributes:
-        frame: of sampler_cuda.py. x: [rows, 2F], own row beside mean of the outermost hop. y: int64 [S], -1 where there
-            is no seed. batch: all that as padded blocks. key: of dropout, for model.py's `layer_seed`.
+        frame: of sampler_cuda.py. x: [rows, F] of all nodes, or [rows, 2F], own row beside mean of the outermost hop.
+            y: int64 [S], -1 where there is no seed. batch: all that as padded blocks. key: of dropout, for model.py's
+            `layer_seed`.
     """
 
     def __init__(self, backend, ring, room, seed):
-        (rows, places), labels = room, ring.labels
+        (rows, places), labels, self.ring = room, ring.labels, ring
         self.frame = backend.frame(rows[0], len(places), rows, places)
-        self.x = ring.features.new_zeros(rows[-1], 2 * ring.features.shape[1], dtype=ring.dtype)
-        if not self.frame.aggregate(ring.features, self.x):
-            raise RuntimeError("the kernel of the outermost hop cannot be compiled")
+        self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
+        blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
+        self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes
+        if ring.first_hop:  # the outermost block has no edges: they are averaged as they are drawn
+            none = self.nodes[:0]
+            blocks.insert(0, Block(none, none, self.nodes))
+            if not self.frame.aggregate(ring.features, self.x):
+                raise RuntimeError("the kernel of the outermost hop cannot be compiled")
         self.y, self.labels = labels.new_full((rows[0],), -1), labels
         self.places = torch.arange(rows[0], device=labels.device)
-        inner = [Block(*fields) for fields in reversed(self.frame.blocks)]
-        none = inner[0].indices[:0]  # the outermost block has no edges: they are averaged as they are drawn
-        self.batch = Fetched([Block(none, none, inner[0].src_nodes), *inner], self.x, self.y)
-        self.seeds = inner[-1].src_nodes[: rows[0]]
+        self.batch = Fetched(blocks, self.x, self.y)
         mixed = mix(seed)
         self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int
         self.sampling, self.training, self.trained = None, None, torch.cuda.Event()  # graphs, where they are captured
@@ -139,6 +158,11 @@ class Slot:
     def sample(self):
         """What the first graph holds."""
         self.frame.start()
+        ring = self.ring
+        if not ring.first_hop and ring.features.dtype == ring.dtype:
+            ring.gather(ring.features, self.nodes, self.x)
+        elif not ring.first_hop:
+            self.x.copy_(ring.gather(ring.features, self.nodes))
         torch.index_select(self.labels, 0, self.seeds, out=self.y)
         self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
 
@@ -151,12 +175,11 @@ class StepGraphs:
         repeated: batches so far that did not fit. captured: whether there are graphs, or launches one by one.
     """
 
-    first_hop = True
-
     def __init__(self, ranks, args, store, sampler, ring, model, optimizer, predict):
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, predict, args.seed
-        self.features, self.stream, self.kernels = ring.features, ring.stream, sampler._backend.kernels
+        self.features, self.first_hop, self.stream = ring.features, ring.first_hop, ring.stream
+        self.kernels = sampler._backend.kernels
         self.repeated = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         scalar = lambda dtype: torch.zeros((), dtype=dtype, device=ranks.device)  # noqa: E731
@@ -187,10 +210,10 @@ class StepGraphs:
     def _measure(self, nodes, args):
         """Seeds of the first batch, and the (rows, places) of `Backend.frame` that a run's first batches would take."""
         order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(args.seed))]
-        batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - 1
+        batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - self.first_hop
         most = [[0, 0] for _ in range(hops)]
         for step, seeds in enumerate(batches):
-            blocks = self.sampler.sample(seeds, step, relabel_outer=False)
+            blocks = self._blocks(seeds, step)
             for sizes, block in zip(most, blocks[::-1]):
                 sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
         rows, places = self.sampler._backend.shapes(args.batch_size)
@@ -198,6 +221,10 @@ class StepGraphs:
         for hop, (N, E) in enumerate(most):
             rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])
         return batches[0], (rows[: hops + 1], places[:hops])
+
+    def _blocks(self, seeds, step):
+        """A batch in its own shapes."""
+        return self.sampler.sample(seeds, step, relabel_outer=not self.first_hop)
 
     def _state(self):
         """Copies of the parameters and of the optimizer's state."""
@@ -219,7 +246,7 @@ class StepGraphs:
         """Take a few steps in the shapes of a batch, capture the padded ones if asked to, and take the same steps with
         them: the losses have to agree -> why they were not captured, None where they were, or were not to be."""
         with self.stream(0):
-            blocks = self.sampler.sample(seeds, 0, relabel_outer=False)
+            blocks = self._blocks(seeds, 0)
             batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
         batch.wait()
         self.weight.fill_(1 / len(seeds))
@@ -334,7 +361,7 @@ class StepGraphs:
         slot = self.slots[number]
         if self._sample(slot, *wanted):  # damage and seeds that are not nodes are found there too
             self.repeated += 1
-            return self.ring.fetch(number, self.sampler.sample(*wanted, relabel_outer=False))
+            return self.ring.fetch(number, self._blocks(*wanted))
         return slot.batch._replace(y=slot.y[: len(wanted[0])])
 
     def step(self, batch):

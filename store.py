@@ -56,6 +56,8 @@ from row_reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
+SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
+KEPT = 1 / 4  # share of a table for which the page cache must have room to be worth reading through
 MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
 
@@ -346,6 +348,8 @@ class GraphStore:
         split: dict of int64 node ids for "train", "valid" and "test": of several splits the one that was taken, by
             `take_split`, or the first. num_splits: how many there are.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
+        sampled_indices, sampling_threads: `indices`, and None; of a graph that half of the free memory cannot hold, whose
+            lists are read from the disk when they are sampled, a map that does not read ahead, and SAMPLERS.
         edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
         node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled:
@@ -360,6 +364,9 @@ class GraphStore:
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
         self.edge_dim, self.labelled = meta.get("edge_dim", 0), meta.get("labelled", True)
         self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
+        self.sampled_indices, self.sampling_threads = self.indices, None
+        if self.indices.nbytes > free_host_bytes() // 2:
+            self.sampled_indices, self.sampling_threads = self._map("indices.npy", ahead=False), SAMPLERS
         self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
             self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
         if self.edge_dim:
@@ -376,7 +383,8 @@ class GraphStore:
         if meta["backend"] == "mmap":
             record = meta["files"]["features.npy"]
             table = map_npy(self.path, "features.npy", record, ahead=not large)
-            self.features = MmapFeatures(table.view(dtype), large, self.path, head_of(record))
+            graph = self.indptr.nbytes + self.indices.nbytes
+            self.features = MmapFeatures(table.view(dtype), large, self.path, head_of(record), graph)
         else:
             file = check_lmdb(self.path, "features.lmdb", meta["files"]["features.lmdb"])
             self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
@@ -421,26 +429,29 @@ class GraphStore:
                 raise StoreError(f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
                                  f"[0, {end}): labels.npy or {name}.npy is damaged; rebuild the store")
 
-    def _map(self, name) -> Tensor:
-        return map_npy(self.path, name, self.meta["files"][name])
+    def _map(self, name, **options) -> Tensor:
+        return map_npy(self.path, name, self.meta["files"][name], **options)
 
 
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
     A table that is larger than the memory that is free is not read through the map but with many requests at a time
-    (row_reader.py), where that can be: else by many threads, and without reading ahead.
+    (row_reader.py), where that can be: else by many threads, and without reading ahead. The requests go through the
+    page cache where it has room for a share of KEPT of the table, whose rows are then read once, and past it where it
+    has not and would only give up the graph's pages for rows that do not come again.
 
     Attributes:
         large: True for such a table.
+        beside: bytes of memory that others take, which is not left for the table's pages: the graph, and caches.
         tensor: [V, F], read-only, without a copy; not there when large: rows go through `gather`.
         shape: (V, F).
         dtype: torch dtype.
     """
 
-    def __init__(self, table, large=False, path=None, head=0):
+    def __init__(self, table, large=False, path=None, head=0, beside=0):
         self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
-        self._path, self._head = path, head
+        self._path, self._head, self.beside = path, head, beside
         if not large:
             self.tensor = table
 
@@ -452,6 +463,8 @@ class MmapFeatures:
         if self._path is None:
             return None
         row_bytes = self.shape[1] * self.dtype.itemsize
+        room = free_host_bytes() - self.beside
+        options = {"direct": room < KEPT * self._table.nbytes, **options}
         return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
 
     @functools.cached_property
