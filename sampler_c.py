@@ -75,6 +75,7 @@ typedef struct {        // one hop of a batch; Job in Python
   ID *edge_when;        // [E] that of an edge's destination
   HOME *edge_home;      // [E] where to look for an edge's source first; only where there is a table
   const i64 *times;     // [num_times] of the batch
+  const i64 *seeds_before;  // [num_times + 1] how many seeds have an earlier time; only where the batch has several
   const i64 *edge_times;  // [M] ascending in each list
   const list_t *lists;    // [V+1]; null: all edges are seen
   slot_t *table;        // [2^bits] numbers of nodes; null: no relabelling
@@ -237,22 +238,21 @@ i64 rb_count(job_t *job) {
 
 // ---- the table of numbers
 
-// Where to look for a node first. Nodes at one time lie near one another: those that are met one after the other mostly
-// have one time, and then their slots are in the cache. Windows overlap by half: some times have more nodes.
-typedef struct { i64 bits, apart, window; } layout_t;
-static layout_t layout_of(i64 bits, i64 num_times) {
-  layout_t layout = {bits, 1, bits};
-  for (; num_times >> 1 >= layout.apart; layout.apart *= 2) layout.window--;
-  layout.window = MIN(layout.window + 1, bits);
-  layout.apart = (1LL << bits) / (num_times > 1 ? num_times : 1);
-  return layout;
+// Where to look for a node first. Nodes at one time lie near one another, in a window of the table: those that are met
+// one after the other mostly have one time, and then their slots are in the cache. A window is twice the share of the
+// table that its time has of the seeds, so neighbouring ones overlap: some seeds have more nodes around them.
+typedef struct { i64 bits, apart; const i64 *seeds_before; } layout_t;
+static layout_t layout_of(i64 bits, i64 num_times, const i64 *seeds_before) {
+  return (layout_t){bits, seeds_before ? (1LL << bits) / seeds_before[num_times] : 0, seeds_before};
 }
 static inline u64 home(ID node, ID when, layout_t layout) {
+  u64 hash = (u64)node * 0x9e3779b97f4a7c15ULL;
 #ifdef PAIRS
-  u64 within = (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.window);
-  return ((u64)when * (u64)layout.apart + within) & ((1ULL << layout.bits) - 1);
+  u64 start = (u64)(layout.seeds_before[when] * layout.apart);
+  u64 window = (u64)(layout.seeds_before[when + 1] * layout.apart) - start;
+  return (start + ((hash >> 32) * window >> 31)) & ((1ULL << layout.bits) - 1);
 #else
-  return (u64)node * 0x9e3779b97f4a7c15ULL >> (64 - layout.bits);
+  return hash >> (64 - layout.bits);
 #endif
 }
 
@@ -362,7 +362,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++) job->edge_when[e] = job->dst_when[row];
 #endif
   if (job->table) {
-    layout_t layout = layout_of(job->bits, job->num_times);
+    layout_t layout = layout_of(job->bits, job->num_times, job->seeds_before);
     for (i64 e = base; e < base + E; e++)
       job->edge_home[e] = (HOME)home(job->local[e], AT(job->edge_when, e), layout);
   }
@@ -377,7 +377,7 @@ static void relabel_chunk(job_t *job, i64 chunk) {
   ID *local = job->local, *src = job->src, next = (ID)job->N;
   const HOME *at = job->edge_home;
   slot_t *table = job->table;
-  layout_t layout = layout_of(job->bits, job->num_times);
+  layout_t layout = layout_of(job->bits, job->num_times, job->seeds_before);
   for (i64 e = first; e < end; e++) {
     __builtin_prefetch(&table[at[MIN(e + AHEAD, end - 1)]], 1);
     ID node = local[e], when = AT(job->edge_when, e);
@@ -404,8 +404,9 @@ i64 rb_pick(job_t *job) {
 }
 
 // Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or -1. when: or null.
-i64 rb_number(slot_t *table, i64 bits, i64 num_times, const ID *nodes, const ID *when, i64 n) {
-  layout_t layout = layout_of(bits, num_times);
+i64 rb_number(slot_t *table, i64 bits, i64 num_times, const i64 *seeds_before, const ID *nodes, const ID *when,
+              i64 n) {
+  layout_t layout = layout_of(bits, num_times, seeds_before);
   memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
     i64 ahead = MIN(i + AHEAD, n - 1);
@@ -435,7 +436,7 @@ class Job(ctypes.Structure):
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in (
             "dst", "start", "degree", "gap", "num_gaps", "offsets", "local", "edges", "src", "src_when", "dst_when",
-            "edge_when", "edge_home", "times", "edge_times", "lists", "table")),
+            "edge_when", "edge_home", "times", "seeds_before", "edge_times", "lists", "table")),
         *((name, ctypes.c_int64) for name in ("S", "N", "bits", "threads", "V", "M")),
         *((name, ctypes.c_void_p) for name in ("excluded", "excluded_before")),
         *((name, ctypes.c_int64) for name in ("num_excluded", "shift", "num_times", "strict")),
@@ -447,7 +448,7 @@ TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float",
 SIGNATURES = {
     "rb_count": (ctypes.c_int64, ctypes.POINTER(Job)),
     "rb_pick": (ctypes.c_int64, ctypes.POINTER(Job)),
-    "rb_number": (ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64),
+    "rb_number": (ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3, ctypes.c_int64),
     "rb_huge_pages": (None, ctypes.c_void_p, ctypes.c_int64),
 }
 
@@ -490,18 +491,20 @@ class Backend:
         excluded = None if exclude is None else self._index(exclude)
         if times is None:
             return self._sample(seeds, hops, excluded)
-        times, when = times.unique(return_inverse=True)
+        times, when, counts = times.unique(return_inverse=True, return_counts=True)
         if times.numel() < 2:
             return self._sample(seeds, hops, excluded, times)
-        return self.of_pairs._sample(seeds, hops, excluded, times, when.to(seeds.dtype))
+        before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return self.of_pairs._sample(seeds, hops, excluded, times, when.to(seeds.dtype), before)
 
-    def _sample(self, seeds, hops, excluded, times=None, when=None):
-        """times: the batch's, each once, or None. when: [S] which of several is that of each seed; None: the one."""
+    def _sample(self, seeds, hops, excluded, times=None, when=None, seeds_before=None):
+        """times: the batch's, each once, or None. when: [S] which of several is that of each seed; None: the one.
+        seeds_before: for each of several, and the end, how many seeds have an earlier one."""
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
             work = WorkingMemory(self.library, seeds.dtype)
-        work.times = times
+        work.times, work.seeds_before = times, seeds_before
         if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
         src, blocks = seeds, []
@@ -543,6 +546,7 @@ class Backend:
             job.times, job.num_times, job.strict = work.times.data_ptr(), work.times.numel(), task.strict
             job.edge_times, job.dst_when = task.edge_times.data_ptr(), None if when is None else when.data_ptr()
             job.lists = self.lists.data_ptr()
+            job.seeds_before = None if when is None else work.seeds_before.data_ptr()
         E = self.library.rb_count(job)
         _check(E, S)
         if E > torch.iinfo(dst.dtype).max:
@@ -597,7 +601,7 @@ class WorkingMemory:
         self.library, self.bits = library, 0
         self.slot_bytes = 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
-        self.times = None  # of the batch, each once
+        self.times = self.seeds_before = None  # of the batch, see `Backend._sample`
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
@@ -617,5 +621,6 @@ class WorkingMemory:
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
             self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)
-        of = 1 if when is None else self.times.numel(), nodes.data_ptr(), None if when is None else when.data_ptr()
-        return self.library.rb_number(self.table.data_ptr(), self.bits, *of, nodes.numel()) < 0
+        of = nodes.data_ptr(), None if when is None else when.data_ptr(), nodes.numel()
+        times = (0, None) if when is None else (self.times.numel(), self.seeds_before.data_ptr())
+        return self.library.rb_number(self.table.data_ptr(), self.bits, *times, *of) < 0
