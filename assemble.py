@@ -66,7 +66,7 @@ def open_data(ranks, args, path):
     if ranks.leads:
         print(f"memory  {line}", *(f"edges   {line}" for line in lines), sep="\n")
         if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
-            print(f"memory  neighbour lists are read from the disk by {store.sampling_threads} threads as they are sampled")
+            print(f"memory  {store.sampling_threads} threads read neighbour lists from the disk as they are sampled")
     indptr, indices, labels, features, placed = place_data(ranks, args, store, used, sizes)
     features = cached(ranks, args, store, features, nodes, batch_size)
     sampler = make_sampler(args, indptr, indices, args.fanout, placed, store.sampling_threads)

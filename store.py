@@ -348,8 +348,8 @@ class GraphStore:
         split: dict of int64 node ids for "train", "valid" and "test": of several splits the one that was taken, by
             `take_split`, or the first. num_splits: how many there are.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
-        sampled_indices, sampling_threads: `indices`, and None; of a graph that half of the free memory cannot hold, whose
-            lists are read from the disk when they are sampled, a map that does not read ahead, and SAMPLERS.
+        sampled_indices, sampling_threads: `indices`, and None; of a graph that half of the free memory cannot hold,
+            whose lists are read from the disk when they are sampled, a map that does not read ahead, and SAMPLERS.
         edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
         node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled:

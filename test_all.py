@@ -2467,7 +2467,8 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
     options |= {"free_gpu": 4 * GIB, "free_host": 8 * GIB}
     lines, counted = plan.estimate_lines(tmp_path / "g", gpus=1, **options), estimate(graph, 1, graphs=2, **options)
     assert counted["sums"]["cuda-cuda"] in lines and "of static shapes" in lines
-    assert "of the shapes of their batches" in plan.estimate_lines(tmp_path / "g", gpus=1, **{**options, "fanout": [3, 49]})
+    wide = plan.estimate_lines(tmp_path / "g", gpus=1, **{**options, "fanout": [3, 49]})
+    assert "of the shapes of their batches" in wide
     words = ["--gpus", "1", "--fanout", "3,2,2", "--batch-size", "10", "--hidden", "8", "--prefetch", "1"]
     for more, graphs in (("", 2), ("--model gcn", 3), ("--sampler labor", 0), ("--accumulate 2", 0)):
         asked = []
