@@ -57,7 +57,7 @@ from row_reader import RowReader, open_rows
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
-KEPT = 1 / 4  # share of a table for which the page cache must have room to be worth reading through
+KEPT = 1 / 2  # share of a table for which the page cache must have room to be worth reading through
 MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
 

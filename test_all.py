@@ -2315,8 +2315,8 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
     table, edges = graph.x.nbytes, graph.indptr.nbytes + graph.indices.nbytes
     if not graph.features.reader().direct:
         pytest.skip("this file system has no direct reads")
-    for free, cache, direct in ((edges + table // 4, 0, False), (edges + table // 4 - 1, 0, True),
-                                (edges + table // 4, 1, True), (edges + table, table // 2, False)):  # fmt: skip
+    for free, cache, direct in ((edges + table // 2, 0, False), (edges + table // 2 - 1, 0, True),
+                                (edges + table // 2, 1, True), (edges + table, table // 2, False)):  # fmt: skip
         monkeypatch.setattr(store, "free_host_bytes", lambda free=free: free)
         features = GraphStore.open(graph.path).features
         features.beside += cache
