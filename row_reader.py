@@ -53,7 +53,7 @@ SOURCE = r"""
 
 typedef int64_t i64;
 #define REQUEST (1 << 16)  // bytes of a request, unless a row is larger
-#define GAP 8192           // bytes between two rows that cost less to read than another request
+#define GAP 4096           // bytes between two rows that cost less to read than another request
 #define ENDED 100000       // in the place of an errno: the file ends before the row does
 #define COOPERATIVE (1U << 8)  // IORING_SETUP_COOP_TASKRUN: no interrupt of this thread for a completion
 

@@ -2021,14 +2021,14 @@ def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
     ids = torch.randperm(1000)[:150]
     reader.read(ids, torch.empty(150, 1024, dtype=torch.uint8))
     rows, gaps = ids.sort().values, ids.sort().values.diff() - 1
-    assert 0 < int((gaps > 8).sum()) < 149 and reader.bytes_read == 1024 * _rows_read(rows.tolist())
+    assert 0 < int((gaps > 4).sum()) < 149 and reader.bytes_read == 1024 * _rows_read(rows.tolist())
     before = reader.bytes_read
     reader.read(torch.tensor([7, 8, 9, 8, 500, 9]), torch.empty(6, 1024, dtype=torch.uint8))
     assert reader.bytes_read - before == 4 * 1024  # whole blocks, each once
 
 
-def _rows_read(rows, gap=8, most=64):
-    """Rows of 1 KiB that are read for these, ascending: requests of at most 64 KiB, with gaps of at most 8 KiB."""
+def _rows_read(rows, gap=4, most=64):
+    """Rows of 1 KiB that are read for these, ascending: requests of at most 64 KiB, with gaps of at most 4 KiB."""
     total, start, end = 0, rows[0], rows[0]
     for row in rows:
         if row - end > gap or row + 1 - start > most:
