@@ -31,7 +31,7 @@ from model import gather_rows, graph_degrees, layerwise, self_and_mean
 from own_model import is_own
 from plan import choose_mode, spare_gpu_bytes
 from sampler import DamagedGraph, NeighborSampler
-from store import GraphStore, MmapFeatures, free_host_bytes
+from store import GraphStore, MmapFeatures
 
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 PRIOR = 0.07  # precision of a Gaussian prior of the weights: the default weight decay is PRIOR / T for T training nodes
@@ -162,7 +162,7 @@ def cached(ranks, args, store, features, nodes, batch_size):
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not args.cache:
-        args.cache = free_host_bytes() // (2 * ranks.local_world)
+        args.cache = store.features.default_cache() // ranks.local_world
         if ranks.leads:
             print(f"memory  features stay on disk behind a cache of {readable_size(args.cache)}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and args.cache):

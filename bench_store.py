@@ -34,7 +34,7 @@ from loader import NodeLoader
 from lookahead import LookaheadCache
 from row_reader import open_rows
 from sampler import NeighborSampler
-from store import SAMPLERS, GraphStore, MmapFeatures, build_store, free_host_bytes
+from store import SAMPLERS, GraphStore, MmapFeatures, build_store
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
@@ -216,7 +216,8 @@ class FromDisk:
     figures.
 
     how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead,
-    "past" so too and past the page cache. drawn: by the sampler of bench_sampler.LABORS with this name.
+    "past" so too and past the page cache. cache: None for the default of train.py. drawn: by the sampler of
+    bench_sampler.LABORS with this name.
     """
 
     def __init__(self, path, args, how, cache, drawn="uniform"):
@@ -224,6 +225,7 @@ class FromDisk:
         store = GraphStore.open(path)
         table, nodes = store.features, store.split["train"]
         if isinstance(table, MmapFeatures):  # also where they would fit
+            cache = table.default_cache() if cache is None else cache
             beside = math.inf if how == "past" else table.beside + cache
             file = [] if how == "map" else [store.path, table._head, beside]
             table = MmapFeatures(table._table, True, *file)
@@ -428,7 +430,7 @@ def bench_store(args):
         ways = {"mmap, RAM cache": ("map", cache), "disk, RAM cache": ("disk", cache),
                 **{name: (how, cache) for name, how in AHEAD.items()},
                 **{name: ("lookahead", cache, name) for name in ("LABOR", "LABOR, layer, batch 4")},
-                "disk, cache of train.py's default": ("lookahead", free_host_bytes() // 2)}  # fmt: skip
+                "disk, cache of train.py's default": ("lookahead", None)}  # fmt: skip
         trained = figures["training"] = {}
         for part, backend in (("train", "mmap"), ("lmdb", "lmdb")):  # one at a time: both may not fit on the disk
             if part in parts:

@@ -462,14 +462,22 @@ class MmapFeatures:
         """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
         if self._path is None:
             return None
-        row_bytes = self.shape[1] * self.dtype.itemsize
-        room = free_host_bytes() - self.beside
-        options = {"direct": room < KEPT * self._table.nbytes, **options}
+        row_bytes, options = self.shape[1] * self.dtype.itemsize, {"direct": not self._stays(), **options}
         return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
 
     @functools.cached_property
     def _reader(self):
         return self.reader()
+
+    def _stays(self, beside=0):
+        """Whether the page cache has room for a share of KEPT, with so many bytes more taken by others."""
+        return free_host_bytes() - self.beside - beside >= KEPT * self._table.nbytes
+
+    def default_cache(self) -> int:
+        """Bytes for a cache of rows before a large table: an eighth of the free memory where the page cache then keeps
+        the table, else half."""
+        free = free_host_bytes()
+        return free // 8 if self._stays(free // 8) else free // 2
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.

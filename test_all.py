@@ -2321,6 +2321,9 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
         features = GraphStore.open(graph.path).features
         features.beside += cache
         assert features.reader().direct is direct
+    for free, share in ((8 * (edges + table), 8), (8 * (edges + table // 2) // 7 + 8, 8), (edges + table // 2, 2)):
+        monkeypatch.setattr(store, "free_host_bytes", lambda free=free: free)
+        assert GraphStore.open(graph.path).features.default_cache() == free // share
 
 
 @pytest.mark.parametrize("budget, window", [(0, 3), (96 * 50, 0), (96 * 50, 1), (96 * 200, None), (10**6, 100)])
