@@ -11,7 +11,7 @@ Where the kernel has and allows both, each is tried now and then, and the one th
 Read through the page cache, rows that come again need no disk while their pages stay. With O_DIRECT they leave it to
 others, such as a graph that is sampled from; where the file system refuses that, they are read through it. Direct
 requests begin and end on blocks of the disk, so of a table that starts on a block and has rows of whole blocks (a
-store's features do where a row is a multiple of 512 bytes) not a byte too many is read.
+store's features do where a row is a multiple of 512 bytes) nothing is read but rows and the gaps between them.
 
 C, called without Python's lock; io_uring by its system calls alone, without liburing. Rows are copied out of buffers
 that the kernel knows (registered, so that it need not pin memory for each request): for a row of a few KiB that costs
