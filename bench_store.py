@@ -38,6 +38,8 @@ from store import SAMPLERS, GraphStore, MmapFeatures, build_store
 
 PARTS = ("build", "reads", "train", "lmdb", "graphs")  # without --parts; "papers" takes half an hour and much disk
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)  # ogbn-papers100M
+AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
+GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, where memory is short"
 
 # A plain reader to compare with, as fio's libaio engine is one: `depth` requests in flight, each into its own buffer.
 PLAIN = r"""
@@ -190,10 +192,6 @@ def train_papers(folder, args):
     trained = train_each(folder / "papers", argparse.Namespace(**{**vars(args), "graphbolt": None}), how)
     epoch = -(-p["train"] // args.batch_size) / next(iter(trained.values()))["batches_per_s"]
     return {"build": built, "training": trained, "epoch_s": epoch, **p}
-
-
-AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
-GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, where memory is short"
 
 
 def sample_graph(path, args, where):

@@ -179,12 +179,11 @@ def _sum_line(mode, p, ranks, free_gpu, free_host) -> str:
             f"{readable_size(p['gpu'] + p['gpu_step'])} {free}, {host}")
 
 
-def estimate_lines(path, **options) -> str:
+def estimate_lines(path, fanout=(15, 10, 5), **options) -> str:
     """What `python store.py estimate` prints: sizes on disk, each mode, the mode and the backend to choose."""
-    graph, fanout = GraphStore.open(path), ",".join(map(str, options["fanout"]))
-    args = make_parser().parse_args([f"--fanout={fanout}"])
+    graph, args = GraphStore.open(path), make_parser().parse_args([f"--fanout={','.join(map(str, fanout))}"])
     graphs = hops_held(args, graph, edge_data(args, graph)[0])
-    found = estimate(graph, graphs=graphs, **options)
+    found = estimate(graph, fanout=fanout, graphs=graphs, **options)
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features = disk.pop(BACKENDS[graph.meta["backend"]])
     lines = [("on disk", f"graph {readable_size(sum(disk.values()))}, features {readable_size(features)}")]

@@ -364,8 +364,8 @@ class GraphStore:
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
         self.edge_dim, self.labelled = meta.get("edge_dim", 0), meta.get("labelled", True)
         self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
-        self.sampled_indices, self.sampling_threads = self.indices, None
-        if self.indices.nbytes > free_host_bytes() // 2:
+        self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
+        if self.indices.nbytes > free // 2:
             self.sampled_indices, self.sampling_threads = self._map("indices.npy", ahead=False), SAMPLERS
         self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
             self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
@@ -379,7 +379,7 @@ class GraphStore:
             raise StoreError(f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
                              f"to {self.num_edges}")
         shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
-        large = math.prod(shape) * dtype.itemsize > free_host_bytes()
+        large = math.prod(shape) * dtype.itemsize > free
         if meta["backend"] == "mmap":
             record = meta["files"]["features.npy"]
             table = map_npy(self.path, "features.npy", record, ahead=not large)
