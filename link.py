@@ -475,7 +475,7 @@ class Evaluation:
     def __init__(self, graph):
         self.graph, self.negatives = graph, Negatives(graph.known, graph.num_nodes)
         self.timed = graph.pair_times is not None
-        self.fixed, self.lists = {}, None
+        self.fixed, self.asked, self.lists = {}, {}, None
         if graph.num_nodes <= SMALL and not self.timed:  # destinations of each source
             order = graph.known.sources.long().argsort(stable=True)
             counts = graph.known.sources.long().bincount(minlength=graph.num_nodes)
@@ -507,9 +507,11 @@ class Evaluation:
 
     def _at_times(self, part):
         """What `seen` says, and the places there of what `_nodes` says, side by side, int64 [pairs, 4 + K]."""
-        nodes = torch.cat(self._nodes(part), 1)
-        times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
-        return at_times(nodes, times, self.graph.num_nodes)
+        if part not in self.asked:
+            nodes = torch.cat(self._nodes(part), 1)
+            times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
+            self.asked[part] = at_times(nodes, times, self.graph.num_nodes)
+        return self.asked[part]
 
     def _nodes(self, part):
         """The pairs [n, 2] of a part, as many random ones [n, 2], and what the former are ranked against: [n, K], or
