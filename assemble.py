@@ -179,7 +179,12 @@ def cached(ranks, args, store, features, nodes, batch_size):
     if mapped:
         store.features.beside += args.cache * ranks.local_world
     if looks_ahead:
-        return LookaheadCache(store.features, args.cache, args.lookahead, visits)
+        batches = args.epochs * args.steps * args.accumulate
+        share = ranks.local_rank, ranks.local_world
+        cache = LookaheadCache(store.features, args.cache, args.lookahead, visits, batches, share)
+        if cache.room and ranks.leads:
+            print(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+        return cache
     return CachedFeatures(features, visits, args.cache, ranks.device)
 
 

@@ -24,7 +24,7 @@ import datasets
 from allocator import keep_freed_memory, trim_memory
 import native
 from bench_sampler import LABORS
-from bench_tools import OwnProcess, forget_pages, interleave, memory_of_process, print_table, watch
+from bench_tools import OwnProcess, bytes_from_disk, forget_pages, interleave, memory_of_process, print_table, watch
 from bench_training import Ours
 from csc import Rows, ahead
 from disk import StoreError, map_npy
@@ -240,7 +240,7 @@ class FromDisk:
         sampler, ring = NeighborSampler(store.indptr, store.indices, args.fanout, **options), self.ours.ring
         loader = NodeLoader(store, nodes, args.fanout, batch_size=args.batch_size, sampler=sampler, ring=ring)
         self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
-        forget_pages(path)
+        forget_pages(path, [store.features._table] if isinstance(store.features, MmapFeatures) else [])
 
     def __call__(self, count):
         with watch() as seen:
@@ -248,7 +248,7 @@ class FromDisk:
         counts = self.table.counts() if isinstance(self.table, LookaheadCache) else {}
         peak = max(self.peak, seen.peak)  # making the cache takes memory of its own
         return {"batches_per_s": count / seen.seconds, "peak_anonymous": peak, "mapped": seen.mapped,
-                "major_faults": seen.faults, "losses": losses, "cache_hit_rate": getattr(self.table, "hit_rate", None),
+                "major_faults": seen.faults, "from_disk": seen.read, "losses": losses, "cache_hit_rate": getattr(self.table, "hit_rate", None),
                 "lookahead": getattr(self.table, "lookahead", None), **counts}  # fmt: skip
 
 
@@ -276,6 +276,7 @@ class GraphBolt:
             if self.process.stdout.readline() != "ready\n":
                 raise StoreError(f"--graphbolt {args.graphbolt} cannot run bench_graphbolt.py; its words are above")
         self.faults = 0
+        self.read = bytes_from_disk(self.process.pid)
         forget_pages(path)
 
     def __call__(self, count):
@@ -285,11 +286,12 @@ class GraphBolt:
         if not line:
             raise StoreError("GraphBolt ended before its batches were trained; its words are above")
         answer = json.loads(line)
-        memory, before = memory_of_process("status", self.process.pid), self.faults
+        memory, before, read = memory_of_process("status", self.process.pid), self.faults, self.read
+        self.read = bytes_from_disk(self.process.pid)
         self.faults = int(Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[9])
         return {"batches_per_s": count / answer["seconds"], "peak_anonymous": memory["RssAnon"],
                 "losses": answer["losses"], "mapped": memory["RssFile"], "major_faults": self.faults - before,
-                "cache_hit_rate": None}  # fmt: skip
+                "from_disk": self.read - read, "cache_hit_rate": None}  # fmt: skip
 
     def shutdown(self):
         self.process.communicate()
@@ -297,8 +299,8 @@ class GraphBolt:
 
 def train_each(path, args, ways):
     """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, each in a process of its
-    own and one after another, because pages that one of them reads would serve the others -> {name: figures}; of all
-    but the first quarter, by which caches are full."""
+    own and one after another, because pages that one of them reads would serve the others -> {name: figures};
+    batches_per_s is of all but the first quarter, by which caches are full, "seconds" and "from_disk" of all."""
     starts = {name: functools.partial(OwnProcess, args.threads, FromDisk, path, args, *way)
               for name, way in ways.items()}  # fmt: skip
     if args.graphbolt and len(ways) > 1:
@@ -306,11 +308,14 @@ def train_each(path, args, ways):
     figures = {}
     for name, start in starts.items():
         process = start()
-        rounds = [process(max(1, args.batches // 20)) for _ in range(20)]
+        each = max(1, args.batches // 20)
+        rounds = [process(each) for _ in range(20)]
         process.shutdown()
         timed, last = rounds[5:], rounds[-1]
         rates = [f["batches_per_s"] for f in timed]
         figures[name] = {**last, "batches_per_s": statistics.median(rates), "rates": rates,
+                         "seconds": sum(each / f["batches_per_s"] for f in rounds),
+                         "from_disk": sum(f["from_disk"] for f in rounds),
                          "peak_anonymous": max(f["peak_anonymous"] for f in rounds),
                          "major_faults": sum(f["major_faults"] for f in timed),
                          "losses": [loss for f in rounds for loss in f["losses"]]}  # fmt: skip
@@ -361,9 +366,9 @@ def _print_training(trained, what):
     rows = []
     for name, f in trained.items():
         hits = "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"
-        memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), f"{f['major_faults']:,}"]
-        rows.append([name, f"{f['batches_per_s']:.2f}", *memory, hits])
-    print_table(rows, [what, "batches/s", "anonymous", "mapped", "major page faults", "hits"])
+        memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), gb(f["from_disk"])]
+        rows.append([name, f"{f['batches_per_s']:.2f}", f"{f['seconds']:.0f}", *memory, hits])
+    print_table(rows, [what, "batches/s", "s in all", "anonymous", "mapped", "from the disk", "hits"])
     for name, other in itertools.product(trained, ("mmap, RAM cache", "GraphBolt, mmap advised")):
         if name.startswith(("disk", "LABOR")) and other in trained:
             ratio = trained[name]["batches_per_s"] / trained[other]["batches_per_s"]
@@ -377,7 +382,7 @@ def _print_training(trained, what):
     for name, f in trained.items():
         if "bytes_min" in f:
             times = f["bytes_read"] / f["bytes_min"]
-            print(f"{name}: {gb(f['bytes_read'])} read, MIN must read {gb(f['bytes_min'])}: {times:.3f} times as much; "
+            print(f"{name}: {gb(f['bytes_read'])} asked for, MIN must read {gb(f['bytes_min'])}: {times:.3f} times as much; "
                   f"looked {f['lookahead']:,} batches ahead")  # fmt: skip
 
 

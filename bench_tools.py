@@ -1,6 +1,7 @@
 """What the parts of bench.py share: contenders timed in turn, tables, memory, processes of their own, figures."""
 
 import contextlib
+import ctypes
 import json
 import mmap
 import multiprocessing
@@ -173,11 +174,17 @@ def memory_of_process(file, pid="self"):
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
+def bytes_from_disk(pid="self"):
+    """Bytes that a process has had read from disks so far."""
+    return int(Path("/proc", str(pid), "io").read_text().split("\nread_bytes: ")[1].split()[0])
+
+
 @contextlib.contextmanager
 def watch():
     """Watch this process while the body runs; yields a namespace, which is filled when the body ends.
 
-    .seconds; .peak and .grown, bytes of anonymous memory; .mapped, bytes of files; .faults that waited for the disk.
+    .seconds; .peak and .grown, bytes of anonymous memory; .mapped, bytes of files; .faults that waited for the disk;
+    .read, bytes from the disk.
     """
     seen, done = types.SimpleNamespace(peak=0), threading.Event()
 
@@ -186,6 +193,7 @@ def watch():
             seen.peak = max(seen.peak, memory_of_process("status")["RssAnon"])
 
     before, faults = memory_of_process("status"), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    read = bytes_from_disk()
     thread = threading.Thread(target=sample)
     thread.start()
     start = time.perf_counter()
@@ -198,10 +206,16 @@ def watch():
     after = memory_of_process("status")
     seen.faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
     seen.grown, seen.mapped = after["RssAnon"] - before["RssAnon"], after["RssFile"]
+    seen.read = bytes_from_disk() - read
 
 
-def forget_pages(path):
-    """Make the kernel drop the files of a store from memory, so that they are read from the disk."""
+def forget_pages(path, mapped=()):
+    """Make the kernel drop the files of a store from memory, so that they are read from the disk; `mapped`: tensors over
+    them in this process, whose pages would stay."""
+    for tensor in mapped:
+        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = tensor.data_ptr() + tensor.nbytes - start
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())

@@ -6,366 +6,133 @@
             x = cache.gather(batch.blocks[0].src_nodes)
 
 What our sampler draws is a function of the seed and the step, so the next thousand batches can be drawn before they
-are fetched. The cache then keeps the rows whose next use is nearest, which is what reads least of all that any cache
-could do (Belady's MIN, IBM Systems Journal 5(2), 1966; Ginex, PVLDB 15(11), does it for graph training in super-
-batches of two passes over the disk; here a window slides and each row is read when it is used). A row that no batch
-of the window asks for counts as used later than all others, the less hot, the later; so a window of 0 keeps the
-hottest rows. A batch may leave rows out of the cache altogether.
+are fetched. The cache then keeps the rows whose next use is nearest (belady.py). Ginex (PVLDB 15(11)) does it for graph
+training in super-batches of two passes over the disk; here a window slides and each row is read when it is used.
 
-How much MIN itself must read, had it known all batches to the end, is counted along: a row is read again unless it
-could have been kept since it was last used, that is, unless at some moment in between the cache was full of rows used
-again sooner. Taking these intervals by their end and keeping each that fits is optimal (interval scheduling on as
-many machines as there are places; OPTgen of Hawkeye, ISCA 2016, counts so).
+Where rows are read through the kernel's page cache, the same window says which of its pages to keep (`KeptPages`). The
+kernel would give up what was not used for longest, which says nothing about when a batch draws it next.
 
-The values of rows do not depend on any of this. Letters: V nodes, n rows of a batch; the cache has `capacity` places.
-This file needs native.py, disk.py, features.py and row_reader.py.
+The values of rows do not depend on any of this. Letters: V nodes, n rows of a batch. This file needs belady.py,
+native.py, disk.py, features.py and row_reader.py.
 """
 
-import ctypes
-import functools
 import itertools
-from collections import deque
+import mmap
+import os
+import threading
+from collections import deque, namedtuple
 from contextlib import closing, contextmanager
 
-import native
 import torch
+from belady import Planner, library
 from disk import StoreError, gather_target
 from features import prefetch
 
 RAMP = 2  # batches sampled for each one fetched until the window is full, so that training need not wait for that
 WINDOW = 10  # a window asks for so many times the rows of the cache, unless --lookahead says otherwise
-
-SOURCE = r"""
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-typedef int64_t i64;
-#define LEVELS 64          // of how hot a row is that the window does not ask for
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
-typedef struct {           // a batch that is expected and not planned
-  const i64 *ids;          // [n]
-  i64 n;
-  i64 *previous;           // [n] the use before this one: 0, or 1 + (batch << 32 | its index in that batch)
-  int32_t *next;           // [n] the batch of the next use; 0: none is known
-} batch_t;
-
-typedef struct { i64 node; int32_t before, after, bucket; } place_t;  // of the cache; places of a bucket are linked
-
-typedef struct {
-  i64 V, capacity;
-  i64 planned, newest;     // batches are numbered from 1; 1 .. planned are planned, those up to newest are expected
-  i64 *last;               // [V] a node's last use so far, as batch_t.previous has them
-  int32_t *place;          // [V] 1 + where its row lies in the cache; 0: nowhere
-  const unsigned char *level;  // [V] how hot; null: all the same
-  place_t *places;         // [capacity]
-  // buckets: of the rows that batch b asks for next, b modulo `ring`; then one a level; then of free places
-  int32_t *heads;
-  i64 ring, farthest, coldest;  // no occupied bucket of a batch is beyond, none of a level is below
-  batch_t *window;         // [ring]
-  // counting what MIN would hit; [batches so far]
-  i64 room, full, min_hits;
-  int32_t *kept, *starts, *peak;  // rows that MIN keeps after a batch; full: the last with capacity of them
-} cache_t;
-
-// ---- buckets
-
-static void unlink_place(cache_t *cache, int32_t place) {
-  place_t *p = &cache->places[place];
-  if (p->before >= 0) cache->places[p->before].after = p->after;
-  else cache->heads[p->bucket] = p->after;
-  if (p->after >= 0) cache->places[p->after].before = p->before;
-}
-
-static void link_place(cache_t *cache, int32_t place, i64 bucket) {
-  place_t *p = &cache->places[place];
-  *p = (place_t){p->node, -1, cache->heads[bucket], (int32_t)bucket};
-  if (p->after >= 0) cache->places[p->after].before = place;
-  cache->heads[bucket] = place;
-}
-
-// The bucket of a row whose next use is batch `next`, 0: unknown.
-static i64 bucket_of(cache_t *cache, i64 node, i64 next) {
-  if (next) {
-    cache->farthest = MAX(cache->farthest, next);
-    return next & (cache->ring - 1);
-  }
-  i64 level = cache->level ? cache->level[node] : 0;
-  cache->coldest = MIN(cache->coldest, level);
-  return cache->ring + level;
-}
-
-// A place for a row of `node` whose next use is `next`, taken from a row that is used later; -1: all are used sooner.
-static int32_t make_place(cache_t *cache, i64 node, i64 next) {
-  i64 free_places = cache->ring + LEVELS, victims;
-  if (cache->heads[free_places] >= 0) {
-    victims = free_places;
-  } else {
-    while (cache->coldest < LEVELS && cache->heads[cache->ring + cache->coldest] < 0) cache->coldest++;
-    i64 level = cache->level ? cache->level[node] : 0;
-    if (cache->coldest < LEVELS) {
-      if (!next && level <= cache->coldest) return -1;
-      victims = cache->ring + cache->coldest;
-    } else {
-      i64 last = cache->ring - 1;
-      while (cache->farthest > cache->planned && cache->heads[cache->farthest & last] < 0) cache->farthest--;
-      if (!next || cache->farthest <= next) return -1;
-      victims = cache->farthest & (cache->ring - 1);
-    }
-  }
-  int32_t place = cache->heads[victims];
-  if (place < 0) return -1;
-  unlink_place(cache, place);
-  if (victims != free_places) cache->place[cache->places[place].node] = 0;
-  return place;
-}
-
-// ---- what MIN would hit
-
-static int count_for_min(cache_t *cache, const batch_t *batch, i64 now) {  // nonzero: no memory
-  if (now >= cache->room) {
-    i64 room = 2 * now + 1024;
-    int32_t **arrays[] = {&cache->kept, &cache->starts, &cache->peak};
-    for (int i = 0; i < 3; i++) {
-      int32_t *grown = realloc(*arrays[i], room * sizeof(int32_t));
-      if (!grown) return 1;
-      *arrays[i] = grown;
-      memset(grown + cache->room, 0, (room - cache->room) * sizeof(int32_t));
-    }
-    cache->room = room;
-  }
-  i64 earliest = now;
-  for (i64 i = 0; i < batch->n; i++) {
-    i64 since = batch->previous[i] ? (batch->previous[i] - 1) >> 32 : 0;
-    if (since == now) cache->min_hits++;  // a row of this batch, once more
-    if (since == now || since <= cache->full) continue;  // never used, or at some moment since then the cache was full
-    cache->starts[since]++;
-    earliest = MIN(earliest, since);
-  }
-  int32_t peak = 0;
-  for (i64 b = now - 1; b >= earliest; b--) cache->peak[b] = peak = MAX(peak, cache->kept[b]);
-  i64 admitted = 0;  // all intervals end now, so of those that begin later fewer rows were kept at any moment
-  for (i64 b = earliest; b < now; b++) {
-    admitted += MAX(0, MIN(cache->starts[b], cache->capacity - cache->peak[b] - admitted));
-    cache->starts[b] = 0;
-    cache->kept[b] += (int32_t)admitted;
-    if (cache->kept[b] >= cache->capacity) cache->full = b;
-  }
-  cache->min_hits += admitted;
-  return 0;
-}
-
-// ---- what Python calls
-
-void la_close(cache_t *cache) {
-  for (i64 b = 0; cache->window && b < cache->ring; b++) free(cache->window[b].previous);
-  free(cache->last), free(cache->place), free(cache->places), free(cache->heads), free(cache->window);
-  free(cache->kept), free(cache->starts), free(cache->peak), free(cache);
-}
-
-cache_t *la_open(i64 V, i64 capacity, i64 lookahead, const unsigned char *level) {  // null: no memory
-  cache_t *cache = calloc(1, sizeof *cache);
-  if (!cache) return 0;
-  cache->V = V, cache->capacity = capacity, cache->level = level, cache->ring = 4;
-  while (cache->ring < lookahead + 2) cache->ring *= 2;
-  i64 buckets = cache->ring + LEVELS + 1;
-  cache->last = calloc(V + 1, sizeof(i64));
-  cache->place = calloc(V + 1, sizeof(int32_t));
-  cache->places = calloc(capacity + 1, sizeof(place_t));
-  cache->heads = malloc(buckets * sizeof(int32_t));
-  cache->window = calloc(cache->ring, sizeof(batch_t));
-  if (!cache->last || !cache->place || !cache->places || !cache->heads || !cache->window) {
-    la_close(cache);
-    return 0;
-  }
-  for (i64 b = 0; b < buckets; b++) cache->heads[b] = -1;
-  for (i64 i = capacity - 1; i >= 0; i--) link_place(cache, (int32_t)i, cache->ring + LEVELS);
-  cache->coldest = LEVELS;
-  return cache;
-}
-
-// The next batch after those expected so far asks for these n rows; ids stays where it is until it is planned or
-// forgotten. A row that comes twice is known by its last index in the batch. -> nonzero: no memory.
-int la_expect(cache_t *cache, const i64 *ids, i64 n) {
-  i64 now = cache->newest + 1;
-  batch_t *batch = &cache->window[now & (cache->ring - 1)];
-  *batch = (batch_t){ids, n, calloc(n + 1, sizeof(i64) + sizeof(int32_t)), 0};
-  if (!batch->previous) return 1;
-  batch->next = (int32_t *)(batch->previous + n + 1);
-  cache->newest = now;
-  for (i64 i = 0; i < n; i++) {
-    __builtin_prefetch(&cache->last[ids[MIN(i + 32, n - 1)]], 1);
-    __builtin_prefetch(&cache->place[ids[MIN(i + 32, n - 1)]]);
-    i64 node = ids[i], last = cache->last[node];
-    batch->previous[i] = last;
-    cache->last[node] = 1 + (now << 32 | i);
-    if (last && (last - 1) >> 32 == now) continue;
-    if (last && (last - 1) >> 32 > cache->planned) {
-      cache->window[(last - 1) >> 32 & (cache->ring - 1)].next[(last - 1) & 0xffffffff] = (int32_t)now;
-    } else if (cache->place[node]) {
-      unlink_place(cache, cache->place[node] - 1);
-      link_place(cache, cache->place[node] - 1, bucket_of(cache, node, now));
-    }
-  }
-  return 0;
-}
-
-// Decide on the oldest batch that is not planned: row i lies in place from[i] of the cache, -1: it is to be read, and
-// then to be kept in place keep[i], -1: in none. -> how many are to be read, or -1: no memory.
-i64 la_plan(cache_t *cache, int32_t *from, int32_t *keep) {
-  i64 now = cache->planned + 1, reads = 0;
-  batch_t *batch = &cache->window[now & (cache->ring - 1)];
-  if (count_for_min(cache, batch, now)) return -1;
-  cache->planned = now;
-  for (i64 i = 0; i < batch->n; i++) {
-    __builtin_prefetch(&cache->place[batch->ids[MIN(i + 32, batch->n - 1)]], 1);
-    from[i] = cache->place[batch->ids[i]] - 1;
-    if (from[i] < 0) continue;
-    unlink_place(cache, from[i]);
-    link_place(cache, from[i], bucket_of(cache, batch->ids[i], batch->next[i]));
-  }
-  for (i64 i = 0; i < batch->n; i++) {
-    if (from[i] >= 0) continue;
-    reads++;
-    i64 node = batch->ids[i];
-    int32_t place = cache->place[node] - 1;
-    if (place >= 0) unlink_place(cache, place);  // it comes twice
-    else place = make_place(cache, node, batch->next[i]);
-    if (place < 0) continue;
-    cache->places[place].node = node;
-    cache->place[node] = place + 1;
-    link_place(cache, place, bucket_of(cache, node, batch->next[i]));
-  }
-  // a row may have lost its place again to one of the same batch
-  for (i64 i = 0; i < batch->n; i++) keep[i] = from[i] < 0 ? cache->place[batch->ids[i]] - 1 : -1;
-  free(batch->previous);
-  batch->previous = 0;
-  return reads;
-}
-
-// Undo every la_expect that was not planned.
-void la_forget(cache_t *cache) {
-  for (i64 b = cache->newest; b > cache->planned; b--) {
-    batch_t *batch = &cache->window[b & (cache->ring - 1)];
-    for (i64 i = batch->n - 1; i >= 0; i--) cache->last[batch->ids[i]] = batch->previous[i];
-    for (int32_t place; (place = cache->heads[b & (cache->ring - 1)]) >= 0;) {
-      unlink_place(cache, place);
-      link_place(cache, place, bucket_of(cache, cache->places[place].node, 0));
-    }
-    free(batch->previous);
-    batch->previous = 0;
-  }
-  cache->newest = cache->farthest = cache->planned;
-}
-
-// The places of a plan that was not carried out hold nothing.
-void la_release(cache_t *cache, const int32_t *keep, i64 n) {
-  i64 free_places = cache->ring + LEVELS;
-  for (i64 i = 0; i < n; i++) {
-    if (keep[i] < 0 || cache->places[keep[i]].bucket == free_places) continue;
-    cache->place[cache->places[keep[i]].node] = 0;
-    unlink_place(cache, keep[i]);
-    link_place(cache, keep[i], free_places);
-  }
-}
-
-i64 la_min_hits(cache_t *cache) { return cache->min_hits; }
-
-// Copy rows: to[i] = from[at[i]] (gather), or to[at[i]] = from[i], for every i with at[i] >= 0.
-void la_copy(char *to, const char *from, const int32_t *at, i64 n, i64 row_bytes, int gather) {
-  for (i64 i = 0; i < n; i++) {
-    if (at[i] < 0) continue;
-    if (gather) memcpy(to + i * row_bytes, from + at[i] * row_bytes, row_bytes);
-    else memcpy(to + at[i] * row_bytes, from + i * row_bytes, row_bytes);
-  }
-}
-"""
-
-_ANY, _I64 = ctypes.c_void_p, ctypes.c_int64
-SIGNATURES = {
-    "la_open": (_ANY, _I64, _I64, _I64, _ANY),
-    "la_close": (None, _ANY),
-    "la_expect": (ctypes.c_int, _ANY, _ANY, _I64),
-    "la_plan": (_I64, _ANY, _ANY, _ANY),
-    "la_forget": (None, _ANY),
-    "la_release": (None, _ANY, _ANY, _I64),
-    "la_min_hits": (_I64, _ANY),
-    "la_copy": (None, _ANY, _ANY, _ANY, _I64, _I64, ctypes.c_int),
-}
+TOUCHES = 2  # and for each page of a table so often, where pages are kept: MIN gains little from what comes later
+ROOM = 7 / 8  # of the memory that is free, for pages: the rest is left to others
+AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
 
 
-@functools.cache
-def library():
-    """The C code, or None, after a warning, where it cannot be compiled."""
-    return native.load_c("lookahead", SOURCE, ["-O2", "-fPIC", "-shared"], SIGNATURES)
+class KeptPages:
+    """The pages of a table that the kernel's page cache keeps: at first as much of the file as there is room for, read in
+    its order while training starts, then the pages that are used soonest.
 
+    A disk gives a file in order many times as fast as its pages one by one. Where several processes read the table, each
+    reads its part of that ahead, and what is kept then is left to the kernel, since none knows the batches of the others.
 
-class Planner:
-    """Decides which rows of a table a cache keeps: batches are expected first, then planned in the same order."""
+    Args:
+        reader: RowReader of the table, through the page cache. room: bytes of memory for its pages.
+        lookahead: batches of the window. share: (rank, world) among the processes of this machine.
+    """
 
-    def __init__(self, num_rows, places, lookahead, level=None):
-        self.level = level  # uint8 [V], below 64; C holds a pointer to it
-        pointer = None if level is None else level.data_ptr()
-        self.state = library().la_open(num_rows, places, lookahead, pointer)
-        if not self.state:
-            raise StoreError(f"no memory for a cache of {places:,} of {num_rows:,} rows")
-        self.expected = deque()  # ids int64 [n] of the batches that are not planned
+    def __init__(self, reader, room, lookahead, share=(0, 1)):
+        rank, world = share
+        self.offset, self.row_bytes = reader.offset, reader.row_bytes
+        pages = -(-(reader.offset + reader.rows * reader.row_bytes) // mmap.PAGESIZE)
+        places, self.planner = min(pages, -(-room // mmap.PAGESIZE)), None
+        self.file = os.open(reader.path, os.O_RDONLY)
+        if world == 1:
+            self.planner = Planner(pages, places, lookahead)
+            self.planner.expect(torch.arange(places))  # what is read in order
+            self.planner.plan()
+        part = (places * r // world * mmap.PAGESIZE for r in (rank, rank + 1))
+        self.ended = threading.Event()
+        words = reader.path, *part, self.ended
+        threading.Thread(target=_read_in_order, args=words, name="in order", daemon=True).start()
 
     def expect(self, ids):
-        """A later batch asks for these rows, some of them perhaps twice (as a node at two times)."""
-        ids = ids.to(torch.int64).contiguous()
-        if library().la_expect(self.state, ids.data_ptr(), len(ids)):
-            raise StoreError("no memory to look further ahead: give a smaller --lookahead")
-        self.expected.append(ids)
+        """A later batch asks for these rows."""
+        if self.planner:
+            ids = ids.to(torch.int64).contiguous()
+            rows = ids.data_ptr(), len(ids), self.offset, self.row_bytes, mmap.PAGESIZE
+            pages = torch.empty(library().la_pages(*rows, None), dtype=torch.int64)
+            library().la_pages(*rows, pages.data_ptr())
+            self.planner.expect(pages)
 
     def plan(self):
-        """Decide on the oldest batch that was expected -> (ids, from, keep): row i lies in place from[i] of the cache,
-        or is read where that is -1; what was read goes to place keep[i], unless that is -1. int32 [n] both."""
-        ids = self.expected.popleft()
-        source, keep = torch.empty(2, len(ids), dtype=torch.int32)
-        if library().la_plan(self.state, source.data_ptr(), keep.data_ptr()) < 0:
-            raise StoreError("no memory to plan what a cache keeps")
-        return ids, source, keep
+        """Decide on the oldest batch that was expected -> (missing, given_up), pages to read for it, and to drop when its
+        rows were gathered; int64, ascending."""
+        if not self.planner:
+            return _NONE, _NONE
+        pages, source, _ = self.planner.plan()
+        return pages[source < 0].unique(), self.planner.given_up()
+
+    def read(self, pages):
+        """Have the kernel begin to read pages; nobody waits for them but where a disk's queue is full."""
+        library().la_advise(self.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, True)
+
+    def drop(self, pages):
+        """Take pages out of the page cache."""
+        library().la_advise(self.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, False)
 
     def forget(self):
         """No batch is expected any more."""
-        library().la_forget(self.state)
-        self.expected.clear()
-
-    def release(self, keep):
-        """A plan was not carried out: its places hold nothing."""
-        library().la_release(self.state, keep.data_ptr(), len(keep))
-
-    @property
-    def min_hits(self):
-        """How many of the rows asked for so far MIN would have had in its cache."""
-        return library().la_min_hits(self.state)
+        if self.planner:
+            self.planner.forget()
 
     def __del__(self):
-        if getattr(self, "state", None) and library:
-            library().la_close(self.state)
+        if getattr(self, "ended", None):
+            self.ended.set()
+            os.close(self.file)
+
+
+def _read_in_order(path, first, end, ended):
+    """Have the kernel read a part of a file, until `ended` is set; single pages, so that each can be dropped."""
+    with open(path, "rb") as file:
+        for at in range(first, end, AHEAD):
+            if ended.is_set():
+                break
+            os.posix_fadvise(file.fileno(), at, min(AHEAD, end - at), os.POSIX_FADV_WILLNEED)
+
+
+_Plan = namedtuple("_Plan", "ids source keep missing given_up min_hits")  # missing, given_up: pages
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class LookaheadCache:
     """Features on disk behind `budget` bytes of host memory, in which the rows used soonest are kept.
 
-    Beside the rows it takes 13 bytes a node, and the blocks of the window.
+    Beside the rows it takes 13 bytes a node, and the blocks of the window. Rows that are read through the page cache
+    have a second level there, `KeptPages`, which takes another 28 bytes for each 4 KiB.
 
     Args:
         features: `MmapFeatures` of a store.
         budget: bytes of rows to keep.
-        lookahead: batches of the window; None: as many as ask for WINDOW times the rows of the cache, as long as
-            their blocks take no more than a quarter of the budget.
+        lookahead: batches of the window; None: as many as ask for WINDOW times the rows of the cache, or TOUCHES times
+            for each page, as long as their blocks take no more than a quarter of the budget and of that level a 32nd.
         hot: [V] the larger the hotter, for rows that the window does not ask for: `expected_visits`.
+        batches: how many will be asked for; None: many. Few do not pay for reading pages that they may not need.
+        share: (rank, world) among the processes of this machine that read the table.
 
     Attributes:
         shape, dtype: of the features. cache: [capacity, F].
+        room: bytes of the page cache in which pages are kept; 0: the kernel decides, or rows are read past it.
         lookups, hits: rows asked for through `looking_ahead`, and those of them that were in the cache.
     """
 
-    def __init__(self, features, budget, lookahead=None, hot=None):
+    def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
         self.shape, self.dtype = tuple(features.shape), features.dtype
         self.reader = features.reader()
         if library() is None or self.reader is None:
@@ -373,10 +140,12 @@ class LookaheadCache:
         num_rows, width = self.shape
         self.cache = torch.empty(min(num_rows, int(budget) // (width * self.dtype.itemsize)), width, dtype=self.dtype)
         self.budget, self.lookahead, self.level = budget, lookahead, None
+        self.room = 0 if self.reader.direct else max(0, min(int(ROOM * features.room()), num_rows * self.reader.row_bytes))
+        self.batches, self.share = batches, share
         if hot is not None:  # chances of at most 1, two levels a factor of two, 63 for a row in every batch
             self.level = hot.clamp(2.0**-31, 1).log2().mul_(2).add_(63).clamp_(0, 63).to(torch.uint8)
-        self.planner = None  # made when the first batch tells how large a window is
-        self.plans = deque()  # not carried out
+        self.planner = self.pages = None  # made when the first batch tells how large a window is
+        self.plans, self.given_up = deque(), deque()  # not carried out; pages to drop
         self.lookups = self.hits = self.min_hits = 0
 
     @property
@@ -401,25 +170,26 @@ class LookaheadCache:
         planned = self._planned(batches)
         # a generator on a thread of its own: what prefetch is given to call is next()
         ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)
+        begun = prefetch(lambda plan, slot: self._begin(plan), itertools.takewhile(bool, ahead), depth=2)
         try:
-            with closing(planned), closing(ahead):
-                yield itertools.takewhile(lambda batch: batch is not None, ahead)
+            with closing(planned), closing(ahead), closing(begun):
+                yield begun
         finally:
-            for _, _, keep, _ in self.plans:
-                self.planner.release(keep)
+            for plan in self.plans:
+                self.planner.release(plan.keep)
             self.plans.clear()
-            if self.planner:
-                self.planner.forget()
+            for level in filter(None, (self.planner, self.pages)):
+                level.forget()
 
     def _planned(self, batches):
         """The batches, each once the window behind it is full."""
         window, passed_on = deque(), 0
         for batch in batches:
             if self.planner is None:
-                self.lookahead = self._window(batch) if self.lookahead is None else self.lookahead
-                self.planner = Planner(self.shape[0], len(self.cache), self.lookahead, self.level)
+                self._start(batch)
             window.append(batch)
-            self.planner.expect(batch.blocks[0].src_nodes)
+            for level in filter(None, (self.planner, self.pages)):
+                level.expect(batch.blocks[0].src_nodes)
             while len(window) > min(self.lookahead, RAMP * (passed_on + 1)):
                 passed_on += 1
                 yield self._decided(window.popleft())
@@ -427,16 +197,37 @@ class LookaheadCache:
             yield self._decided(window.popleft())
 
     def _decided(self, batch):
-        """The oldest batch of the window; what is read for it and what is kept is decided on and noted."""
+        """The oldest batch of the window -> (batch, what is read for it and what is kept)."""
         _, source, keep = self.planner.plan()
-        self.plans.append((batch.blocks[0].src_nodes, source, keep, self.planner.min_hits))
+        pages = self.pages.plan() if self.pages else (_NONE, _NONE)
+        self.plans.append(_Plan(batch.blocks[0].src_nodes, source, keep, *pages, self.planner.min_hits))
+        return batch, self.plans[-1]
+
+    def _begin(self, decided):
+        """Have the pages read that a batch lacks -> the batch."""
+        batch, plan = decided
+        if self.pages:
+            self.pages.read(plan.missing)
+            while self.given_up:
+                self.pages.drop(self.given_up.popleft())
         return batch
 
-    def _window(self, batch):
-        """How many batches like this one to look ahead, where --lookahead does not say it."""
-        rows = max(1, batch.blocks[0].num_src)
-        size = sum(tensor.nbytes for block in batch.blocks for tensor in block if tensor is not None) + 12 * rows
-        return int(min(WINDOW * len(self.cache) / rows, self.budget / 4 / size)) + 1
+    def _start(self, batch):
+        """Begin, with a first batch that tells how large the others are."""
+        rows, row_bytes = max(1, batch.blocks[0].num_src), self.shape[1] * self.dtype.itemsize
+        table, touched = self.shape[0] * row_bytes, rows * max(row_bytes, mmap.PAGESIZE)  # bytes; of pages, by a batch
+        if self.batches is not None and self.batches * touched < table:
+            self.room = 0
+        plans_pages = self.room and self.share[1] == 1
+        if self.lookahead is None:
+            size = sum(tensor.nbytes for block in batch.blocks for tensor in block if tensor is not None)
+            wanted, size, budget = WINDOW * len(self.cache) / rows, size + 20 * rows, self.budget / 4
+            if plans_pages:
+                wanted, size, budget = max(wanted, TOUCHES * table / touched), size + 20 * rows, budget + self.room / 32
+            self.lookahead = int(min(wanted, budget / size)) + 1
+        self.planner = Planner(self.shape[0], len(self.cache), self.lookahead, self.level)
+        if self.room:
+            self.pages = KeptPages(self.reader, self.room, self.lookahead, self.share)
 
     def gather(self, ids, out=None):
         """Copy rows: those of the next batch of `looking_ahead` through the cache, others from the disk.
@@ -452,12 +243,13 @@ class LookaheadCache:
         out = gather_target(self, ids, out)
         if not self.plans or self.plans[0][0] is not ids:  # a planned batch is known by its very tensor of ids
             return self.reader.read(ids, out)
-        _, source, keep, min_hits = self.plans[0]
+        _, source, keep, _, given_up, min_hits = self.plans[0]
         row_bytes, copy = self.shape[1] * self.dtype.itemsize, library().la_copy
         copy(out.data_ptr(), self.cache.data_ptr(), source.data_ptr(), len(ids), row_bytes, True)
         missing = (source < 0).nonzero().squeeze(1)
         self.reader.read(ids[missing], out, missing)
         copy(self.cache.data_ptr(), out.data_ptr(), keep.data_ptr(), len(ids), row_bytes, False)
+        self.given_up.append(given_up)
         self.plans.popleft()  # not before: what failed is not in the cache
         self.lookups, self.hits, self.min_hits = self.lookups + len(ids), self.hits + len(ids) - len(missing), min_hits
         return out

@@ -15,7 +15,7 @@ store's features do where a row is a multiple of 512 bytes) nothing is read but 
 
 C, called without Python's lock; io_uring by its system calls alone, without liburing. Rows are copied out of buffers
 that the kernel knows (registered, so that it need not pin memory for each request): for a row of a few KiB that costs
-less than pinning the place it goes to. Reads that were interrupted or came back short go on where they stopped; an
+less than pinning the place it goes to. (Threads that read through the page cache read a single row to its place.) Reads that were interrupted or came back short go on where they stopped; an
 error or the end of the file is one StoreError, after which the reader works on.
 
 To copy this file take native.py and disk.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives None.
@@ -69,6 +69,7 @@ typedef struct {           // a request under way
   request_t *request;
   i64 got;
   char *buffer;
+  char *target;            // where in the output a thread reads its only row to; null: rows are copied from the buffer
 } slot_t;
 
 typedef struct {
@@ -153,6 +154,7 @@ static int read_on(call_t *call, slot_t *slot, i64 result) {
     fail(call, ENDED, request->offset + before + result);
     return 0;
   }
+  if (slot->target) return 0;
   for (i64 i = request->first; i < request->first + request->count; i++) {
     i64 at = reader->base + call->wanted[i].row * reader->row_bytes - request->offset;
     memcpy(call->out + call->wanted[i].place * reader->row_bytes, slot->buffer + at, reader->row_bytes);
@@ -173,12 +175,14 @@ static void *work(void *argument) {
   call_t *call = ((work_t *)argument)->call;
   slot_t *slot = ((work_t *)argument)->slot;
   while ((slot->request = take_request(call))) {
-    i64 result;
+    request_t *request = slot->request;
+    int alone = request->count == 1 && call->reader->block == 1;  // direct reads would need it to lie on a block
+    slot->target = alone ? call->out + call->wanted[request->first].place * request->length : 0;
     slot->got = 0;
+    i64 result;
     do {
-      request_t *request = slot->request;
-      i64 rest = request->length - slot->got;
-      result = pread(call->reader->fd, slot->buffer + slot->got, rest, request->offset + slot->got);
+      char *to = (slot->target ? slot->target : slot->buffer) + slot->got;
+      result = pread(call->reader->fd, to, request->length - slot->got, request->offset + slot->got);
       if (result < 0) result = -errno;
     } while (read_on(call, slot, result));
   }
@@ -265,8 +269,7 @@ static int read_by_ring(call_t *call) {
     request_t *request;
     while (num_idle && (request = take_request(call))) {
       i64 number = idle[--num_idle];
-      reader->slots[number].request = request;
-      reader->slots[number].got = 0;
+      reader->slots[number] = (slot_t){request, 0, reader->slots[number].buffer, 0};
       submit(reader, number, &tail);
       waiting++;
       under_way++;

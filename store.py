@@ -469,9 +469,13 @@ class MmapFeatures:
     def _reader(self):
         return self.reader()
 
+    def room(self) -> int:
+        """Bytes of memory that are left for the table's pages."""
+        return free_host_bytes() - self.beside
+
     def _stays(self, beside=0):
         """Whether the page cache has room for a share of KEPT, with so many bytes more taken by others."""
-        return free_host_bytes() - self.beside - beside >= KEPT * self._table.nbytes
+        return self.room() - beside >= KEPT * self._table.nbytes
 
     def default_cache(self) -> int:
         """Bytes for a cache of rows before a large table: an eighth of the free memory where the page cache then keeps

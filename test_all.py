@@ -2070,8 +2070,8 @@ def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(engin
     assert torch.equal(reader.read(ids, out), table[ids])
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "threads"])
-def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine, direct", [("io_uring", True), ("threads", True), ("threads", False)])
+def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, direct, tmp_path, monkeypatch):
     """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
     path, table = _table(tmp_path, 1000, 3000)
     flaky = """static i64 flaky(call_t *call, slot_t *slot, i64 result) {
@@ -2090,7 +2090,7 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(engine, t
     monkeypatch.setattr(row_reader, "SOURCE", text)
     row_reader._library.cache_clear()
     try:
-        reader = _opened(path, table, engine=engine)
+        reader = _opened(path, table, engine=engine, direct=direct)
         ids, out = torch.randint(900, (2000,)), torch.empty(2000, 3000, dtype=torch.uint8)
         assert torch.equal(reader.read(ids, out), table[ids])
         for _ in range(3):
@@ -2177,9 +2177,14 @@ class _Cache:
         if lookahead.library() is None:
             pytest.skip("no C compiler")
         self.planner, self.held, self.misses = lookahead.Planner(num_rows, places, window, level), [-1] * places, 0
+        self.there = set()  # rows that were read and not given up: what the cache holds, unless plans are given up
 
     def plan(self, carry_out=True):
         ids, source, keep = self.planner.plan()
+        if carry_out and self.there is not None:
+            assert all((place >= 0) == (node in self.there) for node, place in zip(ids.tolist(), source.tolist()))
+            self.there = (self.there | set(ids.tolist())) - set(self.planner.given_up().tolist())
+            assert len(self.there) <= len(self.held)
         if carry_out:
             for node, place in zip(ids.tolist(), source.tolist()):
                 assert place == -1 or self.held[place] == node
@@ -2258,6 +2263,7 @@ def test_without_a_window_the_hottest_rows_stay():
 def test_what_was_given_up_is_not_in_the_cache():
     """Batches are expected, planned and carried out, or all given up, in any order: a hit is never another row."""
     rng, cache = np.random.default_rng(0), _Cache(10, 4, 6)
+    cache.there = None
     for _ in range(3000):
         batch, what = torch.from_numpy(np.sort(rng.permutation(10)[: rng.integers(6)])), rng.integers(9)
         if what < 5 and len(cache.planner.expected) < 6:
@@ -2351,6 +2357,101 @@ def test_batches_through_a_cache_that_looks_ahead_are_the_same(budget, window, t
             assert len(torch.cat(asked).unique()) * 96 <= counts["bytes_read"]
         assert torch.equal(cache.gather(torch.tensor([5, 5, 0])), graph.x[[5, 5, 0]])  # beside the batches
     assert threading.active_count() == threads_before
+
+
+@pytest.mark.parametrize("offset, row_bytes", [(4096, 1024), (128, 400), (4096, 4096), (192, 5000), (0, 1)])
+def test_the_pages_of_rows(offset, row_bytes):
+    if lookahead.library() is None:
+        pytest.skip("no C compiler")
+    ids = torch.randint(300, (50,))
+    ends = [(offset + i * row_bytes, offset + (i + 1) * row_bytes - 1) for i in ids.tolist()]
+    expected = [page for first, last in ends for page in range(first // 4096, last // 4096 + 1)]
+    pages = torch.empty(len(expected), dtype=torch.int64)
+    for out in (None, pages.data_ptr()):
+        assert lookahead.library().la_pages(ids.data_ptr(), 50, offset, row_bytes, 4096, out) == len(expected)
+    assert pages.tolist() == expected
+
+
+def _resident(file):
+    """Which pages of a file are in the page cache -> bool array; without mapping or touching one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(file, "rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
+        found = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
+        view = np.frombuffer(memory, np.uint8)
+        arguments = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(memory)), ctypes.c_void_p(found.ctypes.data)
+        assert libc.mincore(*arguments) == 0
+        del view
+    return (found & 1).astype(bool)
+
+
+def _on_disk(tmp_path, monkeypatch, width, share=0.5):
+    """A store whose features go through the page cache, with room for a share of them -> GraphStore, their file."""
+    graph = _large(tmp_path, monkeypatch, width, num_nodes=6000)
+    file = graph.path / "features.npy"
+    with open(file, "rb") as data:
+        os.fsync(data.fileno())
+        os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if _resident(file).any():
+        pytest.skip("this file system keeps all pages")
+    beside = graph.indptr.nbytes + graph.indices.nbytes
+    room = int(share * graph.x.nbytes / lookahead.ROOM) + 1
+    monkeypatch.setattr(store, "KEPT", 0)
+    monkeypatch.setattr(store, "free_host_bytes", lambda: beside + room)
+    x, graph = graph.x, GraphStore.open(graph.path)
+    graph.x = x
+    return graph, file
+
+
+def _when_filled():
+    """Wait until the thread that has a table read in order has asked for all of it."""
+    for thread in threading.enumerate():
+        if thread.name == "in order":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("width, budget", [(256, 0), (256, 1024 * 300), (100, 0), (1300, 5200 * 50)])
+def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path, monkeypatch):
+    graph, file = _on_disk(tmp_path, monkeypatch, width)
+    cache = LookaheadCache(graph.features, budget, 40)
+    ring, places = FeatureRing(cache, graph.labels, slots=1), -(-cache.room // 4096)
+    planned, drop = [], lookahead.KeptPages.drop
+    monkeypatch.setattr(lookahead.KeptPages, "drop", lambda self, pages: (planned.append(pages), drop(self, pages)))
+    batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=2, ring=ring, depth=0, threads=1)
+    most = 0
+    for batch in itertools.chain(batches, batches):
+        assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+        _when_filled()
+        most = max(most, int(_resident(file).sum()))
+    in_flight = 6 * 2 * 16 * {256: 1, 100: 1.2, 1300: 3}[width]  # pages of the batches that are read ahead, at most
+    assert places / 2 < most <= places + in_flight < len(_resident(file)) and sum(map(len, planned)) > 100
+    assert cache.pages.planner.min_hits > 0
+
+
+def test_processes_of_a_machine_share_the_reading_and_leave_the_rest_to_the_kernel(tmp_path, monkeypatch):
+    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    for rank in (0, 1):
+        cache = LookaheadCache(graph.features, 1024 * 300, None, share=(rank, 2))
+        ring = FeatureRing(cache, graph.labels, slots=1)
+        batches = loader.NodeLoader(graph, graph.split["train"][:20], [3, 3], batch_size=20, ring=ring, depth=0)
+        for batch in batches:
+            assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+        _when_filled()
+        half, deadline = len(_resident(file)) // 2 // 2, time.monotonic() + 60
+        while not _resident(file)[rank * half : (rank + 1) * half - 1].all():  # the kernel was asked to read them
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert cache.pages.planner is None
+        assert rank or _resident(file)[half : 2 * half].mean() < 0.5
+
+
+def test_few_batches_do_not_pay_for_pages(tmp_path, monkeypatch):
+    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    for batches, kept in ((1, False), (1000, True)):
+        cache = LookaheadCache(graph.features, 1024 * 300, batches=batches)
+        ring = FeatureRing(cache, graph.labels, slots=1)
+        next(iter(loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=20, ring=ring, depth=0)))
+        assert (cache.pages is not None) is kept is bool(cache.room)
 
 
 def test_counts_do_not_depend_on_threads(tmp_path, monkeypatch):
