@@ -31,7 +31,7 @@ from features import prefetch
 RAMP = 2  # batches sampled for each one fetched until the window is full, so that training need not wait for that
 WINDOW = 10  # a window asks for so many times the rows of the cache, unless --lookahead says otherwise
 TOUCHES = 2  # and for each page of a table so often, where pages are kept: MIN gains little from what comes later
-ROOM = 7 / 8  # of the memory that is free, for pages: the rest is left to others
+ROOM = 15 / 16  # of the memory that is free, for pages: the rest is left to others
 AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
 
 
@@ -52,11 +52,12 @@ class KeptPages:
         self.offset, self.row_bytes = reader.offset, reader.row_bytes
         pages = -(-(reader.offset + reader.rows * reader.row_bytes) // mmap.PAGESIZE)
         places, self.planner = min(pages, -(-room // mmap.PAGESIZE)), None
-        self.file = os.open(reader.path, os.O_RDONLY)
         if world == 1:
             self.planner = Planner(pages, places, lookahead)
-            self.planner.expect(torch.arange(places))  # what is read in order
-            self.planner.plan()
+            for first in range(0, places, 1 << 16):  # what is read in order, as if batches had asked for it
+                self.planner.expect(torch.arange(first, min(first + (1 << 16), places)))
+                self.planner.plan()
+        self.file = os.open(reader.path, os.O_RDONLY)
         part = (places * r // world * mmap.PAGESIZE for r in (rank, rank + 1))
         self.ended = threading.Event()
         words = reader.path, *part, self.ended
@@ -140,7 +141,9 @@ class LookaheadCache:
         num_rows, width = self.shape
         self.cache = torch.empty(min(num_rows, int(budget) // (width * self.dtype.itemsize)), width, dtype=self.dtype)
         self.budget, self.lookahead, self.level = budget, lookahead, None
-        self.room = 0 if self.reader.direct else max(0, min(int(ROOM * features.room()), num_rows * self.reader.row_bytes))
+        self.room = 0
+        if features.stays() and not self.reader.direct:
+            self.room = min(max(0, int(ROOM * features.room())), num_rows * self.reader.row_bytes)
         self.batches, self.share = batches, share
         if hot is not None:  # chances of at most 1, two levels a factor of two, 63 for a row in every batch
             self.level = hot.clamp(2.0**-31, 1).log2().mul_(2).add_(63).clamp_(0, 63).to(torch.uint8)
@@ -164,8 +167,8 @@ class LookaheadCache:
         """Pass batches on in their order, each when those of the window behind it are known; a context, whose end
         forgets what was expected and not fetched.
 
-        The batches are taken, and decided on, on a thread of its own. All their `blocks[0].src_nodes` are to be
-        gathered, in order.
+        The batches are taken, and decided on, on a thread of its own; on another the reading of their pages begins. All
+        their `blocks[0].src_nodes` are to be gathered, in order.
         """
         planned = self._planned(batches)
         # a generator on a thread of its own: what prefetch is given to call is next()
@@ -249,7 +252,8 @@ class LookaheadCache:
         missing = (source < 0).nonzero().squeeze(1)
         self.reader.read(ids[missing], out, missing)
         copy(self.cache.data_ptr(), out.data_ptr(), keep.data_ptr(), len(ids), row_bytes, False)
-        self.given_up.append(given_up)
+        if self.pages:
+            self.given_up.append(given_up)
         self.plans.popleft()  # not before: what failed is not in the cache
         self.lookups, self.hits, self.min_hits = self.lookups + len(ids), self.hits + len(ids) - len(missing), min_hits
         return out

@@ -462,7 +462,7 @@ class MmapFeatures:
         """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
         if self._path is None:
             return None
-        row_bytes, options = self.shape[1] * self.dtype.itemsize, {"direct": not self._stays(), **options}
+        row_bytes, options = self.shape[1] * self.dtype.itemsize, {"direct": not self.stays(), **options}
         return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
 
     @functools.cached_property
@@ -473,7 +473,7 @@ class MmapFeatures:
         """Bytes of memory that are left for the table's pages."""
         return free_host_bytes() - self.beside
 
-    def _stays(self, beside=0):
+    def stays(self, beside=0) -> bool:
         """Whether the page cache has room for a share of KEPT, with so many bytes more taken by others."""
         return self.room() - beside >= KEPT * self._table.nbytes
 
@@ -481,7 +481,7 @@ class MmapFeatures:
         """Bytes for a cache of rows before a large table: an eighth of the free memory where the page cache then keeps
         the table, else half."""
         free = free_host_bytes()
-        return free // 8 if self._stays(free // 8) else free // 2
+        return free // 8 if self.stays(free // 8) else free // 2
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows.
