@@ -438,8 +438,8 @@ class MmapFeatures:
 
     A table that is larger than the memory that is free is not read through the map but with many requests at a time
     (row_reader.py), where that can be: else by many threads, and without reading ahead. The requests go through the
-    page cache where it has room for a share of KEPT of the table, whose rows are then read once, and past it where it
-    has not and would only give up the graph's pages for rows that do not come again.
+    page cache where it has room for a share of KEPT of the table, and past it where it has not and would only give up
+    the graph's pages for rows that do not come again.
 
     Attributes:
         large: True for such a table.

@@ -4,7 +4,7 @@ Sections, each behind a line of dashes, and words for `pytest -k`:
 
     processes                       what other sections start beside the tests, and how it ends
     sampler.py                      law, cuda, exclude, time, labor: against the law in plain Python
-    features.py                     ring, slot, place, share, cache; row_reader.py; lookahead.py
+    features.py                     ring, slot, place, share, cache; row_reader.py; lookahead.py, belady.py
     store.py                        estimate, mode; store; datasets, npz, csv, fuzz; rows that change, kills, full disks
     model.py, loader.py             model, layer, inference; loader
     train.py, ddp.py                train, procs, resume, torchrun, signal; checkpoint; link; temporal, edge_features
@@ -2152,7 +2152,7 @@ def test_where_io_uring_is_forbidden_threads_read(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# lookahead.py
+# lookahead.py, belady.py
 
 
 def _fewest_reads(trace, places):
