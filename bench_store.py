@@ -248,7 +248,8 @@ class FromDisk:
         counts = self.table.counts() if isinstance(self.table, LookaheadCache) else {}
         peak = max(self.peak, seen.peak)  # making the cache takes memory of its own
         return {"batches_per_s": count / seen.seconds, "peak_anonymous": peak, "mapped": seen.mapped,
-                "major_faults": seen.faults, "from_disk": seen.read, "losses": losses, "cache_hit_rate": getattr(self.table, "hit_rate", None),
+                "major_faults": seen.faults, "from_disk": seen.read, "losses": losses,
+                "cache_hit_rate": getattr(self.table, "hit_rate", None),
                 "lookahead": getattr(self.table, "lookahead", None), **counts}  # fmt: skip
 
 
@@ -382,8 +383,8 @@ def _print_training(trained, what):
     for name, f in trained.items():
         if "bytes_min" in f:
             times = f["bytes_read"] / f["bytes_min"]
-            print(f"{name}: {gb(f['bytes_read'])} asked for, MIN must read {gb(f['bytes_min'])}: {times:.3f} times as much; "
-                  f"looked {f['lookahead']:,} batches ahead")  # fmt: skip
+            print(f"{name}: {gb(f['bytes_read'])} asked for, MIN must read {gb(f['bytes_min'])}: {times:.3f} times as "
+                  f"much; looked {f['lookahead']:,} batches ahead")  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -210,8 +210,10 @@ def watch():
 
 
 def forget_pages(path, mapped=()):
-    """Make the kernel drop the files of a store from memory, so that they are read from the disk; `mapped`: tensors over
-    them in this process, whose pages would stay."""
+    """Make the kernel drop the files of a store from memory, so that they are read from the disk.
+
+    mapped: tensors over them in this process, whose pages would stay.
+    """
     for tensor in mapped:
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         size = tensor.data_ptr() + tensor.nbytes - start

@@ -172,7 +172,8 @@ def make_parser():
     add("--mode", default="auto", choices=["auto", *MODES], help="where graph and features live - where training runs")
     add("--cache", type=size, default=0, metavar="4GiB",
         help="feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process "
-        "(cpu-cpu); others stay behind (default: none; an eighth or half of what is free if features exceed it)")  # fmt: skip
+        "(cpu-cpu); others stay behind (default: none; an eighth or half of what is free if features "
+        "exceed it)")  # fmt: skip
     add("--lookahead", type=positive(int, zero=True), metavar="N",
         help="on CPU keep rows used soonest in the next N batches "
         "(default: 10 caches full, or more)")  # fmt: skip

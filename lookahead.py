@@ -36,11 +36,12 @@ AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a t
 
 
 class KeptPages:
-    """The pages of a table that the kernel's page cache keeps: at first as much of the file as there is room for, read in
-    its order while training starts, then the pages that are used soonest.
+    """The pages of a table that the kernel's page cache keeps: at first as much of the file as there is room for, read
+    in its order while training starts, then the pages that are used soonest.
 
-    A disk gives a file in order many times as fast as its pages one by one. Where several processes read the table, each
-    reads its part of that ahead, and what is kept then is left to the kernel, since none knows the batches of the others.
+    A disk gives a file in order many times as fast as its pages one by one. Where several processes read the table,
+    each reads its part of that ahead, and what is kept then is left to the kernel, since none knows the batches of the
+    others.
 
     Args:
         reader: RowReader of the table, through the page cache. room: bytes of memory for its pages.
@@ -73,8 +74,8 @@ class KeptPages:
             self.planner.expect(pages)
 
     def plan(self):
-        """Decide on the oldest batch that was expected -> (missing, given_up), pages to read for it, and to drop when its
-        rows were gathered; int64, ascending."""
+        """Decide on the oldest batch that was expected -> (missing, given_up), pages to read for it, and to drop when
+        its rows were gathered; int64, ascending."""
         if not self.planner:
             return _NONE, _NONE
         pages, source, _ = self.planner.plan()

@@ -15,8 +15,9 @@ store's features do where a row is a multiple of 512 bytes) nothing is read but 
 
 C, called without Python's lock; io_uring by its system calls alone, without liburing. Rows are copied out of buffers
 that the kernel knows (registered, so that it need not pin memory for each request): for a row of a few KiB that costs
-less than pinning the place it goes to. (Threads that read through the page cache read a single row to its place.) Reads that were interrupted or came back short go on where they stopped; an
-error or the end of the file is one StoreError, after which the reader works on.
+less than pinning the place it goes to. Threads that read through the page cache read a single row to its place. Reads
+that were interrupted or came back short go on where they stopped; an error or the end of the file is one StoreError,
+after which the reader works on.
 
 To copy this file take native.py and disk.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives None.
 """
