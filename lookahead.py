@@ -36,77 +36,60 @@ AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a t
 
 
 class KeptPages:
-    """The pages of a table that the kernel's page cache keeps: at first as much of the file as there is room for, read
-    in its order while training starts, then the pages that are used soonest.
-
-    A disk gives a file in order many times as fast as its pages one by one. Where several processes read the table,
-    each reads its part of that ahead, and what is kept then is left to the kernel, since none knows the batches of the
-    others.
+    """The pages of a table that the kernel's page cache keeps: at first as much of the file as there is room for, which
+    `_read_in_order` reads while training starts, then the pages that are used soonest.
 
     Args:
-        reader: RowReader of the table, through the page cache. room: bytes of memory for its pages.
-        lookahead: batches of the window. share: (rank, world) among the processes of this machine.
+        reader: RowReader of the table, through the page cache. places: pages to keep.
+        lookahead: batches of the window.
     """
 
-    def __init__(self, reader, room, lookahead, share=(0, 1)):
-        rank, world = share
-        self.offset, self.row_bytes = reader.offset, reader.row_bytes
-        pages = -(-(reader.offset + reader.rows * reader.row_bytes) // mmap.PAGESIZE)
-        places, self.planner = min(pages, -(-room // mmap.PAGESIZE)), None
-        if world == 1:
-            self.planner = Planner(pages, places, lookahead)
-            for first in range(0, places, 1 << 16):  # what is read in order, as if batches had asked for it
-                self.planner.expect(torch.arange(first, min(first + (1 << 16), places)))
-                self.planner.plan()
-        self.file = os.open(reader.path, os.O_RDONLY)
-        part = (places * r // world * mmap.PAGESIZE for r in (rank, rank + 1))
-        self.ended = threading.Event()
-        words = reader.path, *part, self.ended
-        threading.Thread(target=_read_in_order, args=words, name="in order", daemon=True).start()
+    def __init__(self, reader, places, lookahead):
+        self.reader = reader
+        self.planner = Planner(_pages_of(reader), places, lookahead)
+        for first in range(0, places, 1 << 16):  # what is read in order, as if batches had asked for it
+            self.planner.expect(torch.arange(first, min(first + (1 << 16), places)))
+            self.planner.plan()
 
     def expect(self, ids):
         """A later batch asks for these rows."""
-        if self.planner:
-            ids = ids.to(torch.int64).contiguous()
-            rows = ids.data_ptr(), len(ids), self.offset, self.row_bytes, mmap.PAGESIZE
-            pages = torch.empty(library().la_pages(*rows, None), dtype=torch.int64)
-            library().la_pages(*rows, pages.data_ptr())
-            self.planner.expect(pages)
+        ids = ids.to(torch.int64).contiguous()
+        rows = ids.data_ptr(), len(ids), self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
+        pages = torch.empty(library().la_pages(*rows, None), dtype=torch.int64)
+        library().la_pages(*rows, pages.data_ptr())
+        self.planner.expect(pages)
 
     def plan(self):
         """Decide on the oldest batch that was expected -> (missing, given_up), pages to read for it, and to drop when
         its rows were gathered; int64, ascending."""
-        if not self.planner:
-            return _NONE, _NONE
         pages, source, _ = self.planner.plan()
         return pages[source < 0].unique(), self.planner.given_up()
 
     def read(self, pages):
         """Have the kernel begin to read pages; nobody waits for them but where a disk's queue is full."""
-        library().la_advise(self.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, True)
+        library().la_advise(self.reader.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, True)
 
     def drop(self, pages):
         """Take pages out of the page cache."""
-        library().la_advise(self.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, False)
+        library().la_advise(self.reader.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, False)
 
     def forget(self):
         """No batch is expected any more."""
-        if self.planner:
-            self.planner.forget()
-
-    def __del__(self):
-        if getattr(self, "ended", None):
-            self.ended.set()
-            os.close(self.file)
+        self.planner.forget()
 
 
-def _read_in_order(path, first, end, ended):
-    """Have the kernel read a part of a file, until `ended` is set; single pages, so that each can be dropped."""
-    with open(path, "rb") as file:
-        for at in range(first, end, AHEAD):
-            if ended.is_set():
-                break
-            os.posix_fadvise(file.fileno(), at, min(AHEAD, end - at), os.POSIX_FADV_WILLNEED)
+def _pages_of(reader):
+    """How many pages of a file there are up to the end of its table."""
+    return -(-(reader.offset + reader.rows * reader.row_bytes) // mmap.PAGESIZE)
+
+
+def _read_in_order(reader, first, end, ended):
+    """Have the kernel read the pages first .. end of a file, until `ended` is set; one by one, so that each can be
+    dropped. A disk gives a file in order many times as fast as its pages at random."""
+    for at in range(first * mmap.PAGESIZE, end * mmap.PAGESIZE, AHEAD):
+        if ended.is_set():
+            break
+        os.posix_fadvise(reader.file, at, min(AHEAD, end * mmap.PAGESIZE - at), os.POSIX_FADV_WILLNEED)
 
 
 _Plan = namedtuple("_Plan", "ids source keep missing given_up min_hits")  # missing, given_up: pages
@@ -126,7 +109,8 @@ class LookaheadCache:
             for each page, as long as their blocks take no more than a quarter of the budget and of that level a 32nd.
         hot: [V] the larger the hotter, for rows that the window does not ask for: `expected_visits`.
         batches: how many will be asked for; None: many. Few do not pay for reading pages that they may not need.
-        share: (rank, world) among the processes of this machine that read the table.
+        share: (rank, world) among the processes of this machine that read the table. Where there are several, each reads
+            its part of it in order, and what stays is left to the kernel: none knows the batches of the others.
 
     Attributes:
         shape, dtype: of the features. cache: [capacity, F].
@@ -149,6 +133,7 @@ class LookaheadCache:
         if hot is not None:  # chances of at most 1, two levels a factor of two, 63 for a row in every batch
             self.level = hot.clamp(2.0**-31, 1).log2().mul_(2).add_(63).clamp_(0, 63).to(torch.uint8)
         self.planner = self.pages = None  # made when the first batch tells how large a window is
+        self.ended = threading.Event()
         self.plans, self.given_up = deque(), deque()  # not carried out; pages to drop
         self.lookups = self.hits = self.min_hits = 0
 
@@ -181,6 +166,7 @@ class LookaheadCache:
         finally:
             for plan in self.plans:
                 self.planner.release(plan.keep)
+            self.given_up.extend(plan.given_up for plan in self.plans if self.pages)
             self.plans.clear()
             for level in filter(None, (self.planner, self.pages)):
                 level.forget()
@@ -220,9 +206,10 @@ class LookaheadCache:
         """Begin, with a first batch that tells how large the others are."""
         rows, row_bytes = max(1, batch.blocks[0].num_src), self.shape[1] * self.dtype.itemsize
         table, touched = self.shape[0] * row_bytes, rows * max(row_bytes, mmap.PAGESIZE)  # bytes; of pages, by a batch
-        if self.batches is not None and self.batches * touched < table:
+        rank, world = self.share
+        if self.batches is not None and self.batches * world * touched < table:
             self.room = 0
-        plans_pages = self.room and self.share[1] == 1
+        plans_pages = self.room and world == 1
         if self.lookahead is None:
             size = sum(tensor.nbytes for block in batch.blocks for tensor in block if tensor is not None)
             wanted, size, budget = WINDOW * len(self.cache) / rows, size + 20 * rows, self.budget / 4
@@ -230,8 +217,17 @@ class LookaheadCache:
                 wanted, size, budget = max(wanted, TOUCHES * table / touched), size + 20 * rows, budget + self.room / 32
             self.lookahead = int(min(wanted, budget / size)) + 1
         self.planner = Planner(self.shape[0], len(self.cache), self.lookahead, self.level)
-        if self.room:
-            self.pages = KeptPages(self.reader, self.room, self.lookahead, self.share)
+        if not self.room:
+            return
+        places = min(_pages_of(self.reader), -(-self.room // mmap.PAGESIZE))
+        if plans_pages:
+            self.pages = KeptPages(self.reader, places, self.lookahead)
+        part = self.reader, places * rank // world, places * (rank + 1) // world, self.ended
+        threading.Thread(target=_read_in_order, args=part, name="in order", daemon=True).start()
+
+    def __del__(self):
+        if hasattr(self, "ended"):
+            self.ended.set()
 
     def gather(self, ids, out=None):
         """Copy rows: those of the next batch of `looking_ahead` through the cache, others from the disk.

@@ -2429,6 +2429,28 @@ def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path
     assert cache.pages.planner.min_hits > 0
 
 
+def test_epochs_that_are_left_early_leave_no_pages_behind(tmp_path, monkeypatch):
+    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    planned, dropped, plan, drop = [], [], lookahead.KeptPages.plan, lookahead.KeptPages.drop
+
+    def plans(self):
+        planned.append(plan(self))
+        return planned[-1]
+
+    monkeypatch.setattr(lookahead.KeptPages, "plan", plans)
+    monkeypatch.setattr(lookahead.KeptPages, "drop", lambda self, pages: (dropped.append(pages), drop(self, pages)))
+    cache = LookaheadCache(graph.features, 0, 40)
+    ring, places = FeatureRing(cache, graph.labels, slots=3), -(-cache.room // 4096)
+    for seed in range(12):
+        batches = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=2, ring=ring, seed=seed)
+        for batch in itertools.islice(batches, 6):
+            assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+            _when_filled()
+    given_up = torch.cat([pages for _, pages in planned]).tolist()
+    assert sorted(given_up) == sorted(torch.cat([*dropped, *cache.given_up]).tolist()) and len(planned) > 12 * 6
+    assert places / 2 < int(_resident(file).sum()) <= places + 9 * 2 * 16 < len(_resident(file))
+
+
 def test_processes_of_a_machine_share_the_reading_and_leave_the_rest_to_the_kernel(tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, 256)
     for rank in (0, 1):
@@ -2442,7 +2464,7 @@ def test_processes_of_a_machine_share_the_reading_and_leave_the_rest_to_the_kern
         while not _resident(file)[rank * half : (rank + 1) * half - 1].all():  # the kernel was asked to read them
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert cache.pages.planner is None
+        assert cache.pages is None
         assert rank or _resident(file)[half : 2 * half].mean() < 0.5
 
 
