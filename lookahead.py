@@ -109,8 +109,8 @@ class LookaheadCache:
             for each page, as long as their blocks take no more than a quarter of the budget and of that level a 32nd.
         hot: [V] the larger the hotter, for rows that the window does not ask for: `expected_visits`.
         batches: how many will be asked for; None: many. Few do not pay for reading pages that they may not need.
-        share: (rank, world) among the processes of this machine that read the table. Where there are several, each reads
-            its part of it in order, and what stays is left to the kernel: none knows the batches of the others.
+        share: (rank, world) among the processes of this machine that read the table. Where there are several, each
+            reads its part of it in order, and what stays is left to the kernel: none knows the batches of the others.
 
     Attributes:
         shape, dtype: of the features. cache: [capacity, F].
