@@ -1,4 +1,4 @@
-"""Processes: start them or join torchrun, reduce figures over them, stop them together.
+"""Distributed training: launch processes or join torchrun, reduce over ranks, stop together.
 
 This file stands alone: copy it into your own code. torch.distributed does the work.
 
@@ -12,7 +12,7 @@ This file stands alone: copy it into your own code. torch.distributed does the w
                     break
         total, = ranks.sum(local)
 
-On a machine the ranks share out the cores; with GPUs each is bound to the cores next to its own.
+The ranks of a machine share its cores; with GPUs each is bound to the cores nearest to its own.
 """
 
 import atexit
@@ -35,8 +35,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
-TIMEOUT = timedelta(minutes=30)  # of a collective: after it, a rank that does not answer counts as lost
+TIMEOUT = timedelta(minutes=30)  # of a collective
+LOOPBACK = "127.0.0.1"
+# SIGHUP comes from a closed terminal, and is ignored under nohup
+STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Ranks(NamedTuple):
@@ -65,29 +67,34 @@ class Ranks(NamedTuple):
         """
         if self.world == 1:
             return model
-        if unused:  # of a model in which all do take part
+        if unused:  # of a model in which all parameters take part
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         parallel = torch.nn.parallel.DistributedDataParallel(
-            model, device_ids=[self.local_rank] if self.gpus else None, find_unused_parameters=unused
+            model,
+            device_ids=[self.local_rank] if self.gpus else None,
+            find_unused_parameters=unused,
         )
         self.check_equal(model)
-        if not self.gpus:  # on a GPU, DDP takes the time of every hundredth step, which costs nothing
+        # on a GPU, DDP takes the time of every hundredth step, which costs nothing
+        if not self.gpus:
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
 
     def exchange(self, parallel):
-        """Average seconds of a step that only the exchange of gradients took, not the backward pass beside it."""
+        """Average seconds a step in which gradients were exchanged and the backward pass was idle."""
         if self.world == 1:
             return 0.0
-        times = parallel._get_ddp_logging_data()  # knows of a step when the next one begins
-        both, beside = (times.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
-        return (both - beside) / 1e9
+        times = parallel._get_ddp_logging_data()  # of the steps before the last
+        names = "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"
+        communication, overlap = (times.get(name, 0) for name in names)
+        return (communication - overlap) / 1e9
 
     def check_equal(self, model):
         """Raise RuntimeError, on every rank, unless all ranks hold the same parameters, bit for bit."""
         checksum = 0
         for parameter in model.parameters():
-            checksum = zlib.crc32(parameter.detach().cpu().flatten().view(torch.uint8).numpy(), checksum)
+            data = parameter.detach().cpu().flatten().view(torch.uint8)
+            checksum = zlib.crc32(data.numpy(), checksum)
         first, *rest = self.gather(checksum)
         others = [rank for rank, theirs in enumerate(rest, 1) if theirs != first]
         if others:
@@ -125,15 +132,12 @@ class Ranks(NamedTuple):
         return self.sum(*(number if rank == self.rank else 0 for rank in range(self.world)))
 
     def broadcast(self, data, source=0):
-        """Give the bytes of rank `source` to all -> bytes; what the others pass is not looked at."""
-        if self.world == 1:
-            return data
-        size = int(self.gather(len(data or b""))[source])
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if self.rank == source and size:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, source)
-        return buffer.numpy().tobytes()
+        """Give the bytes of rank `source` to all -> bytes; what the others pass is ignored."""
+        if self.world > 1:
+            everyones = [data]
+            dist.broadcast_object_list(everyones, source, device=torch.device("cpu"))
+            (data,) = everyones
+        return data
 
     def barrier(self):
         """Wait until every rank is here."""
@@ -141,7 +145,7 @@ class Ranks(NamedTuple):
 
     @contextmanager
     def patience(self, limit=timedelta(days=2)):
-        """One rank works inside, maybe for hours; the others wait for it at the end, beyond the group's own timeout."""
+        """One rank works inside, maybe for hours; the others wait at the end, beyond the timeout of collectives."""
         group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
         yield
         if group is not None:
@@ -161,8 +165,9 @@ def under_torchrun():
 def launch(worker, nprocs, *args, gpus=0):
     """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's.
 
-    With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT
-    and SIGTERM are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT kills them.
+    With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT,
+    SIGTERM and SIGHUP are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT
+    kills them.
     Where the worker returns a number other than 0, the process exits with it.
 
     Args:
@@ -174,31 +179,41 @@ def launch(worker, nprocs, *args, gpus=0):
         SystemExit: with the code that a rank failed with or returned.
     """
     if under_torchrun():
-        env = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
-        local = {name: int(os.environ.get(name, env[full])) for name, full in _LOCAL}
-        ranks = Ranks(env["RANK"], env["WORLD_SIZE"], local["LOCAL_RANK"], local["LOCAL_WORLD_SIZE"], gpus)
-        store = None
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        env, store = os.environ, None
+        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # The agent's store outlives a restart (torch 2.13): without a prefix a rank could find where a dead one
             # listened.
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+            attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+        ranks = Ranks(rank, world, *local, gpus)
         return _run(worker, ranks, store, args)
     if nprocs == 1:
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
         return
-    # The parent holds the rendezvous. Its socket is bound here, to this machine alone and to a port that the system
-    # chooses: torch's own would listen on every address.
-    listener = socket.create_server(("127.0.0.1", 0))
+    # The parent is the rendezvous, on a free port of the loopback: torch's own would listen on every address.
+    listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    context = mp.spawn(_spawned, (worker, nprocs, gpus, port, os.getpid(), args), nprocs, join=False)
-    _supervise(context)
+    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
+    given = worker, nprocs, gpus, port, os.getpid(), args
+    _supervise(mp.spawn(_spawned, given, nprocs, join=False))
     del store
 
 
-_LOCAL = (("LOCAL_RANK", "RANK"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+@contextmanager
+def _handling(handler):
+    """Handle STOPS, except those that are ignored."""
+    handled = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def _supervise(context):
@@ -207,29 +222,27 @@ def _supervise(context):
 
     def forward(number, frame):
         received.append(number)
-        for process in context.processes:
-            if process.is_alive():
-                (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
+        for process in filter(mp.Process.is_alive, context.processes):
+            (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
 
-    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessRaisedException as failure:
-        print(failure, file=sys.stderr)
-        sys.exit(1)
-    except mp.ProcessExitedException as failure:
-        if received:
-            sys.exit(128 + received[0])
-        if failure.signal_name is not None:
-            print(f"rank {failure.error_index} was ended by {failure.signal_name}", file=sys.stderr)
-        sys.exit(failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code)
-    finally:
-        for process in context.processes:
-            if process.is_alive():
+    with _handling(forward):
+        try:
+            while not context.join(grace_period=2):
+                pass
+        except mp.ProcessRaisedException as failure:
+            print(failure, file=sys.stderr)
+            sys.exit(1)
+        except mp.ProcessExitedException as failure:
+            if received:
+                sys.exit(128 + received[0])
+            if name := failure.signal_name:
+                why = ", as the system does when memory runs out" * (name == "SIGKILL")
+                print(f"rank {failure.error_index} was killed by {name}{why}", file=sys.stderr)
+            code = failure.exit_code
+            sys.exit(code if code > 0 else 128 - code)
+        finally:
+            for process in context.processes:
                 process.kill()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _spawned(rank, worker, nprocs, gpus, port, parent, args):
@@ -238,8 +251,10 @@ def _spawned(rank, worker, nprocs, gpus, port, parent, args):
         os._exit(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are all on this machine
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on as SIGTERM
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # these reach the whole group of a terminal; the parent passes them on as SIGTERM
+    for number in set(STOPS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
     _run(worker, Ranks(rank, nprocs, rank, nprocs, gpus), store, args)
 
 
@@ -260,17 +275,21 @@ def _run(worker, ranks, store, args):
             os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
     where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
+    # with its GPU NCCL connects here and now, and never guesses a device
+    where |= {"device_id": ranks.device} if ranks.gpus else {}
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         code = worker(ranks, *args) or 0
-        dist.destroy_process_group()
+        if not code:  # else peers may still be waiting elsewhere
+            dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            time.sleep(3)  # a peer failed first: let it speak, and the parent, in 2 s, end this process in silence
+            # a peer failed first: its traceback is the one to see, and the parent kills this process within 2 s
+            time.sleep(3)
         traceback.print_exc()
-        code = 1  # and leave the group without a handshake that the peers may not answer
-    # Gloo's threads may still hold tensors, and abort when they let go of them in an interpreter that is being taken
-    # down (pytorch issue 190489): so the process ends before its interpreter does.
+        code = 1
+    # Gloo's threads may still hold tensors, and abort if they release them while the interpreter is finalized (pytorch
+    # issue 190489): the process exits before.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -278,49 +297,49 @@ def _run(worker, ranks, store, args):
 
 
 def cores_near(gpu, sysfs="/sys"):
-    """The cores of this process that the kernel calls local to a GPU's PCI slot; all of them where it does not say.
+    """Cores of this process that are local to a GPU's PCI slot; all of them if the kernel does not know.
 
-    Args:
-        gpu: what torch.cuda.get_device_properties returns.
+    gpu: what torch.cuda.get_device_properties returns.
     """
     cores = os.sched_getaffinity(0)
     try:
         slot = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        spans = re.findall(r"(\d+)(?:-(\d+))?", Path(sysfs, "bus/pci/devices", slot, "local_cpulist").read_text())
+        text = Path(sysfs, "bus/pci/devices", slot, "local_cpulist").read_text()
     except (OSError, AttributeError):
         return cores
+    spans = re.findall(r"(\d+)(?:-(\d+))?", text)
     near = {core for a, b in spans for core in range(int(a), int(b or a) + 1)}
     return near & cores or cores
 
 
 class StopSignal:
-    """SIGINT and SIGTERM as a question that all ranks answer alike, at the same step.
+    """Agree on stopping after a SIGINT, SIGTERM or SIGHUP: all ranks leave after the same step.
 
-    The answer travels one step behind on a small CPU all-reduce, so that nobody waits for it. A second SIGINT ends
-    the process at once.
+    The answer is one step old, from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once.
     """
 
     def __init__(self, ranks):
         self.ranks, self.received, self.work, self.answer = ranks, 0, None, False
 
     def __enter__(self):
-        self.previous = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self.previous[number] = signal.signal(number, self._receive)
+        self.handling = _handling(self._receive)
+        self.handling.__enter__()
         return self
 
     def __exit__(self, kind, *exc):
         if self.work is not None and kind is None:
             self.work.wait()
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        self.handling.__exit__(None, None, None)
 
     def _receive(self, number, frame):
         if self.received == number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = number
+
+    def request(self):
+        """Ask all ranks to stop, as a signal would."""
+        self.received = self.received or signal.SIGTERM
 
     def agreed(self):
         """True on every rank, in the same call, once any rank received a signal. Call it once a step on each."""
@@ -330,8 +349,9 @@ class StopSignal:
             if self.work is not None:
                 self.work.wait()
                 self.answer = bool(self.flag.item())
-            self.flag = torch.tensor([int(self.received)])
-            self.work = None if self.answer else dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+            self.flag, self.work = torch.tensor([int(self.received)]), None
+            if not self.answer:
+                self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
         return self.answer
 
     @property

@@ -18,20 +18,18 @@ Twelve lines from tensors to a trained model:
     classes = inference(net, graph.indptr, graph.indices, graph.features).argmax(1)     # of all nodes, exact
 
 Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the
-same for any number of threads and batches prepared ahead, and the same in sum for any number of processes. train.py
-trains and evaluates with this loader. To copy it take sampler.py (and what that needs) and features.py along. Letters:
-V nodes and M edges of the graph; S seeds, N input nodes of a batch; F feature width.
+same for any number of threads and batches prepared ahead, and the same in sum for any number of processes. To copy
+this file take sampler.py and features.py along.
 """
 
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import features
-from features import FeatureRing
+from features import FeatureRing, prefetch
 from sampler import NeighborSampler, mix
 
 
@@ -58,14 +56,23 @@ def from_edge_index(edge_index, num_nodes):
         ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
     """
     edges = torch.as_tensor(edge_index).cpu()
-    if edges.shape[:-1] != (2,) or edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool):
-        raise ValueError(f"edge_index is {edges.dtype} {list(edges.shape)}: integers [2, M] are needed, sources first")
+    if (
+        edges.shape[:-1] != (2,)
+        or edges.numel()
+        and (edges.is_floating_point() or edges.dtype == torch.bool)
+    ):
+        raise ValueError(
+            f"edge_index is {edges.dtype} {list(edges.shape)}: integers [2, M] are needed, sources first"
+        )
     source, destination = edges.long()
     for name, ids in (("source", source), ("destination", destination)):
         low, high = map(int, ids.aminmax()) if ids.numel() else (0, -1)
         if low < 0 or high >= num_nodes:
-            raise ValueError(f"edge_index has {name}s {low} to {high}: node ids lie in [0, {num_nodes})")
-    keys = np.sort((destination * num_nodes + source).numpy())  # one int64 an edge: numpy sorts these fastest
+            raise ValueError(
+                f"edge_index has {name}s {low} to {high}: node ids lie in [0, {num_nodes})"
+            )
+    # one int64 an edge: numpy sorts these fastest
+    keys = np.sort((destination * num_nodes + source).numpy())
     indptr = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
@@ -82,44 +89,45 @@ def _check_sizes(graph, seeds, edges):
         rows = getattr(values, "shape", (None,))[0]
         if rows != count:
             found = f"has {rows} rows" if rows is not None else f"is a {type(values).__name__}"
-            raise ValueError(f"{name} {found}: the graph has {num_nodes} nodes and {num_edges} edges, and {count} rows "
-                             "are needed")  # fmt: skip
+            raise ValueError(
+                f"{name} {found}: the graph has {num_nodes} nodes and {num_edges} edges, and {count} rows "
+                "are needed"
+            )
 
 
 class Batch(NamedTuple):
     """One pass forward and backward, on the training device: the seeds of a step, or this process's part of them."""
 
     blocks: list  # one for each layer, outermost hop first
-    x: Tensor  # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
+    # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
+    x: Tensor
     y: Tensor  # [S] labels of the seeds
     seeds: Tensor  # [S] node ids
     step: int = 0  # of the optimizer, within the epoch
-    global_step: int = 0  # number of the step over all epochs, which keys all that is drawn; -1 without shuffling
+    # number of the step over all epochs, which keys all that is drawn; -1 without shuffling
+    global_step: int = 0
     total: int = 0  # seeds of the whole step: all processes, all passes
     last: bool = True  # the last pass of its step: the optimizer follows
+    step_seeds: Any = None  # the seeds of the whole step, int [total]
     began: Any = None  # CUDA events around the copy of x to the GPU; None where nothing is copied
     ready: Any = None
-    step_seeds: Any = None  # the seeds of the whole step, int [total], for a sampler that needs them
     edges: tuple = ()  # for each block the features [E, D] of its edges, where they were asked for
 
 
-class AtSeedTimes:
-    """A sampler that gives each seed its own time; as a sampler for `NodeLoader`.
+def seeds_at(times, nodes=None):
+    """A `draw` for `NodeLoader` in which each seed sees no edge later than its own time.
 
     Args:
-        sampler: a `NeighborSampler` with edge_times. times: int64 [V], of the nodes.
+        times: int64 [V], of the nodes.
         nodes: int64 [n]: a seed is then a number below n, of a node here and its time in times [n], so that a node may
             be a seed at several times.
     """
 
-    def __init__(self, sampler, times, nodes=None):
-        self.sampler, self.times, self.nodes = sampler, times, nodes
+    def draw(batch):
+        seeds = batch.seeds.to(times.device)
+        return seeds if nodes is None else nodes[seeds], {"times": times[seeds]}, None
 
-    def sample(self, seeds, step, **options):
-        """The sampler's blocks, in which no seed sees an edge later than its own time."""
-        seeds = seeds.to(self.times.device)
-        nodes = seeds if self.nodes is None else self.nodes[seeds]
-        return self.sampler.sample(nodes, step, times=self.times[seeds], **options)
+    return draw
 
 
 class NodeLoader:
@@ -141,41 +149,88 @@ class NodeLoader:
         reuse: True lets x lie in one of depth + 1 buffers used in turn: faster on CPU, and overwritten when the
             next batch is asked for. False: every batch may be kept. On a GPU x is a tensor of its own anyway.
         edges: True brings the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
-        sampler, ring: used instead of those that would be made from the arguments above. prefetch: used instead of
-            `features.prefetch`. timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
+        sampler, ring: used instead of those that would be made from the arguments above.
+        draw: function of a Batch with its seeds, which may number anything -> (the nodes to sample for, options of the
+            sampler, y; None: the labels of the nodes).
+        load: function of a Batch with its seeds and a slot -> `Fetched`, used instead of sampler and ring.
+        timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
     Attributes:
         epoch, step: of the next batch, counted from 0; may be set. steps: optimizer steps of an epoch.
     """
 
-    def __init__(self, graph, seeds, fanouts, *, batch_size=1024, shuffle=True, seed=0, rank=0, world=1, accumulate=1,
-                 device=None, dtype=torch.float32, depth=2, threads=1, reuse=False, edges=False, sampler=None,
-                 ring=None, prefetch=features.prefetch, timed=nullcontext):  # fmt: skip
-        for name, number, least in (("batch_size", batch_size, 1), ("depth", depth, 0), ("threads", threads, 1)):
+    def __init__(
+        self,
+        graph,
+        seeds,
+        fanouts,
+        *,
+        batch_size=1024,
+        shuffle=True,
+        seed=0,
+        rank=0,
+        world=1,
+        accumulate=1,
+        device=None,
+        dtype=torch.float32,
+        depth=2,
+        threads=1,
+        reuse=False,
+        edges=False,
+        sampler=None,
+        ring=None,
+        draw=None,
+        load=None,
+        timed=nullcontext,
+    ):
+        for name, number, least in (
+            ("batch_size", batch_size, 1),
+            ("depth", depth, 0),
+            ("threads", threads, 1),
+        ):
             if number < least:
                 raise ValueError(f"{name} is {number}: at least {least} is needed")
         seeds = torch.as_tensor(seeds)
         if seeds.dim() != 1:
-            raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T], or a mask bool [V], are needed")
-        if sampler is None or ring is None:
+            raise ValueError(
+                f"seeds is {list(seeds.shape)}: node ids [T], or a mask bool [V], are needed"
+            )
+        if not load and (sampler is None or ring is None):
             _check_sizes(graph, seeds, edges)
         self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds  # a mask
-        self.shuffle, self.seed, self.rank, self.world, self.accumulate = shuffle, seed, rank, world, accumulate
+        self.shuffle, self.seed, self.accumulate = shuffle, seed, accumulate
+        self.rank, self.world = rank, world
         self.total_batch = batch_size * accumulate * world
         self.steps = -(-self.seeds.numel() // self.total_batch)
-        if sampler is None:
-            graph_arrays = map(torch.as_tensor, (graph.indptr, getattr(graph, "sampled_indices", graph.indices)))
-            waiting = getattr(graph, "sampling_threads", None)  # for the disk: to check the graph would read all of it
-            sampler = NeighborSampler(*graph_arrays, fanouts, seed=seed, edge_ids=edges, threads=waiting,
-                                      check=not waiting)  # fmt: skip
-        if ring is None:
+        if sampler is None and not load:
+            graph_arrays = map(
+                torch.as_tensor, (graph.indptr, getattr(graph, "sampled_indices", graph.indices))
+            )
+            # for the disk: to check the graph would read all of it
+            waiting = getattr(graph, "sampling_threads", None)
+            sampler = NeighborSampler(
+                *graph_arrays,
+                fanouts,
+                seed=seed,
+                edge_ids=edges,
+                threads=waiting,
+                check=not waiting,
+            )
+        if ring is None and not load:
             rows = getattr(graph.features, "tensor", graph.features)
             rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array
-            ring = FeatureRing(rows, torch.as_tensor(graph.labels), slots=depth + 1, streams=threads, dtype=dtype,
-                               device=device or getattr(rows, "device", "cpu"), reuse=reuse,
-                               edge_features=torch.as_tensor(graph.edge_features) if edges else None)  # fmt: skip
-        self.sampler, self.ring = sampler, ring
-        self.prefetch, self.options, self.timed = prefetch, {"depth": depth, "threads": threads}, timed
+            ring = FeatureRing(
+                rows,
+                torch.as_tensor(graph.labels),
+                slots=depth + 1,
+                streams=threads,
+                dtype=dtype,
+                device=device or getattr(rows, "device", "cpu"),
+                reuse=reuse,
+                edge_features=torch.as_tensor(graph.edge_features) if edges else None,
+            )
+        self.sampler, self.ring, self.draw, self.load = sampler, ring, draw, load
+        self.options, self.timed = {"depth": depth, "threads": threads}, timed
         self.epoch = self.step = 0
 
     def __len__(self):
@@ -183,7 +238,17 @@ class NodeLoader:
 
     def __iter__(self):
         epoch, first = self.epoch, self.step
-        with self._sampled(self._parts(epoch, first)) as parts, closing(self._prefetched(parts)) as stream:
+        looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
+        # plans of a cache that looks ahead have an order: they are carried out by one thread
+        options = {**self.options, "threads": 1} if looking_ahead else self.options
+        with ExitStack() as stack:
+            parts = self._parts(epoch, first)
+            if looking_ahead:
+                # Blocks wait in memory until their rows are fetched: those of a thousand batches with 10,000 input
+                # nodes each take 120 MB.
+                sampled = prefetch(self._sample, parts, **self.options)
+                parts = stack.enter_context(looking_ahead(stack.enter_context(closing(sampled))))
+            stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             for batch, fetched in stream:
                 fetched.wait()
                 self.step = batch.step + 1 if batch.last else batch.step
@@ -202,40 +267,33 @@ class NodeLoader:
             for i, part in enumerate(step_seeds.tensor_split(self.accumulate)):
                 a, b = (part.numel() * rank // self.world for rank in (self.rank, self.rank + 1))
                 last = i == self.accumulate - 1
-                yield Batch([], None, None, part[a:b], step, global_step, step_seeds.numel(), last,
-                            step_seeds=step_seeds)  # fmt: skip
-
-    @contextmanager
-    def _sampled(self, parts):
-        """The parts; where the features' cache looks ahead, sampled already. Their blocks are in memory until the rows
-        are fetched: those of a thousand batches with 10,000 input nodes each take 120 MB."""
-        if not self._looks_ahead():
-            yield parts
-            return
-        with closing(features.prefetch(self._sample, parts, **self.options)) as sampled:
-            with self.ring.features.looking_ahead(sampled) as planned:
-                yield planned
-
-    def _looks_ahead(self):
-        return hasattr(self.ring.features, "looking_ahead")
-
-    def _prefetched(self, parts):
-        """Batches, prepared ahead; before a cache that looks ahead by one thread, since its plans have an order."""
-        threads = {"threads": 1} if self._looks_ahead() else {}
-        return self.prefetch(self._load, parts, **{**self.options, **threads})
+                total = step_seeds.numel()
+                yield Batch([], None, None, part[a:b], step, global_step, total, last, step_seeds)
 
     def _sample(self, part, slot=0):
-        more = {"step_seeds": part.step_seeds} if getattr(self.sampler, "needs_step_seeds", False) else {}
         with self.timed("sample"):
-            blocks = self.sampler.sample(part.seeds, part.global_step, relabel_outer=not self.ring.first_hop, **more)
-        return part._replace(blocks=blocks)
+            nodes, options, y = self.draw(part) if self.draw else (part.seeds, {}, None)
+            blocks = self.sampler.sample(
+                nodes, part.global_step, relabel_outer=not self.ring.first_hop, **options
+            )
+        return part._replace(blocks=blocks, y=y)
 
-    def _load(self, part, slot):
-        """Sample and fetch a batch, on a thread that runs ahead -> (batch, what the ring made of it)."""
+    def _fetch(self, part, slot):
         with self.ring.stream(slot):
-            blocks = part.blocks or self._sample(part).blocks
+            part = part if part.blocks else self._sample(part)
+            # on the slot's stream, before the event that the ring records
+            y = None if part.y is None else part.y.to(self.ring.device, non_blocking=True)
             with self.timed("fetch"):
-                fetched = self.ring.fetch(slot, blocks)
+                fetched = self.ring.fetch(slot, part.blocks)
+        return fetched if y is None else fetched._replace(y=y)
+
+    def _make(self, part, slot):
+        """Sample and fetch a batch, on a thread that runs ahead -> (batch, what the ring made of it)."""
+        if self.load:
+            with self.timed("fetch"):
+                fetched = self.load(part, slot)
+        else:
+            fetched = self._fetch(part, slot)
         return part._replace(**fetched._asdict()), fetched
 
     def state_dict(self):
@@ -247,5 +305,7 @@ class NodeLoader:
         """Go on where another loader stood; ValueError where its seed, seed nodes or step size are not the same."""
         own = self.state_dict()
         for name in filter(lambda name: state[name] != own[name], ("seed", "seeds", "total_batch")):
-            raise ValueError(f"the state is that of a loader with {name} {state[name]}, this one has {own[name]}")
+            raise ValueError(
+                f"the state is that of a loader with {name} {state[name]}, this one has {own[name]}"
+            )
         self.epoch, self.step = state["epoch"], state["step"]

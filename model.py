@@ -1,24 +1,24 @@
-"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, and GATv2 and GINE with features of edges.
+"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, GATv2 and GINE with edge features, and exact inference.
 
-Copy this file into your own code: it needs nothing but torch, and `inference`, layer by layer, exact.py beside it. A
-block is anything with the fields of `sampler.Block`.
+Copy this file into your own code: it needs torch only. A block is anything with the fields of
+`sampler.Block`: S destinations, N sources, E edges.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
-    logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> one row for each seed
+    logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> a row for each seed
     logits = inference(model, indptr, indices, x)   # all V nodes, all their neighbours
     model = GNN(in_dim, hidden, num_classes, conv="gine", edge_dim=8, num_layers=3)     # or "gat"
     logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
 
-Letters: V nodes, M edges of the graph; S destinations, N sources, E edges of a block; F, D feature widths; K heads; C
-classes.
-
-Steps that are worth fusing (a gather of rows, own row and mean of the neighbours, ReLU with dropout) are torch
-operations here; fused.py has them as C code and CUDA kernels, which are used where it lies beside this file. With them
-a run repeats to the last bit. Torch operations alone add with atomics on a GPU: the gradients of means, maxima and
-attention, and its softmax, may then differ in the last bits from run to run.
+With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
+CUDA, and runs repeat to the last bit. Torch operations alone add with atomics on a GPU, so the last
+bits of gradients and of attention may then differ from run to run.
 """
 
+import copy
+import mmap
+import os
+import tempfile
 from itertools import pairwise
 
 import torch
@@ -27,19 +27,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 try:
-    from exact import graph_degrees, inference  # noqa: F401  users take them from here
-except ImportError:
-
-    def graph_degrees(*args, **options):
-        """Stands for exact.py, which is not beside this file."""
-        raise ImportError("exact inference, and the degrees of a whole graph, are in exact.py: copy it beside model.py")
-
-    inference = graph_degrees
-
-try:
-    import fused  # and native.py, which compiles it
+    from native import layers as fused
 except ImportError:
     fused = None
+
+PIECE = 1 << 22  # numbers of a temporary for each edge and column
+
+# ---------------------------------------------------------------------------------------------------------------------
+# steps that native/ fuses
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
@@ -48,8 +43,9 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     Args:
         indptr: [S+1], indices: [E] rows of h, of one integer dtype.
         h: float32 or bfloat16 [N, F].
-        self_rows: [S] which rows of h are the destinations'; the first S when None. With global ids in indices and
-            self_rows, h can be the feature table itself: the outermost hop then needs no gather, and gets no gradient.
+        self_rows: [S] which rows of h are the destinations'; the first S when None. With global ids in
+            indices and self_rows, h can be the feature table itself: the outermost hop then needs no
+            gather, and gets no gradient.
         out: [S, 2F] to write into (float32 or bfloat16), where no gradient is needed.
 
     Returns:
@@ -58,20 +54,16 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     done = fused and fused.self_and_mean(indptr, indices, h, self_rows, out)
     if done is not None:
         return done
-    S = indptr.numel() - 1
-    own, mean = h[:S] if self_rows is None else h.index_select(0, self_rows), mean_neighbours(indptr, indices, h)
+    own = h[: indptr.numel() - 1] if self_rows is None else h.index_select(0, self_rows)
+    mean, width = mean_neighbours(indptr, indices, h), h.shape[1]
     if out is None:
         return torch.cat([own, mean], 1)
-    width = h.shape[1]
     out[:, :width], out[:, width:] = own, mean
     return out
 
 
 def mean_neighbours(indptr, indices, h):
-    """Mean of the rows of h [N, D] over every destination's edges -> [S, D]; zero for one without edges.
-
-    torch's fused gather and segment mean: no [E, D] in between.
-    """
+    """Mean of the rows of h [N, D] over every destination's edges -> [S, D]; zero for one without edges."""
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
 
 
@@ -84,27 +76,24 @@ def max_neighbours(indptr, indices, h):
 
 
 def gather_rows(features, ids, out=None):
-    """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select that fetches rows ahead."""
+    """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select that prefetches rows."""
     done = fused and fused.gather_rows(features, ids, out)
     return torch.index_select(features, 0, ids, out=out) if done is None else done
 
 
-def linear(x, weight, bias=None):
-    """x [S, F] times weight [D, F], plus bias [D]: F.linear, or that of fused.py where it is faster."""
-    return fused.linear(x, weight, bias) if fused else F.linear(x, weight, bias)
-
-
 def cross_entropy(logits, labels):
-    """The sum of the cross-entropy over the rows of logits [S, C]; labels int64 [S], rows with -1 count for nothing."""
+    """The sum of the cross-entropy over the rows of logits [S, C]; labels int64 [S], -1 to ignore a row."""
     done = fused and fused.cross_entropy(logits, labels)
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1) if done is None else done
+    if done is not None:
+        return done
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
 
 
 def relu_dropout(h, p, training=True, nodes=None, seed=None):
-    """dropout(relu(h)), in place where fused.py does it.
+    """dropout(relu(h)), in place where native/layers.py does it.
 
-    What is dropped is a function of the seed, the node and the column: so batches that are cut among processes, or in
-    time, drop what the whole batch would, on any device. One random byte an element: p is rounded to 1/256.
+    What is dropped is a function of seed, node and column, so parts of a batch drop what the whole batch
+    would, on any device. One random byte an element: p is rounded to 1/256.
 
     Args:
         h: [S, D]. p: probability below 1.
@@ -142,73 +131,69 @@ def drawn_seed():
 def layer_seed(key, layer):
     """The seed of a layer's dropout from the key of a batch: 64 bits of splitmix64, as a signed int.
 
-    The sampling law takes mix(key ^ hop) from a key that is made in the same way: ~layer is never a hop. A key may also
-    be (int, step), with the number of the step as an int64 tensor [1] on the GPU, for a CUDA graph: it stands for
+    ~layer is never a hop, for which the sampling rule takes mix(key ^ hop). In a CUDA graph a key is
+    (int, step), with the number of the step as an int64 tensor [1] on the GPU: it stands for
     mix(int ^ step), and so does the seed that is returned, as (int, step, ~layer).
     """
     if isinstance(key, tuple):
         return *key, ~layer
-    z = ((key ^ ~layer) + _GOLDEN) & _MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
-    z ^= z >> 31
+    z = _mix(key ^ ~layer) & (1 << 64) - 1
     return z - (z >> 63 << 64)
 
 
 def _dropout(h, nodes, seed, drop):
-    kept = _random_bytes(torch.arange(len(h), device=h.device) if nodes is None else nodes, h.shape[1], seed) >= drop
+    nodes = torch.arange(len(h), device=h.device) if nodes is None else nodes
+    kept = _random_bytes(nodes, h.shape[1], seed) >= drop
     return h * (kept.to(h.dtype) * (256 / (256 - drop)))
 
 
 def _random_bytes(nodes, D, seed, first=0):
-    """The bytes of relu_dropout's C code, from torch operations -> uint8 [S, D]; of columns 8 first [S] and more."""
+    """The bytes of relu_dropout's C code, by torch operations -> uint8 [S, D]; of columns 8 first [S] and more."""
     if isinstance(seed, tuple):
         base, step, layer = seed
-        seed = _finalise((_finalise((step ^ base) + _GOLDEN) ^ layer) + _GOLDEN)
+        seed = _mix(_mix(step ^ base) ^ layer)
     groups = torch.arange(-(-D // 8), device=nodes.device)
-    row = _finalise((nodes.long() ^ seed) + _GOLDEN).unsqueeze(1)
-    drawn = _finalise(row + (first + groups) * _GOLDEN).reshape(-1)  # little-endian: the first column is the low byte
+    row = _mix(nodes.long() ^ seed).unsqueeze(1)
+    # little-endian: the first column is the low byte
+    drawn = _mix(row + (first + groups - 1) * _GOLDEN).reshape(-1)
     return drawn.view(torch.uint8).view(len(nodes), 8 * len(groups))[:, :D]
 
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), as int64
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def _finalise(z):  # splitmix64 on int64 [...]: products wrap exactly, a logical shift is a shift and a mask
+def _mix(z):
+    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of an int, modulo 2^64, or of an int64 tensor, where products wrap."""
+    z = z + _GOLDEN
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         z = (z ^ (z >> shift & (1 << (64 - shift)) - 1)) * (factor - (factor >> 63 << 64))
     return z
 
-
-PIECE = 1 << 22  # numbers of a temporary for each edge and column
 
 # ---------------------------------------------------------------------------------------------------------------------
 # layers
 
 
 class Conv(nn.Module):
-    """What all layers share: every node makes a message of its own row, and destinations combine those of their edges.
+    """Base of all layers: every node makes a message of its row, and destinations combine those of their edges.
 
-    Training computes the messages of a block's sources, inference those of all nodes, once; both then call `combine`,
-    except that GraphSAGE has shorter ways in training (`forward`, `GNN._fused`). A layer has `out_dim`, `message_dim`
-    (None: the message is the row itself) and
+    Training computes the messages of a block's sources, inference those of all nodes, once; both then
+    call `combine`. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
 
         message(h, degree): [n, F] -> [n, message_dim]
-        combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are the positions of
-            the destinations' own messages (None: the first S), h_dst [S, F] their rows. Layers with an edge_dim are
-            given edges [E, edge_dim] as well, the features of the edges.
+        combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are
+            the positions of the destinations' own messages (None: the first S), h_dst [S, F] their
+            rows. Layers with an edge_dim also get edges [E, edge_dim], the features of the edges.
 
-    degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with None, those in the
-    block. Layers that take a mean, a maximum or attention ignore it. nodes [S] are ids of the destinations and seed is
-    an int, as `relu_dropout` takes them, for a layer that drops something within.
+    degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with
+    None, those in the block. nodes [S] are ids of the destinations and seed is an int, as
+    `relu_dropout` takes them, for a layer with dropout inside.
     """
 
     message_dim, uses_degree, edge_dim = None, False, 0
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
-        """h [N, F] of the block's sources, for a layer that sees edges theirs [E, edge_dim] -> [S, D] of its
-        destinations."""
+        """h [N, F] of the block's sources, edges [E, edge_dim] -> [S, D] of its destinations."""
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
@@ -216,7 +201,8 @@ class Conv(nn.Module):
         drawn = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
         if self.edge_dim:
             drawn["edges"] = edges
-        return self.combine(block.indptr, block.indices, self.message(h, degree), None, h[:S], own, **drawn)
+        message = self.message(h, degree)
+        return self.combine(block.indptr, block.indices, message, None, h[:S], own, **drawn)
 
     def message(self, h, degree=None):
         """The row itself."""
@@ -240,7 +226,8 @@ class SAGEConv(Conv):
         self.out_dim = out_dim
         self.self_linear = nn.Linear(in_dim, out_dim)
         self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
-        self.message_dim = out_dim if in_dim > out_dim else None  # mean and W_neigh commute: send the narrower
+        # mean and W_neigh commute: send the narrower
+        self.message_dim = out_dim if in_dim > out_dim else None
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
@@ -249,7 +236,7 @@ class SAGEConv(Conv):
     def apply_linear(self, pair):
         """pair [S, 2F] of own row and mean -> [S, D]: both products in one."""
         weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
-        return linear(pair, weight, self.self_linear.bias)
+        return (fused or F).linear(pair, weight, self.self_linear.bias)
 
     def message(self, h, degree=None):
         """W_neigh h where that is narrower than h."""
@@ -285,9 +272,8 @@ class SAGEPoolConv(Conv):
 class GCNConv(Conv):
     """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
-    The sum is computed as the in-degree times the mean over the block's edges: in a sampled block, with the degrees of
-    the whole graph, that is an unbiased estimate of the sum that inference takes. With the block's own degrees
-    (degree=None) the layer is DGL's GraphConv(norm="both") on the block with self-loops.
+    The sum is the in-degree times the mean over the block's edges: in a sampled block an unbiased
+    estimate. With degree=None the layer is DGL's GraphConv(norm="both") on the block with self-loops.
     """
 
     uses_degree = True
@@ -315,9 +301,9 @@ class GCNConv(Conv):
 class GINConv(Conv):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
-    In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GCNConv`. It grows
-    with the degree, which a norm behind the first product of the MLP (norm "layer" or "batch") makes up for, as in the
-    authors' own networks; without one, graphs of large degree may not be learned at all.
+    The sum, estimated as in `GCNConv`, grows with the degree, which a norm behind the first product of
+    the MLP makes up for, as in the authors' own networks; without one, graphs of large degree may not
+    be learned at all.
     """
 
     uses_degree = True
@@ -325,9 +311,11 @@ class GINConv(Conv):
     def __init__(self, in_dim, out_dim, norm="none"):
         super().__init__()
         self.out_dim = out_dim
-        degenerate = norm == "layer" and out_dim < 3  # of two numbers it leaves signs, through which no gradient passes
+        # of two numbers it leaves signs, through which no gradient passes
+        degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
-        self.mlp = nn.Sequential(nn.Linear(in_dim, out_dim), *norms, nn.ReLU(), nn.Linear(out_dim, out_dim))
+        first, last = nn.Linear(in_dim, out_dim), nn.Linear(out_dim, out_dim)
+        self.mlp = nn.Sequential(first, *norms, nn.ReLU(), last)
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
@@ -337,35 +325,34 @@ class GINConv(Conv):
 
 
 class GINEConv(GINConv):
-    """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b))), eps
-    learned.
-
-    In a sampled block the sum is the in-degree in the graph times the mean over the edges, as in `GINConv`.
-    """
+    """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b)))."""
 
     def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
         super().__init__(in_dim, out_dim, norm)
         self.edge_dim, self.edge_linear = edge_dim, nn.Linear(edge_dim, in_dim)
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None):
+    def combine(
+        self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
+    ):
         """See `Conv`."""
-        count = indptr.diff()
+        count, linear = indptr.diff(), self.edge_linear
         dst = torch.repeat_interleave(count, output_size=indices.numel())
-        total = _EdgeSums.apply(
-            message, edges, self.edge_linear.weight, self.edge_linear.bias, indices, dst, len(h_dst)
-        )
-        return self.mlp((1 + self.eps) * h_dst + total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1)))
+        edge = edges, linear.weight, linear.bias
+        total = _EdgeSums.apply(message, *edge, indices, dst, len(h_dst))
+        estimate = total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1))
+        return self.mlp((1 + self.eps) * h_dst + estimate)
 
 
 class GATv2Conv(Conv):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is its own neighbour too.
 
-    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v).
-    With features of edges, W_edge e_uv is added inside; the edge from v to itself has the mean of those of v's edges.
+    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of
+    attn . leaky_relu(W_src h_u + W_dst h_v). With edge features, W_edge e_uv is added inside; the edge
+    from v to itself has the mean of those of v's edges.
 
     Args:
         in_dim, out_dim: F, D. heads: K.
-        mean: average the heads, each D wide; otherwise they stand side by side, each D / K wide.
+        mean: average the heads, each D wide; otherwise they are concatenated, each D / K wide.
         dropout: probability for each attention weight.
         edge_dim: width of the edges' features; 0: without.
     """
@@ -373,13 +360,15 @@ class GATv2Conv(Conv):
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
         if not mean and out_dim % heads:
-            raise ValueError(f"width {out_dim} cannot be shared by {heads} heads: give a multiple of {heads}")
+            shared = f"width {out_dim} cannot be shared by {heads} heads"
+            raise ValueError(f"{shared}: give a multiple of {heads}")
         self.out_dim, self.heads, self.mean, self.dropout = out_dim, heads, mean, dropout
         width = out_dim if mean else out_dim // heads
-        self.message_dim = heads * width
-        self.src_linear, self.dst_linear = nn.Linear(in_dim, heads * width), nn.Linear(in_dim, heads * width)
+        self.message_dim, self.edge_dim = heads * width, edge_dim
+        self.src_linear = nn.Linear(in_dim, heads * width)
+        self.dst_linear = nn.Linear(in_dim, heads * width)
         self.attn = nn.Parameter(torch.empty(heads, width))
-        self.edge_dim, self.edge_linear = edge_dim, nn.Linear(edge_dim, heads * width, bias=False) if edge_dim else None
+        self.edge_linear = nn.Linear(edge_dim, heads * width, bias=False) if edge_dim else None
         for weight in (self.src_linear.weight, self.dst_linear.weight, self.attn):
             nn.init.xavier_uniform_(weight)
 
@@ -387,25 +376,25 @@ class GATv2Conv(Conv):
         """W_src h."""
         return self.src_linear(h)
 
-    def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, edges=None):
+    def combine(
+        self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, edges=None
+    ):
         """See `Conv`; what is made for each edge has one number a head."""
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
-        S, (K, D), target = h_dst.shape[0], self.attn.shape, self.dst_linear(h_dst)
-        out = None
+        S, (K, D), target, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None
+        drawn = nodes, seed, drop
         if fused and not self.edge_dim:
-            out = fused.attend(indptr, indices, message, target, self.attn, rows, nodes, seed, drop)
+            out = fused.attend(indptr, indices, message, target, self.attn, rows, *drawn)
         if out is None:
             message, target = message.view(-1, K, D), target.view(S, K, D)
-            out = self._attend(indptr, indices, message, target, rows, nodes, seed, drop, edges)
+            out = self._attend(indptr, indices, message, target, rows, *drawn, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
 
     def _attend(self, indptr, indices, source, target, rows, nodes, seed, drop, edges):
-        """source [N, K, D], target [S, K, D] -> [S, K D], from torch operations; fused.py has the same for CUDA,
-        without features of edges."""
-        weight = None
+        """source [N, K, D], target [S, K, D] -> [S, K D]."""
+        weight = self.edge_linear.weight if self.edge_dim else None
         if self.edge_dim:
-            weight = self.edge_linear.weight
             edges = with_means(indptr, edges.to(weight.dtype))
         indptr, indices, dst = with_self_loops(indptr, indices, rows)
         S, E, (K, D) = target.shape[0], indices.numel(), self.attn.shape
@@ -416,11 +405,23 @@ class GATv2Conv(Conv):
             position = torch.arange(E, device=dst.device) - indptr.index_select(0, dst)
             kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
-        head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]: one bag for each head and destination
-        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)  # [K S], [K E]
-        weights = weights.to(source.dtype).t().reshape(-1)
-        out = F.embedding_bag(edges, source.reshape(-1, D), bags, mode="sum", per_sample_weights=weights)
+        # one bag for each head and destination
+        head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]
+        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)
+        table, weights = source.reshape(-1, D), weights.to(source.dtype).t().reshape(-1)
+        out = F.embedding_bag(edges, table, bags, mode="sum", per_sample_weights=weights)
         return out.view(K, S, D).transpose(0, 1).reshape(S, K * D)
+
+
+def _with_one_more(indptr, E):
+    """Where lists with one more element before their others begin [S], and where these go [E], int64."""
+    S, device = indptr.numel() - 1, indptr.device
+    dst = torch.arange(S, device=device).repeat_interleave(indptr.diff(), output_size=E)
+    return (
+        indptr[:-1] + torch.arange(S, device=device),
+        torch.arange(E, device=device) + dst + 1,
+        dst,
+    )
 
 
 def with_self_loops(indptr, indices, rows=None):
@@ -430,31 +431,29 @@ def with_self_loops(indptr, indices, rows=None):
         indptr int64 [S+1], indices int64 [E + S], and the destination of each of these edges, int64 [E + S].
     """
     S, E, device = indptr.numel() - 1, indices.numel(), indices.device
-    number = torch.arange(S + 1, device=device)
-    dst = torch.repeat_interleave(number[:-1], indptr.diff(), output_size=E)
-    looped, places = (indptr + number).long(), torch.arange(E, device=device) + dst + 1
-    edges = torch.empty(E + S, dtype=torch.int64, device=device)
-    edges[looped[:-1]] = number[:-1] if rows is None else rows.long()
-    edges[places] = indices.long()
-    return looped, edges, torch.repeat_interleave(number[:-1], looped.diff(), output_size=E + S)
+    starts, places, dst = _with_one_more(indptr, E)
+    edges, dsts = torch.empty(2, E + S, dtype=torch.int64, device=device)
+    own = torch.arange(S, device=device)
+    edges[starts], dsts[starts] = own if rows is None else rows.long(), own
+    edges[places], dsts[places] = indices.long(), dst
+    return (indptr + torch.arange(S + 1, device=device)).long(), edges, dsts
 
 
 def with_means(indptr, edges):
     """Put the mean of its edges' rows [E, D] before those of each destination -> [E + S, D]; zero without edges."""
-    S, E = indptr.numel() - 1, len(edges)
-    indptr, number = indptr.long(), torch.arange(S + 1, device=edges.device)
-    dst = torch.repeat_interleave(number[:-1], indptr.diff(), output_size=E)
-    mean = edges.new_zeros(S, edges.shape[1]).index_add_(0, dst, edges) / indptr.diff().clamp(min=1).unsqueeze(1)
-    rows = edges.new_empty(E + S, edges.shape[1])
-    rows[(indptr + number)[:-1]] = mean
-    rows[torch.arange(E, device=edges.device) + dst + 1] = edges
+    S, (E, D) = indptr.numel() - 1, edges.shape
+    starts, places, dst = _with_one_more(indptr, E)
+    count, rows = indptr.diff().long().clamp(min=1).unsqueeze(1), edges.new_empty(E + S, D)
+    rows[starts] = edges.new_zeros(S, D).index_add_(0, dst, edges) / count
+    rows[places] = edges
     return rows
 
 
 def edge_softmax(scores, dst, num_dst):
     """Softmax of scores [E, K] over the edges of each destination; dst int64 [E] -> [E, K]."""
     index = dst.unsqueeze(1).expand_as(scores)
-    top = scores.new_full((num_dst, scores.shape[1]), -torch.inf).scatter_reduce(0, index, scores.detach(), "amax")
+    top = scores.new_full((num_dst, scores.shape[1]), -torch.inf)
+    top = top.scatter_reduce(0, index, scores.detach(), "amax")
     weights = (scores - top.index_select(0, dst)).exp()
     return weights / torch.zeros_like(top).index_add(0, dst, weights).index_select(0, dst)
 
@@ -463,9 +462,13 @@ def _at_least_float32(t):
     return torch.promote_types(t.dtype, torch.float32)
 
 
+def _zeros(*tensors):
+    return (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in tensors)
+
+
 def _edge_pieces(source, target, indices, dst, edges, weight, bias=None):
-    """Some edges at a time: (slice of the edges, positions of their sources and destinations, their rows of `edges`,
-    and source_u + target_v + weight e + bias, in float32 or more)."""
+    """Some edges at a time: (slice of the edges, their sources u, destinations v and rows e of `edges`, and
+    source_u + target_v + weight e + bias, in float32 or more)."""
     step = max(1, PIECE // max(1, source[:1].numel()))
     for a in range(0, indices.numel(), step):
         u, v, e = indices[a : a + step], dst[a : a + step], None
@@ -482,10 +485,8 @@ def _edge_pieces(source, target, indices, dst, edges, weight, bias=None):
 class _EdgeScores(torch.autograd.Function):
     """attn . leaky_relu(source_u + target_v + weight e) of every edge, some at a time: no [E, K, D] stays."""
 
-    @staticmethod
-    def forward(
-        ctx, source, target, attn, indices, dst, edges=None, weight=None
-    ):  # [N, K, D], [S, K, D], ... -> [E, K]
+    @staticmethod  # [N, K, D], [S, K, D], ... -> [E, K]
+    def forward(ctx, source, target, attn, indices, dst, edges=None, weight=None):
         ctx.save_for_backward(source, target, attn, indices, dst, edges, weight)
         scores = source.new_empty(indices.numel(), attn.shape[0], dtype=_at_least_float32(source))
         for part, _, _, _, z in _edge_pieces(source, target, indices, dst, edges, weight):
@@ -495,8 +496,7 @@ class _EdgeScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         source, target, attn, indices, dst, edges, weight = ctx.saved_tensors
-        zeros = (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, target, attn))
-        to_source, to_target, to_attn = zeros
+        to_source, to_target, to_attn = _zeros(source, target, attn)
         to_weight = None if weight is None else torch.zeros_like(weight)
         for part, u, v, e, z in _edge_pieces(source, target, indices, dst, edges, weight):
             g = grad[part].unsqueeze(2)
@@ -506,14 +506,15 @@ class _EdgeScores(torch.autograd.Function):
             to_target.index_add_(0, v, g)
             if weight is not None:
                 to_weight += g.flatten(1).t() @ e
-        return to_source.to(source.dtype), to_target.to(target.dtype), to_attn, None, None, None, to_weight
+        to_source, to_target = to_source.to(source.dtype), to_target.to(target.dtype)
+        return to_source, to_target, to_attn, None, None, None, to_weight
 
 
 class _EdgeSums(torch.autograd.Function):
     """sum(relu(source_u + weight e + bias)) over every destination's edges, some at a time: no [E, F] stays."""
 
-    @staticmethod
-    def forward(ctx, source, edges, weight, bias, indices, dst, num_dst):  # [N, F], [E, D], [F, D], [F], ... -> [S, F]
+    @staticmethod  # [N, F], [E, D], [F, D], [F], ... -> [S, F]
+    def forward(ctx, source, edges, weight, bias, indices, dst, num_dst):
         ctx.save_for_backward(source, edges, weight, bias, indices, dst)
         total = source.new_zeros(num_dst, source.shape[1], dtype=_at_least_float32(source))
         for _, _, v, _, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
@@ -523,9 +524,7 @@ class _EdgeSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         source, edges, weight, bias, indices, dst = ctx.saved_tensors
-        to_source, to_weight, to_bias = (
-            torch.zeros_like(t, dtype=_at_least_float32(t)) for t in (source, weight, bias)
-        )
+        to_source, to_weight, to_bias = _zeros(source, weight, bias)
         for _, u, v, e, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
             g = grad.index_select(0, v).to(z.dtype).mul_(z > 0)
             to_source.index_add_(0, u, g)
@@ -544,15 +543,20 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
-CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv, "gat": GATv2Conv, "gin": GINConv}
-EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # those that take features of edges; gine needs them
+CONVS = {
+    "sage": SAGEConv,
+    "sage-pool": SAGEPoolConv,
+    "gcn": GCNConv,
+    "gat": GATv2Conv,
+    "gin": GINConv,
+}
+EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # take features of edges; gine needs them
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
-NORMALISED = (
-    "sage-pool",
-    "gat",
-    "gin",
-    "gine",
-)  # by default in train.py: without a norm they learn slowly or not at all
+# with a norm by default in train.py: without one they learn slowly or not at all
+NORMALISED = ("sage-pool", "gat", "gin", "gine")
+# residual connections by default in train.py: gin learns nothing on some graphs without; the others mix a node's
+# row with its neighbours', and need them where neighbours are of other classes
+RESIDUAL, AVERAGING = ("gin",), ("gcn", "gat")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -566,51 +570,64 @@ class GNN(nn.Module):
         in_dim: F. hidden: width of the inner layers. out_dim: C.
         conv: "sage", "sage-pool", "gcn", "gat", "gin" or "gine".
         num_layers: one for each block.
-        dropout: probability, applied after each inner layer, and to the attention weights of "gat". input_dropout:
-            the same for the features.
-        heads: of "gat": side by side in the inner layers, `hidden` wide together; averaged in the last.
+        dropout: probability, applied after each inner layer, and to the attention weights of "gat".
+            input_dropout: the same for the features.
+        heads: of "gat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
-        recompute: keep only each layer's input for the backward pass and compute the rest again (Chen et al., arXiv
-            1604.06174): less memory, more time.
+        recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
+            al., arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edges' features, which "gat" can take and "gine" needs; 0: without.
 
     Attributes:
-        degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need for training on
-            sampled blocks; or a function of a block, which gives those of its sources. With None each block is taken
-            for the whole graph. Not part of the state.
-
-    Raises:
-        ValueError: for an unknown conv or norm, no layers, heads that do not divide the width, or an edge_dim that the
-            layers do not take.
+        degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need
+            for training on sampled blocks; or a function of a block, which gives those of its sources.
+            With None each block is taken for the whole graph. Not part of the state.
     """
 
     degrees = None
 
-    def __init__(self, in_dim, hidden, out_dim, *, conv="sage", num_layers=3, dropout=0.5, heads=1, norm="none",
-                 residual=False, input_dropout=0.0, recompute=False, edge_dim=0):  # fmt: skip
+    def __init__(
+        self,
+        in_dim,
+        hidden,
+        out_dim,
+        *,
+        conv="sage",
+        num_layers=3,
+        dropout=0.5,
+        heads=1,
+        norm="none",
+        residual=False,
+        input_dropout=0.0,
+        recompute=False,
+        edge_dim=0,
+    ):
         super().__init__()
         convs = CONVS | EDGE_CONVS
         for name, value, known in (("conv", conv, convs), ("norm", norm, NORMS)):
             if value not in known:
                 raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(known)}")
         if num_layers < 1 or heads < 1:
-            raise ValueError(f"num_layers is {num_layers}, heads is {heads}: at least one of each is needed")
+            given = f"num_layers is {num_layers}, heads is {heads}"
+            raise ValueError(f"{given}: at least one of each is needed")
         if edge_dim and conv not in EDGE_CONVS or conv not in CONVS and not edge_dim:
             known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
             raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {known}")
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
-        options = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}, "gine": {"norm": norm}}.get(
-            conv, {}
-        )
-        options |= {"edge_dim": edge_dim} if edge_dim else {}
-        last = {**options, "mean": True} if conv == "gat" else options
+        options = {"edge_dim": edge_dim} if edge_dim else {}
+        if conv == "gat":
+            options |= {"heads": heads, "dropout": dropout}
+        elif conv in ("gin", "gine"):
+            options |= {"norm": norm}
+        last = {"mean": True} if conv == "gat" else {}
         self.layers = nn.ModuleList(convs[conv](*pair, **options) for pair in pairs[:-1])
-        self.layers.append(convs[conv](*pairs[-1], **last))
+        self.layers.append(convs[conv](*pairs[-1], **options, **last))
         self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
         straight = [nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
-        self.dropout, self.input_dropout, self.recompute, self.edge_dim = dropout, input_dropout, recompute, edge_dim
+        self.dropout, self.input_dropout = dropout, input_dropout
+        self.recompute, self.edge_dim = recompute, edge_dim
         self.plain = conv == "sage" and norm == "none" and not residual and not recompute
 
     def forward(self, blocks, x, *, aggregated=False, key=None, edges=None):
@@ -618,24 +635,26 @@ class GNN(nn.Module):
 
         Args:
             blocks: one for each layer, outermost hop first.
-            x: [N, F] features of blocks[0].src_nodes, of any dtype; or, with `aggregated` (for "sage"), [S, 2F]: the
-                result of `self_and_mean` for blocks[0], computed where the features are.
-            key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes for a CUDA
-                graph; from torch's CPU generator when None.
+            x: [N, F] features of blocks[0].src_nodes, of any dtype; or, with `aggregated` (for "sage"),
+                [S, 2F]: the result of `self_and_mean` for blocks[0], computed where the features are.
+            key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes
+                for a CUDA graph; from torch's CPU generator when None.
             edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
         """
         if len(blocks) != len(self.layers):
-            raise ValueError(f"there are {len(blocks)} blocks for {len(self.layers)} layers: one a layer is needed")
+            count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
+            raise ValueError(f"{count}: one a layer is needed")
         if self.edge_dim and not edges:
-            said = f"with edge_dim {self.edge_dim} the features of each block's edges are needed"
-            raise ValueError(f"edges is {edges}: {said}")
-        dtype = next(self.parameters()).dtype
-        if x.dtype != dtype and not (x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type)):
+            needed = f"with edge_dim {self.edge_dim} the features of each block's edges are needed"
+            raise ValueError(f"edges is {edges}: {needed}")
+        dtype, low = next(self.parameters()).dtype, x.dtype == torch.bfloat16
+        if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
         if key is None and self.training:
             key = drawn_seed()
         if self.input_dropout and self.training:
-            x = dropout(x, self.input_dropout, blocks[0].src_nodes, layer_seed(key, len(self.layers)))
+            seed = layer_seed(key, len(self.layers))
+            x = dropout(x, self.input_dropout, blocks[0].src_nodes, seed)
         if (done := self._fused(blocks, x, aggregated, key)) is not None:
             return done
         edges = edges or [None] * len(blocks)
@@ -650,18 +669,20 @@ class GNN(nn.Module):
 
     def step(self, i, block, x, aggregated=False, seed=None, edges=None):
         """Layer i and everything up to the next one; seed is that of its dropout."""
-        layer, nodes = self.layers[i], block.src_nodes
+        layer, nodes, degree = self.layers[i], block.src_nodes, None
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
-        known = layer.uses_degree and self.degrees is not None
-        degree = None
-        if known:
-            degree = self.degrees(block).to(x.device) if callable(self.degrees) else self.degrees.index_select(0, nodes)
+        if layer.uses_degree and self.degrees is not None:
+            if callable(self.degrees):
+                degree = self.degrees(block).to(x.device)
+            else:
+                degree = self.degrees.index_select(0, nodes)
             degree = degree.to(next(self.parameters()).dtype)
-        return self.finish(i, layer(block, x, degree, seed, edges), x[: block.indptr.numel() - 1], nodes, seed)
+        h = layer(block, x, degree, seed, edges)
+        return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
 
     def _fused(self, blocks, x, aggregated, key):
-        """All layers as one step of autograd, where fused.py has it for them, else None."""
+        """All layers as one step of autograd, where native/layers.py has it for them, else None."""
         if not (fused and self.plain):
             return None
         drop = drop_byte(self.dropout) if self.training else 0
@@ -691,8 +712,199 @@ class SAGE(GNN):
     """GraphSAGE with the mean aggregator, the default GNN."""
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# exact inference: all nodes, all their neighbours, layer by layer, in bounded memory
+
+
 def layerwise(model):
     """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
     return ours and hasattr(model, "finish")
+
+
+def graph_degrees(indptr, indices, step=1 << 24):
+    """Out- and in-degree of every node -> float32 [V, 2], in host memory; IndexError for an edge from no node."""
+    out = torch.zeros(indptr.numel() - 1, dtype=torch.int64, device=indices.device)
+    for part in indices.split(step):
+        _check_nodes(part, out.numel())
+        out += torch.bincount(part, minlength=out.numel())
+    return torch.stack([out.cpu(), indptr.diff().cpu()], 1).float()
+
+
+@torch.no_grad()
+def inference(
+    model,
+    indptr,
+    indices,
+    x,
+    *,
+    chunk=65536,
+    chunk_edges=1 << 22,
+    memory=4 << 30,
+    rank=0,
+    world=1,
+    total=None,
+    layers=None,
+    edges=None,
+):
+    """Exact predictions for all nodes from all their neighbours, layer by layer.
+
+    Beside the graph and the features there are at most three float32 tables [V, width] at a time: a
+    layer's input, its messages and its output; all else belongs to one chunk of destinations. A layer
+    runs where the model is if its messages fit there, else on the CPU.
+
+    Args:
+        model: a GNN, or any network with `layers` of `Conv` and `finish`.
+        indptr: int64 [V+1], indices: [M]: the graph, in host memory.
+        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids).
+        chunk, chunk_edges: destinations and edges handled at a time; a node with more edges is a chunk
+            by itself.
+        memory: bytes of host memory for the tables; larger ones are nameless temporary files (TMPDIR).
+        rank, world: with several processes on this machine each calls this with its own rank, and
+            computes a part of the destinations of every layer. Linux only.
+        total: an all-reduce of numbers over these processes, such as `Ranks.sum` of ddp.py.
+        layers: how many of the first layers to compute; all when None.
+        edges: [M, D] features of the edges, a row for each of `indices`, for layers with an edge_dim.
+
+    Returns:
+        Logits float32 [V, C] in host memory, the same memory in all processes; with `layers` the output
+        of the last of these, [V, hidden], with its norm and ReLU.
+
+    Raises:
+        ValueError: for features of another number of nodes.
+        IndexError: where the graph is damaged: a list or an edge leaves it.
+        OSError: where there is no room for the tables.
+    """
+    indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
+    device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
+    if x.shape[0] != V:
+        given = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
+        raise ValueError(f"{given}: a row for each node is needed")
+    training = model.training
+    model.eval()
+    on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
+    degrees = getattr(model, "degrees", None)
+    if any(layer.uses_degree for layer in model.layers):
+        whole = degrees is None or callable(degrees)  # a function is for blocks
+        degrees = (graph_degrees(indptr, indices) if whole else degrees).float()
+    # ranks get as many edges each
+    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
+    first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
+    barrier = (lambda: total(0)) if total else lambda: None
+    h = x if hasattr(x, "gather") else torch.as_tensor(x)
+    edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
+    for i, layer in enumerate(model.layers[:layers]):
+        width = layer.message_dim or h.shape[1]
+        table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
+        message = h
+        if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
+            message = table(width)
+            for a in range(first, last, chunk):
+                b = min(a + chunk, last)
+                degree = degrees[a:b].to(device) if layer.uses_degree else None
+                message[a:b] = layer.message(_rows(h, a, b, device), degree)
+            barrier()  # the messages of all processes are there
+        out, message = table(layer.out_dim), message.to(_place_for(message, device))
+        on = message.device
+        network = model if on == device else on_cpu
+        for a, b in _cut(indptr, first, last, chunk, chunk_edges):
+            offsets, sources = _lists(indptr, indices, a, b, on)
+            own = torch.arange(a, b, dtype=sources.dtype, device=on)
+            degree = degrees[a:b].to(on) if layer.uses_degree else None
+            h_dst, seen = _rows(h, a, b, on), {}
+            if layer.edge_dim:
+                seen["edges"] = _rows(edges, int(indptr[a]), int(indptr[b]), on)
+            combine = network.layers[i].combine
+            made = combine(offsets, sources, message, own, h_dst, degree, **seen)
+            out[a:b] = network.finish(i, made, h_dst)
+        barrier()  # the rows of all processes are there
+        h = out
+    model.train(training)
+    return h
+
+
+def _check_nodes(ids, V):
+    """Raise IndexError unless ids [E], read from an unchecked graph, are nodes."""
+    low, high = (int(node) for node in ids.aminmax()) if ids.numel() else (0, -1)
+    if low < 0 or high >= V:
+        bad, nodes = low if low < 0 else high, f"its nodes are 0 to {V - 1}"
+        raise IndexError(f"the graph is damaged: indices holds {bad}, and {nodes}")
+
+
+def _lists(indptr, indices, a, b, device):
+    """Lists of nodes a .. b - 1, checked -> (offsets [b - a + 1], sources), of the type of indices."""
+    sources, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
+    _check_nodes(sources, indptr.numel() - 1)
+    if int(offsets[-1]) != sources.numel() or bool((offsets.diff() < 0).any()):
+        where = f"a list of nodes {a} to {b - 1} in indptr leaves it or falls"
+        raise IndexError(f"the graph is damaged: {where}")
+    sources = sources.to(device)
+    return offsets.to(sources), sources
+
+
+def _rows(table, a, b, device):
+    """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
+    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
+    return rows.to(device, torch.float32)
+
+
+def _place_for(table, device):
+    """The device where a layer with these messages runs: the model's if they fit there, else the CPU."""
+    if table.device == device or device.type != "cuda":
+        return device
+    fits = table.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
+    return device if fits else torch.device("cpu")
+
+
+def _cut(indptr, first, last, chunk, chunk_edges):
+    """Cut nodes first .. last - 1 into chunks (a, b) of at most `chunk` nodes and `chunk_edges` edges, or one node."""
+    while first < last:
+        fits = int(torch.searchsorted(indptr, int(indptr[first]) + chunk_edges, right=True)) - 1
+        end = min(first + chunk, max(fits, first + 1), last)
+        yield first, end
+        first = end
+
+
+def _tables(rows, columns, memory, leads, total):
+    """A function of a width that makes a float32 table [rows, width], in a temporary file if `columns` exceed `memory`.
+
+    With `total` it is one table for all processes: they open the leader's memory or file, which has no
+    name and disappears with the last process that maps it.
+    """
+    in_memory = 4 * rows * columns <= memory
+
+    def table(width):
+        if in_memory and not total or not rows * width:
+            return torch.empty(rows, width)
+        size, handle = 4 * rows * width, 0
+        if leads and in_memory:
+            handle = os.memfd_create("ringblock")
+            os.ftruncate(handle, size)
+        elif leads:
+            handle = _nameless_file(size)
+        if total:
+            leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
+            handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+        mapped = mmap.mmap(handle, size)
+        if total:
+            total(0)  # a barrier: every process has opened the leader's
+        os.close(handle)
+        return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
+
+    return table
+
+
+def _nameless_file(size):
+    """A temporary file of `size` bytes without a name -> its handle, which the caller closes."""
+    with tempfile.TemporaryFile(prefix="ringblock-") as file:
+        try:
+            # with its blocks: a write through mmap to a full disk ends the process
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            os.ftruncate(file.fileno(), size)
+        except OSError as error:
+            where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
+            reason = f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})"
+            raise OSError(error.errno, reason) from error
+        return os.dup(file.fileno())

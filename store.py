@@ -9,15 +9,14 @@ are shared by all of them.
     graph = GraphStore.open("graph")
     rows = graph.features.gather(ids)
 
-    python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs datasets.py
+    python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
-    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs plan.py
+    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/plan.py
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
 the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and
-names: see columns.py. To copy this file take disk.py, csc.py, columns.py, lmdb_file.py, row_reader.py and native.py
-along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+names: see disk/columns.py. To copy this file take disk/ and native/ along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
 file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
@@ -25,6 +24,10 @@ behind a fixed header with their CRC-32. The first `put_rows` takes the file's S
 on the CRCs and LMDB's own structure stand for it. `open` checks the size and the head of every file and is safe on any
 bytes; `verify` reads everything and trusts nothing. Reading from an LMDB file that was damaged behind its head is what
 `verify` is there to prevent: LMDB detects most of it, and may end the process on the rest.
+
+While a store is in use its files may be renamed or removed; they must not be cut or overwritten in place, since reading
+beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py, which train.py calls before
+each epoch, finds a file that was cut.
 """
 
 from __future__ import annotations
@@ -37,28 +40,83 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from columns import (COLUMNS, NAMES, OF_NODES, check_columns, column_files, column_problems, described, out_of_order,
-                     write_columns)
-from csc import Rows, checked_indices, chunked, edge_chunks, index_dtype, sorted_edges, sorted_sources, spooled_bytes
-from disk import (DTYPES, HEADS, ROW_BYTES, SPLITS, VERSION, StoreError, array_like, as_numpy, check_finite, check_ids,
-                  check_size, check_splits, complete_or_not_there, dump_meta, gather_target, head_of, info_lines,
-                  integers, map_npy, read_lines, read_meta, readable_size, row_dtype, row_of_split, split_files,
-                  storage_dtype, within, write_npy)
-from lmdb_file import READ_THREADS, LmdbFeatures, check_lmdb, verify_directory, write_blocks
-from row_reader import RowReader, open_rows
+from disk.checks import (
+    MAX_CLASSES,
+    check_features,
+    check_graph,
+    check_labels,
+    check_splits,
+    feature_rows,
+    row_of_split,
+)
+from disk.columns import (
+    COLUMNS,
+    NAMES,
+    OF_NODES,
+    check_columns,
+    column_problems,
+    described,
+    map_columns,
+    out_of_order,
+    write_columns,
+)
+from disk.counts import count_edges
+from disk.sort import (
+    Rows,
+    checked_indices,
+    edge_chunks,
+    index_dtype,
+    sorted_edges,
+    spooled_bytes,
+    spooled_sources,
+)
+from disk.files import (
+    DTYPES,
+    SPLITS,
+    VERSION,
+    StoreError,
+    array_like,
+    check_ids,
+    check_size,
+    complete_or_not_there,
+    dump_meta,
+    gather_target,
+    free_host_bytes,
+    info_lines,
+    irregular,
+    map_npy,
+    map_split,
+    read_lines,
+    read_meta,
+    reading,
+    storage_dtype,
+    write_npy,
+)
+from disk.lmdb_rows import LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from disk.reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # share of a table for which the page cache must have room to be worth reading through
-MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
+# what meta.json has to hold, and the files that a store may have
+SPEC = {
+    "num_nodes": range(1, (1 << 32) + 1),
+    "num_edges": range(1 << 48),
+    "num_classes": range(1, MAX_CLASSES + 1),
+    "feature_dim": range(1, 1 << 31),
+    "block_rows": range(1, 1 << 31),
+    "feature_dtype": DTYPES,
+    "backend": tuple(BACKENDS),
+}
+ARRAYS = ("indptr", "indices", "labels", *SPLITS, *COLUMNS)
+FILES = (*(f"{name}.npy" for name in ARRAYS), NAMES, *BACKENDS.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,29 +188,54 @@ def build_store(
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     features = array_like("features", features)
-    num_nodes, width, dtype = _check_features(features)
+    num_nodes, width, dtype = check_features(features)
     labelled = labels is not None
     labels, num_classes = check_labels(labels, num_nodes, num_classes)
     split = check_splits({} if split is None else split, labels)
-    edge_index, indptr, indices, num_edges = _check_graph(edge_index, indptr, indices, num_nodes)
-    columns, widths = check_columns(num_edges, num_nodes, edge_weight=edge_weight, edge_time=edge_time,
-                                    edge_features=edge_features, node_time=node_time,
-                                    node_names=node_names)  # fmt: skip
-    options = {"symmetrize": bool(symmetrize), "drop_self_loops": bool(drop_self_loops),
-               "drop_duplicates": bool(drop_duplicates)}
+    edge_index, indptr, indices, num_edges = check_graph(edge_index, indptr, indices, num_nodes)
+    columns, widths = check_columns(
+        num_edges,
+        num_nodes,
+        edge_weight=edge_weight,
+        edge_time=edge_time,
+        edge_features=edge_features,
+        node_time=node_time,
+        node_names=node_names,
+    )
+    options = {
+        "symmetrize": bool(symmetrize),
+        "drop_self_loops": bool(drop_self_loops),
+        "drop_duplicates": bool(drop_duplicates),
+    }
     row_bytes = width * storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed")
-    meta = {"format": FORMAT, "format_version": VERSION, "num_nodes": num_nodes, "num_edges": num_edges,
-            "num_classes": num_classes, "feature_dim": width, "feature_dtype": dtype, "backend": backend,
-            "block_rows": block_rows, "options": options, "source": json.loads(json.dumps(source)),
-            "labelled": labelled, **widths}
+        raise StoreError(
+            f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed"
+        )
+    meta = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "num_nodes": num_nodes,
+        "num_edges": num_edges,
+        "num_classes": num_classes,
+        "feature_dim": width,
+        "feature_dtype": dtype,
+        "backend": backend,
+        "block_rows": block_rows,
+        "options": options,
+        "source": json.loads(json.dumps(source)),
+        "labelled": labelled,
+        **widths,
+    }
     arrays = dict(indptr=indptr, labels=labels, **split)
-    edge_bytes = 4 + sum(array.nbytes for name, array in columns.items() if name not in OF_NODES) // max(num_edges, 1)
+    edge_bytes = 4 + sum(
+        array.nbytes for name, array in columns.items() if name not in OF_NODES
+    ) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
     need = num_nodes * (row_bytes + 16) + least
-    if edge_index is not None or any(options.values()):  # the edges are sorted before the features are written
+    # the edges are sorted before the features are written
+    if edge_index is not None or any(options.values()):
         need = max(need, least + spooled_bytes(num_edges << symmetrize, edge_bytes > 4))
     with complete_or_not_there(path, need) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
@@ -162,7 +245,12 @@ def build_store(
 
 def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
     """Write every file of a store, meta.json last, and see to it that they are on the disk."""
-    num_nodes, options, files, times = meta["num_nodes"], meta["options"], {}, columns.get("edge_time")
+    num_nodes, options, files, times = (
+        meta["num_nodes"],
+        meta["options"],
+        {},
+        columns.get("edge_time"),
+    )
     rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
     order = path / "order"  # of the columns' rows, while they are written
     if rises and not any(options.values()):
@@ -174,20 +262,24 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
                 "must rise in edge_time"
             )
         numbered = bool(columns.keys() - OF_NODES)
-        edges = functools.partial(edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered)
+        edges = functools.partial(
+            edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered
+        )
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
         drop_duplicates = options["drop_duplicates"]
-        if numbered:
-            chunks = _spooled(
-                sorted_edges(edges, indptr, path, meta["num_edges"], times, drop_duplicates, progress), order
-            )
-        else:
-            chunks = sorted_sources(edges, indptr, path, drop_duplicates, progress)
+        numbers = {"num_edges": meta["num_edges"], "times": times} if numbered else {}
+        chunks = sorted_edges(edges, indptr, path, drop_duplicates, progress, **numbers)
+        chunks = spooled_sources(chunks, order) if numbered else (sources for sources, _ in chunks)
     most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
     files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
     meta["num_edges"] = files["indices.npy"]["shape"][0]
+    record = files["indices.npy"]
+    written = map_npy(path, "indices.npy", record, index_dtype(num_nodes), None).numpy()
+    meta["edges"] = count_edges(arrays["indptr"], written)
     for name, array in arrays.items():
-        files[f"{name}.npy"] = write_npy(path / f"{name}.npy", array.dtype, list(array.shape), [array])
+        files[f"{name}.npy"] = write_npy(
+            path / f"{name}.npy", array.dtype, list(array.shape), [array]
+        )
     rows = None
     if order.exists():
         rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
@@ -195,123 +287,15 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
     order.unlink(missing_ok=True)
     file = path / BACKENDS[meta["backend"]]
     shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
-    rows = _feature_rows(features, meta["feature_dtype"], progress)
+    largest = []
+    rows = feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
-        files[file.name] = write_npy(file, dtype, shape, rows, head=HEADS[-1])  # rows begin on a block of the disk
+        # rows begin on a block of the disk
+        files[file.name] = write_npy(file, dtype, shape, rows, head=4096)
     else:
         files[file.name] = write_blocks(file, dtype, shape, rows, meta["block_rows"])
+    files[file.name]["largest"] = max(largest)
     (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
-
-
-def _spooled(edges, file) -> Iterator[np.ndarray]:
-    """The sources of sorted edges; which edges of the input they are goes into a file, int64."""
-    with open(file, "wb") as out:
-        for sources, numbers in edges:
-            out.write(np.ascontiguousarray(numbers).data)
-            yield sources
-
-
-def _check_features(features) -> tuple[int, int, str]:
-    """(V, F, dtype name) of the features."""
-    shape = tuple(getattr(features, "shape", ()))
-    if len(shape) != 2 or 0 in shape:
-        raise StoreError(f"features has shape {list(shape)}: [V, F] with at least one node and one column is needed")
-    return int(shape[0]), int(shape[1]), row_dtype("features", features)
-
-
-def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None; StoreError for what cannot be
-    meant. Of None, -1 for all nodes."""
-    if labels is None:
-        return np.full(num_nodes, -1), num_classes or 1
-    labels = integers("labels", labels)
-    if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        raise StoreError(
-            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, a label per row of features, or "
-            f"[{num_nodes}, C] of 0 and 1"
-        )
-    if labels.ndim == 2:
-        return _check_rows_of_labels(labels, num_classes)
-    largest = int(labels.max())
-    if largest == -1:
-        raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1: there is nothing to learn")
-    if num_classes is None:
-        num_classes = max(largest + 1, 1)
-        present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
-        if num_classes > 1000 + 10 * present:
-            raise StoreError(
-                f"labels run up to {largest:,} and {present:,} different ones occur: {num_classes:,} classes "
-                f"make a last layer of {num_classes:,} x 128 (--hidden) x 4 bytes, "
-                f"{readable_size(num_classes * 512)}; number them from 0 with numpy.unique(labels, "
-                "return_inverse=True)"
-            )
-    if not 1 <= num_classes <= MAX_CLASSES:
-        raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
-    bad = np.flatnonzero((labels < -1) | (labels >= num_classes))
-    if len(bad):
-        raise StoreError(f"labels[{bad[0]}] is {labels[bad[0]]}: labels lie in [0, {num_classes}), or are -1 where "
-                         "there is none")
-    return labels, num_classes
-
-
-def _check_rows_of_labels(labels, num_classes):
-    """Several labels a node: int8 [V, C] of 0 and 1, or a row of -1, and C."""
-    if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-        raise StoreError(f"labels has shape {list(labels.shape)}: several labels a node are [V, C] with C from 2 to "
-                         f"{MAX_CLASSES:,}{'' if num_classes is None else f', and num_classes is {num_classes}'}")
-    known = (labels != -1).any(1)
-    if not known.any():
-        raise StoreError(f"labels: none of the {len(labels)} nodes has labels, all are -1: there is nothing to learn")
-    bad = np.argwhere(known[:, None] & (labels != 0) & (labels != 1))
-    if len(bad):
-        row, column = bad[0]
-        raise StoreError(
-            f"labels[{row}, {column}] is {labels[row, column]}: of several labels a node each is 0 or 1, or a "
-            "whole row is -1 where there are none"
-        )
-    return labels.astype(np.int8), labels.shape[1]
-
-
-def _check_graph(edge_index, indptr, indices, num_nodes):
-    """(edge_index, indptr, indices, M): one of the two forms, with its shapes and its indptr checked."""
-    if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
-        raise StoreError("the graph is given either as edge_index or as indptr and indices, and as one of them only")
-    if num_nodes > 1 << 32:
-        raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
-    if edge_index is not None:
-        edge_index = array_like("edge_index", edge_index)
-        if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
-            raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed, sources over "
-                             "destinations")
-        return edge_index, None, None, int(edge_index.shape[1])
-    indptr = integers("indptr", indptr)
-    indices = array_like("indices", indices)
-    if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
-        raise StoreError(f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: "
-                         f"[{num_nodes + 1}] and [M] are needed, with {num_nodes} rows of features")
-    falls = np.flatnonzero(indptr[1:] < indptr[:-1])
-    if len(falls):
-        v = falls[0]
-        raise StoreError(f"indptr falls from {indptr[v]} to {indptr[v + 1]} at node {v}: it must not decrease")
-    if indptr[0] != 0 or indptr[-1] != indices.shape[0]:
-        raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: it must run from 0 to the "
-                         f"{indices.shape[0]} edges of indices")
-    return None, indptr, indices, int(indices.shape[0])
-
-
-def _feature_rows(features, dtype, progress) -> Iterator[np.ndarray]:
-    """Chunks of rows as they are stored, each checked for NaN and infinity."""
-    width = features.shape[1]
-    rows = max(1, ROW_BYTES // (width * storage_dtype(dtype).itemsize))
-    for first, chunk in chunked(features, rows, "features", progress):
-        if not isinstance(chunk, Tensor):
-            chunk = torch.from_numpy(np.require(chunk, np.asarray(chunk).dtype.newbyteorder("="), "CW"))
-        chunk = chunk.to(torch.uint8) if chunk.dtype == torch.bool else chunk
-        if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
-            raise StoreError(f"features came with rows of {list(chunk.shape[1:])} {chunk.dtype}, [{width}] {dtype} "
-                             "was announced")
-        check_finite("features", chunk, first)
-        yield (chunk.view(torch.int16) if dtype == "bfloat16" else chunk).detach().cpu().numpy()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,23 +303,7 @@ def _feature_rows(features, dtype, progress) -> Iterator[np.ndarray]:
 
 
 def _read_meta(path) -> dict:
-    return read_meta(path, FORMAT, _files_of_a_graph)
-
-
-def _files_of_a_graph(need) -> dict:
-    num_nodes = need("num_nodes", within(1, 1 << 32))
-    num_edges = need("num_edges", within(0, 1 << 48))
-    classes = need("num_classes", within(1, MAX_CLASSES))
-    several = need("files", bool).get("labels.npy", {}).get("dtype") == "int8"  # labels a node
-    width = need("feature_dim", within(1, 1 << 31))
-    dtype = need("feature_dtype", lambda n: n in DTYPES)
-    backend = need("backend", lambda n: isinstance(n, str) and n in BACKENDS)
-    need("block_rows", within(1, 1 << 31))
-    need("options", lambda n: isinstance(n, dict))
-    return {"indptr.npy": ("int64", [num_nodes + 1]), "indices.npy": (index_dtype(num_nodes), [num_edges]),
-            "labels.npy": ("int8", [num_nodes, classes]) if several else ("int64", [num_nodes]),
-            BACKENDS[backend]: (storage_dtype(dtype).name, [num_nodes, width]),
-            **column_files(need, num_edges, num_nodes), **split_files(need, num_nodes)}
+    return read_meta(path, FORMAT, SPEC, FILES)
 
 
 class GraphStore:
@@ -360,34 +328,44 @@ class GraphStore:
 
     def __init__(self, path, meta):
         self.path, self.meta = Path(path), meta
-        self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
+        self.num_nodes, self.num_edges = V, M = meta["num_nodes"], meta["num_edges"]
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
-        self.edge_dim, self.labelled = meta.get("edge_dim", 0), meta.get("labelled", True)
-        self.indptr, self.indices, self.labels = (self._map(n) for n in ("indptr.npy", "indices.npy", "labels.npy"))
+        self.labelled = meta.get("labelled", True)
+        self.options = [name for name, on in meta["options"].items() if on]
+        indices = "indices.npy", index_dtype(V), [M]
+        self.indptr, self.indices = self._map("indptr.npy", "int64", [V + 1]), self._map(*indices)
+        several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
+        labels = ("int8", [V, self.num_classes]) if several else ("int64", [V])
+        self.labels = self._map("labels.npy", *labels)
         self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
         if self.indices.nbytes > free // 2:
-            self.sampled_indices, self.sampling_threads = self._map("indices.npy", ahead=False), SAMPLERS
-        self.edge_weight, self.edge_time, self.edge_features, self.node_time = (
-            self._map(f"{name}.npy") if f"{name}.npy" in meta["files"] else None for name in COLUMNS)
-        if self.edge_dim:
-            self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))
+            self.sampled_indices = self._map(*indices, ahead=False)
+            self.sampling_threads = SAMPLERS
+        for name, column in map_columns(path, meta).items():
+            setattr(self, name, column)
+        self.edge_dim = 0 if self.edge_features is None else self.edge_features.shape[1]
         if NAMES in meta["files"]:
             check_size(path, NAMES, meta["files"][NAMES])
-        self.num_splits = 1 if len(meta["files"]["train.npy"]["shape"]) == 1 else meta["files"]["train.npy"]["shape"][0]
+        self._splits = map_split(path, meta["files"])
+        train = self._splits["train"]
+        self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            raise StoreError(f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
-                             f"to {self.num_edges}")
-        shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
-        large = math.prod(shape) * dtype.itemsize > free
+            raise StoreError(
+                f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
+                f"to {self.num_edges}"
+            )
+        shape, dtype = (V, self.feature_dim), getattr(torch, meta["feature_dtype"])
+        large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
         if meta["backend"] == "mmap":
-            record = meta["files"]["features.npy"]
-            table = map_npy(self.path, "features.npy", record, ahead=not large)
+            stored = storage_dtype(meta["feature_dtype"])
+            table = self._map(file, stored, list(shape), ahead=not large)
+            head = meta["files"][file]["bytes"] - table.nbytes
             graph = self.indptr.nbytes + self.indices.nbytes
-            self.features = MmapFeatures(table.view(dtype), large, self.path, head_of(record), graph)
+            self.features = MmapFeatures(table.view(dtype), large, self.path, head, graph)
         else:
-            file = check_lmdb(self.path, "features.lmdb", meta["files"]["features.lmdb"])
-            self.features = LmdbFeatures(file, shape, dtype, meta["block_rows"], large)
+            check_lmdb(self.path, file, meta["files"][file])
+            self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
 
     @classmethod
     def open(cls, path) -> GraphStore:
@@ -402,20 +380,28 @@ class GraphStore:
         Raises:
             StoreError: if it is no store, of another format version, incomplete or damaged.
         """
-        return cls(path, _read_meta(path))
+        meta = _read_meta(path)
+        with reading(Path(path) / "meta.json", "; rebuild the store"):
+            return cls(path, meta)
 
     def __reduce__(self):
         return GraphStore.open, (self.path,)
 
     def node_names(self) -> list[str] | None:
         """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
-        return read_lines(self.path, NAMES, self.meta["files"][NAMES]) if NAMES in self.meta["files"] else None
+        return (
+            read_lines(self.path, NAMES, self.meta["files"][NAMES])
+            if NAMES in self.meta["files"]
+            else None
+        )
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
         if not 0 <= number < self.num_splits:
-            raise StoreError(f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0")
-        self.split = {name: row_of_split(self._map(f"{name}.npy"), number) for name in SPLITS}
+            raise StoreError(
+                f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0"
+            )
+        self.split = {name: row_of_split(ids, number) for name, ids in self._splits.items()}
 
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
@@ -426,19 +412,20 @@ class GraphStore:
             bad = ((labels < 0) | (labels >= end)).nonzero()
             if len(bad):
                 node, label = int(ids[bad[0, 0]]), int(labels[tuple(bad[0])])
-                raise StoreError(f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
-                                 f"[0, {end}): labels.npy or {name}.npy is damaged; rebuild the store")
+                raise StoreError(
+                    f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
+                    f"[0, {end}): labels.npy or {name}.npy is damaged; rebuild the store"
+                )
 
-    def _map(self, name, **options) -> Tensor:
-        return map_npy(self.path, name, self.meta["files"][name], **options)
+    def _map(self, name, *kind, **options) -> Tensor:
+        return map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
     A table that is larger than the memory that is free is not read through the map but with many requests at a time
-    (row_reader.py), where that can be: else by many threads, and without reading ahead. The requests go through the
-    page cache where it has room for a share of KEPT of the table, and past it where it has not and would only give up
+    (disk/reader.py), where there is a C compiler. The requests go through the page cache where it has room for a share of KEPT of the table, and past it where it has not and would only give up
     the graph's pages for rows that do not come again.
 
     Attributes:
@@ -450,7 +437,8 @@ class MmapFeatures:
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):
-        self._table, self.shape, self.dtype, self.large = table, tuple(table.shape), table.dtype, large
+        self._table, self.large = table, large
+        self.shape, self.dtype = tuple(table.shape), table.dtype
         self._path, self._head, self.beside = path, head, beside
         if not large:
             self.tensor = table
@@ -458,12 +446,12 @@ class MmapFeatures:
     def __reduce__(self):
         return _features_of, (self._path,)
 
-    def reader(self, **options) -> RowReader | None:
+    def reader(self) -> RowReader | None:
         """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
         if self._path is None:
             return None
-        row_bytes, options = self.shape[1] * self.dtype.itemsize, {"direct": not self.stays(), **options}
-        return open_rows(self._path / BACKENDS["mmap"], self._head, row_bytes, self.shape[0], **options)
+        file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
+        return open_rows(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
     @functools.cached_property
     def _reader(self):
@@ -498,15 +486,9 @@ class MmapFeatures:
             StoreError: where the disk fails.
         """
         out = gather_target(self, ids, out)
-        if not self.large:
-            return torch.index_select(self._table, 0, ids, out=out)
-        if self._reader and out.is_contiguous():
+        if self.large and self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
-        source, target, ids = as_numpy(self._table), as_numpy(out), ids.numpy()
-        cuts = np.linspace(0, len(ids), 4 * READ_THREADS + 1).astype(int).tolist()
-        with ThreadPoolExecutor(READ_THREADS) as pool:
-            list(pool.map(lambda a, b: np.take(source, ids[a:b], 0, target[a:b], "clip"), cuts, cuts[1:]))
-        return out
+        return torch.index_select(self._table, 0, ids, out=out)
 
     def put_rows(self, ids, rows):
         """Rows of a memory-mapped array do not change: StoreError."""
@@ -517,32 +499,6 @@ class MmapFeatures:
 
 def _features_of(path):
     return GraphStore.open(path).features
-
-
-def free_host_bytes(root="/") -> int:
-    """Bytes of host memory that this process may still take: what is available, or what its cgroups leave if less."""
-    root = Path(root)
-    try:
-        free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for controller, path in groups:
-        if controller not in ("", "memory"):
-            continue
-        v1 = controller == "memory"
-        limit, usage = (f"memory.{n}" for n in (("limit_in_bytes", "usage_in_bytes") if v1 else ("max", "current")))
-        base = root / "sys/fs/cgroup" / controller
-        for folder in [base / path.strip("/"), *(base / path.strip("/")).parents]:
-            try:
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # given up on demand
-                free = min(free, int((folder / limit).read_text()) - int((folder / usage).read_text()) + cache)
-            except (OSError, ValueError):
-                pass  # no such group here, or no limit ("max")
-            if folder == base:
-                break
-    return max(free, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -571,8 +527,7 @@ def _problems_of_a_graph(path) -> Iterator[str]:
         if graph.meta["backend"] == "lmdb":
             graph.features.verify()
     except StoreError as error:
-        name = NAMES if NAMES in str(error) else "features.lmdb" if "block" in str(error) else "meta.json"
-        yield f"{name}: {error}"
+        yield f"{next((name for name in FILES if name in str(error)), 'meta.json')}: {error}"
         return
     if (graph.indptr.diff() < 0).any():
         yield "indptr.npy: it decreases"
@@ -597,27 +552,31 @@ def _problems_of_a_graph(path) -> Iterator[str]:
 def info(path) -> str:
     """Sizes, degrees, options and source of a store, a line each."""
     graph = GraphStore.open(path)
-    degrees, options = np.diff(graph.indptr.numpy()), graph.meta["options"]
+    degrees = np.diff(graph.indptr.numpy())
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": described(graph),
-        "classes": "no labels" if not graph.labelled else
-                   f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
-        "options": ", ".join(name for name, on in options.items() if on) or "none",
+        "classes": "no labels"
+        if not graph.labelled
+        else f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
+        "options": ", ".join(graph.options) or "none",
     }
     return info_lines(lines, graph)
 
 
 def _beside(name):
     """A file of this project that a command needs and that store.py alone can do without."""
-    sys.modules.setdefault("store", sys.modules[__name__])  # run as a script, this file is __main__: not a second time
+    # run as a script, this file is __main__: not a second time
+    sys.modules.setdefault("store", sys.modules[__name__])
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise StoreError(f"this command needs {name}.py, which is not beside store.py ({error})") from error
+        raise StoreError(
+            f"this command needs {name.replace('.', '/')}.py, which is not beside store.py ({error})"
+        ) from error
 
 
 def _fanout(text) -> list[int]:
@@ -657,7 +616,9 @@ def command(name, run) -> int:
 
 def _parser():
     """A sub-command for each thing to do, with its own flags: a flag of another one is refused."""
-    parser = argparse.ArgumentParser(prog="store.py", description="Build a graph store, or look at one.")
+    parser = argparse.ArgumentParser(
+        prog="store.py", description="Build a graph store, or look at one."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
     add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")
@@ -676,13 +637,23 @@ def _parser():
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
     add("--seed", type=int, help="draws the split where there is none (default 0)")
-    for name, text in (("info", "print sizes, degrees, options, source"), ("verify", "compare every byte")):
+    for name, text in (
+        ("info", "print sizes, degrees, options, source"),
+        ("verify", "compare every byte"),
+    ):
         commands.add_parser(name, help=text).add_argument("path", help="directory of the store")
-    add = commands.add_parser("estimate", help="print what training takes in each mode").add_argument
+    add = commands.add_parser(
+        "estimate", help="print what training takes in each mode"
+    ).add_argument
     add("path", help="directory of the store")
     add("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
     add("--procs", type=int, default=1, help="processes on CPU (default 1)")
-    add("--fanout", type=_fanout, default=[15, 10, 5], help="from the seeds outward (default 15,10,5)")
+    add(
+        "--fanout",
+        type=_fanout,
+        default=[15, 10, 5],
+        help="from the seeds outward (default 15,10,5)",
+    )
     add("--batch-size", type=int, default=1024, help="seeds of a process (default 1024)")
     add("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
     add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")
@@ -693,21 +664,28 @@ def _run(command, path, **options):
     """Run a sub-command -> its exit code."""
     if command == "build":
         split = {name: file for name in SPLITS if (file := options.pop(name))}
-        _beside("datasets").build(options.pop("source"), path, split=split or None, progress=True, **options)
+        _beside("sources.prepare").build(
+            options.pop("source"), path, split=split or None, progress=True, **options
+        )
     elif command == "estimate":
-        print(_beside("plan").estimate_lines(path, **options))
+        print(_beside("run.plan").estimate_lines(path, **options))
         return 0
-    module = _beside("graphs") if _format(path) == "ringblock-graphs" else sys.modules[__name__]
+    module = (
+        _beside("disk.graphs") if _format(path) == "ringblock-graphs" else sys.modules[__name__]
+    )
     if command != "verify":
         print(module.info(path))
         return 0
     problems = module.verify(path)
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
-    files = {"meta.json"} if "meta.json" in bad else {"meta.json", *read_meta(path)["files"]}
+    # what a store's files are is not known where meta.json cannot be read
+    whole = "meta.json" not in bad and not irregular(path)
+    files = {"meta.json", *read_meta(path)["files"]} if whole else set()
     for name in sorted(files | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
-    for entry in sorted(Path(path).iterdir()):
-        if entry.name not in files and not entry.name.endswith("-lock"):  # LMDB's own, of the processes at work
+    for entry in sorted(Path(path).iterdir()) if whole else ():
+        # LMDB's own, of the processes at work
+        if entry.name not in files and not entry.name.endswith("-lock"):
             print(f"--  {entry.name}: not part of the store, not looked at")
     return 1 if problems else 0
 

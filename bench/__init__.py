@@ -1,0 +1,1 @@
+"""Side by side with other systems: python -m bench NAME."""

@@ -1,0 +1,153 @@
+"""Side-by-side measurement: every contender on the same graph, in one process, in turn.
+
+    python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
+    python -m bench sampler --json sampler.json --larger synthetic:nodes=24490290,degree=50,features=1,classes=47
+    python -m bench step                         # a training step beside DGL's, and what each trick is worth
+    python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
+    python -m bench features                     # the ring beside a plain copy; four processes on one store
+    python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
+    python -m bench store                        # building, training from disk, many small graphs
+    python -m bench store --edges 200000000 --features-gb 32 --graphs 1000000 --json store.json
+    python -m bench store --parts papers --cache-gb 3 --batches 80     # the size of ogbn-papers100M: 50 GB of disk
+    python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
+    python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
+    python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
+    python -m bench labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
+    python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
+    python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
+    python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote
+
+Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
+
+    python3 -m venv graphbolt && graphbolt/bin/pip install torch==2.2.1 dgl==2.1.0 torchdata==0.7.1 "numpy<2" \\
+        pandas pydantic pyyaml lmdb tqdm setuptools==69.5.1
+    graphbolt/bin/python -m bench sampler
+    python -m bench store --parts train --graphbolt graphbolt/bin/python
+
+A time is the median over --rounds. Within a round the contenders follow each other, so that a slow moment of the
+machine meets all of them. results/README.md holds the figures of one machine.
+"""
+
+import argparse
+import importlib
+import sys
+
+import torch
+
+from bench.tools import hardware, keep_figures, settle
+from disk.files import StoreError
+from model import CONVS
+
+WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
+MODULES = {  # command: the module with its bench_COMMAND
+    **{
+        name: name
+        for name in "sampler step store inference accuracy defaults gpu attack picture".split()
+    },
+    **dict(link="step", features="step", scaling="step", labor="accuracy"),
+}
+SHARED = "synthetic:nodes=2500000,degree=1,features=400"
+
+
+def numbers(text):
+    """15,10 -> [15, 10]."""
+    return [int(k) for k in text.split(",")]
+
+
+def make_parser():
+    """The command line of all commands."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("what", choices=list(MODULES))
+    add("files", nargs="*", help="picture: what the others wrote (default: four files of results/)")
+    add(
+        "--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all of --data"
+    )
+    add("--root", default="data", help="folder for built stores")
+    add("--fanout", default="15,10,5", type=numbers)
+    add("--batch-size", type=int, default=1024)
+    add("--hidden", type=int, default=256)
+    add("--threads", type=int, help="of every contender (default: 2; gpu: one for each core)")
+    add(
+        "--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs; gpu: 5)"
+    )
+    add("--json", metavar="FILE", help="write the figures here as well")
+    # sampler, features, scaling, inference
+    add("--larger", metavar="DATASET", help="sampler: the cost of an edge on this larger graph too")
+    add("--shared", default=SHARED, metavar="DATASET", help="features: what four processes share")
+    add(
+        "--procs",
+        default="1,2",
+        type=numbers,
+        help="scaling: processes; --batch-size is their total",
+    )
+    add("--gpus", action="store_true", help="scaling: a GPU for each process")
+    add("--model", default="sage", choices=list(CONVS), help="inference: the model")
+    # store
+    add("--edges", type=int, default=10_000_000, help="store: to build; their reverses are added")
+    add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
+    add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
+    add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
+    add(
+        "--graphbolt", metavar="PYTHON", help="store: train with GraphBolt too, in this interpreter"
+    )
+    add("--papers", type=float, default=1, help="store: part papers, 1 for the size of papers100M")
+    add("--reads", type=int, default=100_000, help="store: rows to read from random places")
+    add("--graphs", type=int, default=50_000, help="store: number of small graphs")
+    # accuracy, labor
+    add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
+    add("--models", metavar="A,B", help="accuracy: of mlp,sage,sage-pool,gcn,gat,gin,labels")
+    add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
+    # gpu, attack, picture
+    add(
+        "--quick",
+        action="store_true",
+        help="gpu: tiny graphs, to rehearse; --out is ROOT/gpu-quick",
+    )
+    add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
+    add("--seed", type=int, default=0, help="attack: of the cases")
+    add("--only", metavar="KIND", help="attack: cases of this kind alone")
+    add("--case", type=int, metavar="N", help="attack, with --only: this case, with all it prints")
+    add("--parts", metavar="A,B", help="gpu, store: only these parts")
+    add("--out", metavar="DIR", help="gpu: of gpu.json and gpu-pictures.zip (default: results)")
+    add("--png", metavar="FILE", help="picture (default: results/throughput.png)")
+    return parser
+
+
+def main(argv=None):
+    """Run the command line -> exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.files and args.what != "picture":
+        parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
+    if args.runs < 2:
+        parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
+    if unknown := set((args.models or "mlp").split(",")) - {"mlp", "labels", *CONVS}:
+        known = f"mlp,{','.join(CONVS)},labels"
+        parser.error(f"--models {','.join(sorted(unknown))}: choose from {known}")
+    gpu = args.what == "gpu"
+    args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
+    args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)
+    args.minutes = (9 if gpu else 10) if args.minutes is None else args.minutes
+    args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
+    settle(args.threads)
+    on_gpu = torch.cuda.is_available() and (gpu or args.what == "scaling" and args.gpus)
+    here = hardware(on_gpu)
+    if args.what != "picture" and (on_gpu or not gpu):
+        where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
+        print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
+    if args.what in ("sampler", "step", "link", "features", "inference"):
+        sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
+        print(f"{args.dataset}  {sizes}  n = {args.rounds}")
+    try:
+        module = importlib.import_module(f"bench.{MODULES[args.what]}")
+        figures = getattr(module, f"bench_{args.what}")(args)
+        keep_figures(args, here, figures)
+    except (StoreError, ImportError) as error:
+        print(f"python -m bench: {error}", file=sys.stderr)
+        return 2
+    return 1 if figures.get("failed") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

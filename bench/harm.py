@@ -1,0 +1,203 @@
+"""One thing wrong with a file, a store or a value, drawn from a generator: bench/attack.py tries what comes of it."""
+
+import hashlib
+import json
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import torch
+
+from disk.files import dump_meta
+
+NUMBERS = (0, 1, -1, 2, 159, 160, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, -(2**63))
+REALS = (0.5, -1.0, 1e30, 1e308, float("nan"), float("inf"))
+WORDS = ("", "x", "victim", "../victim", "/dev/zero", "-1", "float64", "int32", "a\nb", "x" * 5000)
+STRANGE = (None, True, [], {}, [[]], *REALS, *NUMBERS, *WORDS)
+CELLS = "1e999 1.5 1e3 0x10 1_0 , \r \0 \xff \ufeff \" ' # ; true".split(" ")
+DTYPES = "f8 f4 f2 i1 u1 i2 i8 u8 >i8 c8 ? U5 O".split()
+IN_PLACE = {  # of a file: what it is a link to
+    "a link to zeros": "/dev/zero",
+    "a link to a file outside": "../victim",
+    "a link to nothing": "../strewn",
+    "a folder": None,
+    "a pipe": None,
+    "nothing": None,
+}
+
+
+class Code:
+    """Pickles as a call."""
+
+    def __reduce__(self):
+        return os.system, ("touch strewn",)
+
+
+def pick(choices, random):
+    """One of a sequence, as it is."""
+    return choices[int(random.integers(len(choices)))]
+
+
+def other_bytes(data, random):
+    """Bytes with one thing wrong -> (bytes, what)."""
+    size, length, width = len(data), int(2 ** random.uniform(0, 12)), pick((2, 4, 8), random)
+    at = int(random.integers(max(size, 1)))
+    # where a head is, that of LMDB's second page as well, or the directory of an archive
+    if random.random() < 0.4:
+        at = max(0, min(size - 1, pick((0, 4096, size - 1024), random) + at % 200))
+    page, other = at // 4096 * 4096, 4096 * int(random.integers(size // 4096 + 1))
+    number = (pick(NUMBERS, random) % 2 ** (8 * width)).to_bytes(width, "little")
+    ends = [i for i in range(max(0, at - 99), min(size, at + 99)) if data[i] in b", \n"]
+    word = max((i + 1 for i in ends if i < at), default=at)
+    cell = str(pick((*CELLS, *STRANGE), random)).encode(
+        pick(("utf-8", "latin-1"), random), "replace"
+    )
+    ways = {  # (where the change begins, what stands there, where what follows begins)
+        "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
+        "cut": (pick((at, page), random), b"", size),
+        "longer": (size, random.bytes(length), size),
+        "other bytes": (at, random.bytes(length), at + length),
+        "zeros": (at, bytes(length), at + length),
+        "taken out": (at, b"", at + length),
+        "a number": (at // width * width, number, at // width * width + width),
+        "another page": (page, data[other : other + 4096], page + 4096),
+        "a word": (word, cell, min((i for i in ends if i >= at), default=at)),
+    }
+    what = pick(list(ways), random)
+    start, new, rest = ways[what]
+    return data[:start] + new + data[rest:], f"{what} at {start} of {size}"
+
+
+def other_array(array, random):
+    """An array or a tensor with one thing wrong."""
+    good, is_tensor = np.array(array), isinstance(array, torch.Tensor)
+    real, flat = good.dtype.kind == "f", good.reshape(-1)
+    wrong = good.astype("f8" if real else "i8")
+    if good.size:
+        where = slice(None) if random.random() < 0.2 else int(random.integers(good.size))
+        wrong.reshape(-1)[where] = pick(REALS if real else NUMBERS, random)
+    with np.errstate(all="ignore"):
+        ways = [wrong, flat, good.T, good[None], flat[:0], flat[1:], flat[:1].sum()]
+        ways += [
+            wrong,
+            np.zeros_like(good),
+            good.astype("?" if is_tensor else pick(DTYPES, random)),
+        ]
+    if is_tensor:
+        ways = [torch.as_tensor(way) for way in ways] + [array.to("meta"), array.tolist(), "x"]
+        ways += [array.reshape(-1).to_sparse(), torch.zeros(1).expand(1 << 40)]
+    return pick(ways, random)
+
+
+def leaves(tree, path=""):
+    """Every place in nested dicts and lists -> [(container, key, path)]."""
+    places, items = [], tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in items:
+        places.append((tree, key, f"{path}/{key}"))
+        places += leaves(value, places[-1][2]) if isinstance(value, (dict, list)) else []
+    return places
+
+
+def other_value(tree, random):
+    """Change one value of nested dicts and lists, or take it out -> what."""
+    container, key, path = pick(leaves(tree), random)
+    value, strange = container[key], pick(STRANGE, random)
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        strange = other_array(value, random)
+    elif type(value) is int and random.random() < 0.5:
+        strange = value + pick((-1, 1, 100), random)
+    container[key] = strange
+    if random.random() < 0.1:
+        del container[key]
+        return f"{path[1:200]} is taken out"
+    return f"{path[1:200]} is {str(strange)[:60]!r}"
+
+
+def rewrite(file, data):
+    """Put bytes into a file that no mapping has seen."""
+    file.unlink()
+    file.write_bytes(data)
+
+
+def harm_bytes(file, random):
+    """Damage the bytes of a file, or those of one member of an archive -> (what, whether its checksum fits)."""
+    if file.suffix not in (".npz", ".pt") or random.random() < 0.6:
+        data, what = other_bytes(file.read_bytes(), random)
+        rewrite(file, data)
+        return f"{file.name}: {what}", False
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name, method = (
+        pick(list(members), random),
+        pick((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), random),
+    )
+    members[name], what = other_bytes(members[name], random)
+    file.unlink()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for member, data in members.items():
+            archive.writestr(member, data)
+    return f"{name}: {what}", True
+
+
+def harm_values(file, random):
+    """Put a strange array into an .npz file, or a strange value or code into a checkpoint -> (what, contents)."""
+    is_npz = file.suffix == ".npz"
+    state = dict(np.load(file)) if is_npz else torch.load(file, weights_only=True)
+    what = other_value(state, random)
+    if not is_npz and random.random() < 0.1:
+        state, what = pick([Code(), [state], {"model": Code()}, None], random), "something else"
+    file.unlink()
+    np.savez(file, **state) if is_npz else torch.save(state, file)
+    return what, state
+
+
+def put_in_its_place(file, random):
+    """Put something that is no such file under its name -> what."""
+    what = pick(list(IN_PLACE), random)
+    file.unlink(missing_ok=True)
+    if IN_PLACE[what]:
+        file.symlink_to(IN_PLACE[what])
+    elif what != "nothing":
+        (os.mkfifo if what == "a pipe" else os.mkdir)(file)
+    return f"{what} as {file.name}"
+
+
+def harm_store(path, random):
+    """Do one thing to a store -> (what, whether its checksums were made to fit)."""
+    how, file = random.random(), pick(sorted(path.iterdir()), random)
+    if how < 0.65:
+        return harm_bytes(file, random)
+    if how < 0.8:  # of a file, of LMDB's lock, or of what is written beside it
+        locks = [Path(f"{found}-lock") for found in path.glob("*.lmdb")]
+        places = [file, *locks, *locks, path / f".{file.name}.part"]
+        return put_in_its_place(pick(places, random), random), False
+    meta = json.loads((path / "meta.json").read_text())
+    entry = meta["files"].get(file.name, {})
+    if file.name == "meta.json":
+        what = other_value(meta, random)
+    elif file.suffix == ".lmdb":
+        what = harm_lmdb_value(file, random)
+    else:  # its header and its size stay
+        head, body = file.read_bytes()[:128], file.read_bytes()[128:]
+        new, what = other_bytes(body, random)
+        rewrite(file, head + new[: len(body)].ljust(len(body), b"\0"))
+    if entry.get("sha256"):
+        entry["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    rewrite(path / "meta.json", dump_meta(meta))
+    return f"{file.name}, with checksums that fit: {what}", True
+
+
+def harm_lmdb_value(file, random):
+    """Change the bytes of one value of an LMDB file and, mostly, make its CRC fit -> what."""
+    head = 16 if file.name == "graphs.lmdb" else 20  # the CRC is the last number of both headers
+    with lmdb.open(str(file), subdir=False, lock=False) as found, found.begin(write=True) as txn:
+        key = int(random.integers(txn.stat()["entries"])).to_bytes(8, "big")
+        value = txn.get(key)
+        body, what = other_bytes(value[head:], random)
+        crc = struct.pack("<I", zlib.crc32(body)) if random.random() < 0.7 else random.bytes(4)
+        txn.put(key, value[: head - 4] + crc + body)
+    return what

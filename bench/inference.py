@@ -1,0 +1,100 @@
+"""python -m bench inference: exact inference on every node beside DGL's layer-wise loop, with the same weights."""
+
+import torch
+from torch.nn import functional as F
+
+import model
+from bench.tools import dgl_graph, in_memory, interleave, made, opened, print_times
+from run.allocator import keep_freed_memory
+from sampler import import_dgl
+
+
+def dgl_twin(layer):
+    """DGL's layer of the same name, with the weights of ours."""
+    import_dgl()
+    from dgl import nn
+
+    if isinstance(layer, model.GINConv):
+        mlp = torch.nn.Sequential(
+            *(type(m)(*m.weight.shape[::-1]) if hasattr(m, "weight") else m for m in layer.mlp)
+        )
+        mlp.load_state_dict(layer.mlp.state_dict())
+        return nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
+    if isinstance(layer, model.GCNConv):
+        twin = nn.GraphConv(layer.linear.in_features, layer.out_dim, norm="both")
+        twin.weight.data, twin.bias.data = (
+            layer.linear.weight.data.t().clone(),
+            layer.bias.data.clone(),
+        )
+        return twin
+    if isinstance(layer, model.GATv2Conv):
+        twin = nn.GATv2Conv(layer.src_linear.in_features, layer.attn.shape[1], layer.heads)
+        twin.attn.data, names = (
+            layer.attn.data[None].clone(),
+            {"fc_src": "src_linear", "fc_dst": "dst_linear"},
+        )
+    else:
+        kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
+        twin = nn.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind)
+        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
+    for theirs, ours in names.items():
+        if hasattr(layer, ours):
+            getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
+    return twin
+
+
+def dgl_inference(net, indptr, indices, x):
+    """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net`.
+
+    Returns:
+        A function of the number of nodes taken at a time -> logits [V, C].
+    """
+    load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
+    loops = isinstance(net.layers[0], model.GATv2Conv)
+    graph = dgl_graph(
+        *(model.with_self_loops(indptr, indices)[:2] if loops else (indptr, indices.long()))
+    )
+
+    @torch.no_grad()
+    def infer(batch_size):
+        h = x
+        for layer, width in zip(layers, (layer.out_dim for layer in net.layers)):
+            full, everyone = load.MultiLayerFullNeighborSampler(1), torch.arange(graph.num_nodes())
+            y = torch.empty(graph.num_nodes(), width)
+            for sources, targets, blocks in load.DataLoader(
+                graph, everyone, full, batch_size=batch_size
+            ):
+                out = layer(blocks[0], h[sources])
+                if out.dim() == 3:  # heads: side by side, averaged in the last layer
+                    out = out.mean(1) if layer is layers[-1] else out.flatten(1)
+                y[targets[0] : targets[-1] + 1] = out if layer is layers[-1] else F.relu(out)
+            h = y
+        return h
+
+    return infer
+
+
+def bench_inference(args):
+    """Time exact inference on every node with the same weights; returns the figures and how far the logits are apart.
+
+    GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
+    """
+    keep_freed_memory()
+    store = opened(args.dataset, args.root)
+    graph, x = (in_memory(store.indptr), in_memory(store.indices)), in_memory(store.features.tensor)
+    torch.manual_seed(0)
+    widths = x.shape[1], args.hidden, store.num_classes
+    net = model.GNN(*widths, conv=args.model, num_layers=len(args.fanout), heads=4).eval()
+    runs = {
+        "ours": lambda i: model.inference(net, *graph, x),
+        "ours, tables in files": lambda i: model.inference(net, *graph, x, memory=0),
+    }
+    theirs = {} if args.model == "gcn" else made({"DGL": lambda: dgl_inference(net, *graph, x)})
+    for n in (4096, 65536) if theirs else ():
+        runs[f"DGL, {n} nodes at a time"] = lambda i, n=n: theirs["DGL"](n)
+    logits = {}
+    times = interleave(runs, args.rounds, warmup=1, note=logits.__setitem__)
+    apart = {name: (out - logits["ours"]).abs().max().item() for name, out in logits.items()}
+    column = {name: f"{difference:.1e}" for name, difference in apart.items()}
+    median, least = print_times("inference", times, "s", 2, **{"logits apart": column})
+    return {"median_s": median, "min_s": least, "logits_apart": apart}

@@ -1,0 +1,301 @@
+"""What bench/attack.py attacks: good inputs, stores and checkpoints, and what a case does with one that is harmed."""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import store
+import train
+from bench.harm import harm_bytes, harm_store, harm_values, pick
+from bench.tools import end_with_the_parent
+from disk import graphs
+from disk.files import StoreError
+from disk.graphs import GraphDataset
+from store import GraphStore, build_store
+
+MODELS = [  # by turns: they differ in what they read before, while and after they are trained
+    ["--model", "sage"],
+    ["--model", "gcn"],
+    ["--model", "gat", "--heads", "2"],
+    ["--model", "sage", "--cache", "2000", "--sample-threads", "2"],
+]
+NODES, WIDTH = 160, 40
+PARTS = {"train": "train_idx", "valid": "val_idx", "test": "test_idx"}
+TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **PARTS}
+
+
+def make_good(case):
+    """Make the inputs, stores and checkpoints that cases take copies of; C code is compiled on the way."""
+    base, random = case.base, np.random.default_rng(0)
+    parts = np.split(random.permutation(NODES), [64, 96])
+    graph = dict(
+        edge_index=random.integers(0, NODES, (2, 600)),
+        features=random.standard_normal((NODES, WIDTH)).astype(np.float32),
+        labels=random.integers(0, 4, NODES),
+        **dict(zip(PARTS.values(), parts)),
+    )
+    np.savez(base / "npz.npz", **graph)
+    (base / "csv").mkdir()
+    for name, entry in TABLES.items():
+        rows = graph[entry].T if name == "edges" else graph[entry].reshape(len(graph[entry]), -1)
+        lines = (",".join(map(repr, row)) + "\n" for row in rows.tolist())
+        (base / "csv" / f"{name}.csv").write_text("".join(lines))
+    # far more than such a file is large
+    np.savez_compressed(base / "bomb.npz", **graph | {"labels": np.zeros(1 << 27)})
+    (base / "bomb.csv.gz").write_bytes(gzip.compress(b"1,2\n" * (1 << 24), 1))
+    nodes, bonds, cells = (random.integers(a, b, 40) for a, b in ((2, 9), (0, 9), (1, 5)))
+    np.savez(
+        base / "molecules.npz",
+        node_offsets=np.append(0, nodes.cumsum()),
+        bond_offsets=np.append(0, bonds.cumsum()),
+        atom_feat=random.integers(0, 9, (nodes.sum(), 3), np.uint8),
+        bond_feat=random.random((bonds.sum(), 2), np.float32),
+        bond_index_local=np.stack(
+            [np.zeros(bonds.sum(), int), random.integers(1, nodes.repeat(bonds))]
+        ),
+        targets=nodes.astype(np.float32),
+    )
+    np.savez(
+        base / "crystals.npz",
+        atom_offsets=np.append(0, cells.cumsum()),
+        Z=random.integers(1, 80, cells.sum()),
+        frac_coords=random.random((cells.sum(), 3)),
+        lattice=4 * np.eye(3) + 0.5 * random.random((40, 3, 3)),
+        energy=random.standard_normal(40) * cells,
+    )
+    store.main(["build", str(base / "molecules.npz"), str(base / "graphs")])
+    many = GraphDataset.open(base / "graphs")
+    many.append(many.batch(range(10)))
+    build_in(base / "mmap", graph, "mmap")
+    build_in(base / "lmdb", graph, "lmdb", 2)  # many values
+    build_in(base / "changed", graph, "lmdb", 30)
+    features = GraphStore.open(base / "changed").features
+    for number in range(3):
+        features.put_rows(torch.arange(0, NODES, 7), torch.full((23, WIDTH), float(number)))
+    for lock in base.glob("*/*-lock"):
+        lock.unlink()
+    for task in ("node", "link"):
+        words = ["--scorer", "mlp", "--early-stop", 5] if task == "link" else []
+        words += ["--checkpoint", base / f"{task}.pt"]
+        train.main(command(base / "mmap", 1, *words, task=task))
+
+
+def build_in(path, arrays, backend="lmdb", block_rows=None):
+    """Build a store from the arrays of npz.npz."""
+    split = {part: arrays[name] for part, name in PARTS.items() if name in arrays}
+    kept = {name: arrays[name] for name in ("edge_index", "features", "labels")}
+    build_store(path, backend=backend, block_rows=block_rows, split=split, **kept)
+
+
+def attack_store(case):
+    """Verify, read and train on a store."""
+    shutil.copytree(case.base / case.kind, "store")
+    if random := case.random():
+        what, forged = harm_store(Path("store"), random)
+        case.note(what=what, forged=forged)
+    case.note(verified=exit_code(store.main, ["verify", "store"]))
+    if case.kind == "graphs":
+        train_on(case, "store", task="graph")
+    else:
+        train_on(case, "store", *MODELS[case.model()])
+
+
+def attack_input(case):
+    """Build a store from files, verify it and train on it."""
+    many, is_csv = case.kind in ("molecules", "crystals"), case.kind == "csv"
+    source, written = Path("csv" if is_csv else f"{case.kind}.npz"), None
+    (shutil.copytree if is_csv else shutil.copyfile)(case.base / source, source)
+    if random := case.random():
+        written = harm_input(case, source, random)
+    words = [source, "built"]
+    if is_csv:
+        edges, *others = (next(source.glob(f"{name}.csv*")) for name in TABLES)
+        pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
+        words = [edges, "built", *(word for pair in pairs for word in pair)]
+    code = exit_code(store.main, ["build", *map(str, words)])
+    case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
+    if code == 0:
+        wrong = (graphs if many else store).verify("built")
+        case.note(wrong=wrong or (written and not many and differs(written)))
+        train_on(case, "built", task="graph" if many else "node")
+
+
+def harm_input(case, source, random):
+    """Do one thing to an .npz file or one of the tables -> the arrays that are then written, where they are known."""
+    is_csv, how, written = source.is_dir(), random.random(), None
+    file = source / f"{pick(list(TABLES), random)}.csv" if is_csv else source
+    if how < 0.05:
+        file.unlink()
+        bomb = "bomb.csv.gz" if is_csv else "bomb.npz"
+        shutil.copyfile(case.base / bomb, f"{file}.gz" if is_csv else file)
+        what, forged = f"{bomb} for {file.name}", False
+    elif is_csv or how < 0.5:
+        what, forged = harm_bytes(file, random)
+        written = read_plainly(source) if is_csv else None
+    else:
+        what, forged = what, written = harm_values(file, random)
+    case.note(what=what, forged=bool(forged or is_csv))
+    return written
+
+
+def attack_checkpoint(case):
+    """Go on from a checkpoint."""
+    task = ("node", "link")[case.model() % 2]
+    shutil.copyfile(case.base / f"{task}.pt", "bad.pt")
+    if random := case.random():
+        harm = harm_values if case.kind == "forged" else harm_bytes
+        what, forged = harm(Path("bad.pt"), random)
+        case.note(what=what, forged=bool(forged))
+    words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
+    case.note(code=exit_code(train.main, command(case.base / "mmap", 2, *words, task=task)))
+    note_result(case)
+
+
+def attack_process(case):
+    """Kill a process at work, look at what it left, and bring the work to its end."""
+    work, problems = WORK[case.kind]
+    if case.kind in ("put", "append"):
+        shutil.copytree(case.base / ("changed" if case.kind == "put" else "graphs"), "store")
+    if random := case.random():
+        usual = json.loads((case.base / "seconds").read_text())[case.kind]
+        after = random.uniform(0, 1.1 * usual)
+        child = os.fork()
+        if not child:
+            end_with_the_parent()
+            with contextlib.suppress(BaseException):
+                work(case)
+            os._exit(0)
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        what = f"killed after {1e3 * after:.0f} of about {1e3 * usual:.0f} ms"
+        case.note(what=what, wrong=problems())
+        for left in Path().rglob(".*"):  # what a killed writer leaves is removed a day later
+            os.utime(left, (0, time.time() - 2 * 86400))
+    began = time.monotonic()
+    work(case)
+    case.note(seconds=time.monotonic() - began, code=0)
+    case.note(strewn=sorted(file.name for file in Path().rglob(".*")))
+    if case.kind == "train":
+        note_result(case)
+    else:
+        train_on(case, "store", task="graph" if case.kind == "append" else "node")
+
+
+def build_it(case):
+    """Build a store, unless it is there."""
+    if not Path("store").exists():
+        build_in("store", dict(np.load(case.base / "npz.npz")))
+
+
+def put_it(case):
+    """Put rows that all hold the next number, up to 40."""
+    features = GraphStore.open("store").features
+    first = int(features.gather(torch.tensor([0]))[0, 0])
+    for number in range(first + 1, 41):
+        features.put_rows(torch.arange(NODES), torch.full((NODES, WIDTH), float(number)))
+
+
+def append_it(case):
+    """Append graphs, forty at a time, until there are 1,050."""
+    many = GraphDataset.open("store")
+    batch = many.batch(range(40))
+    while len(many) < 1050:
+        many.append(batch)
+
+
+def train_it(case):
+    """Train, or go on with it, with a checkpoint after every step."""
+    words = ["--checkpoint", "out.pt", "--checkpoint-every", 1, "--resume", "auto"]
+    if code := exit_code(train.main, command(case.base / "mmap", 4, *words)):
+        raise RuntimeError(f"training ended with {code}")
+
+
+def torn():
+    """What is wrong with rows that were being put: those of one moment are the same, at first every seventh."""
+    rows = GraphStore.open("store").features.gather(torch.arange(NODES))
+    same = rows[::7].eq(2).all() or rows.eq(rows[0, 0]).all()
+    return store.verify("store") + ([] if same else ["rows of two moments"])
+
+
+WORK = {  # what is killed, and what is wrong with what it left
+    "build": (build_it, lambda: store.verify("store") if Path("store").exists() else []),
+    "put": (put_it, torn),
+    "append": (append_it, lambda: graphs.verify("store")),
+    "train": (train_it, list),  # going on from the checkpoint says more
+}
+ATTACKS = {
+    "stores": attack_store,
+    "inputs": attack_input,
+    "checkpoints": attack_checkpoint,
+    "kills": attack_process,
+}
+
+
+def command(dataset, epochs, *words, task="node"):
+    """The command line of a small training run -> list of words."""
+    layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
+    sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
+    return [str(word) for word in ["--task", task, "--dataset", dataset, *sizes, *words]]
+
+
+def exit_code(main, words):
+    """What a command line ends with."""
+    try:
+        return main(words)
+    except SystemExit as error:
+        return error.code
+
+
+def train_on(case, dataset, *words, task="node"):
+    """Train on a store, note the exit code and what came out."""
+    words = ["--checkpoint", "out.pt", *words, *["--predict", "out.npy"] * (task == "node")]
+    words = ["--predict-what", "scores", *words] if task == "node" else words
+    case.note(code=exit_code(train.main, command(dataset, 1, *words, task=task)))
+    note_result(case)
+
+
+def note_result(case):
+    """Note a digest of what training has left: the weights, and the scores of all nodes."""
+    if case.notes()["code"] == 0 and Path("out.pt").exists():
+        weights = torch.load("out.pt", weights_only=True)["model"].values()
+        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights))
+        digest.update(Path("out.npy").read_bytes() if Path("out.npy").exists() else b"")
+        case.note(result=digest.hexdigest())
+
+
+def read_plainly(folder):
+    """The tables in a folder as arrays, where every cell is a plain number; else None."""
+    found = {}
+    for name, entry in TABLES.items():
+        text = (folder / f"{name}.csv").read_bytes().decode("latin-1")
+        cell = r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?" if name == "features" else "-?[0-9]{1,18}"
+        if not re.fullmatch(rf"({cell}[,\n])+", text) or ",\n" in text:
+            return None
+        dtype = np.float32 if name == "features" else np.int64
+        with contextlib.suppress(ValueError):  # lines of several lengths
+            rows = np.loadtxt(text.splitlines(), dtype, delimiter=",", ndmin=2)
+            found[entry] = {"edges": rows.T, "features": rows}.get(name, rows[:, 0])
+    return found if len(found) == len(TABLES) else None
+
+
+def differs(arrays):
+    """The files of the store `built` that are not those of one from the arrays themselves."""
+    try:
+        build_in("plain", arrays, "mmap")
+    except (StoreError, KeyError, TypeError, ValueError):
+        return []
+    metas = [json.loads(Path(path, "meta.json").read_text()) for path in ("built", "plain")]
+    built, plain = (meta["files"] for meta in metas)
+    files = ("indptr.npy", "indices.npy", "labels.npy", "features.npy")
+    return [name for name in files if built[name] != plain[name]]

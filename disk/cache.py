@@ -1,0 +1,274 @@
+"""Feature rows of a file behind a cache of hot rows, and a page cache that knows what the next batches ask for.
+
+    cache = LookaheadCache(store.features, budget=1 << 30, hot=expected_visits(...))
+    with cache.looking_ahead(sampled_batches) as batches:      # the same batches in the same order, `lookahead` later
+        for batch in batches:
+            x = cache.gather(batch.blocks[0].src_nodes)
+
+What the sampler draws is a function of the seed and the step, so the next batches can be drawn before they are fetched.
+Where the kernel's page cache has room for a large share of the file, that window says which pages are kept
+(native/pages.c): the kernel would give up what was not used for longest, which says nothing about when a batch draws it
+next. What a batch lacks is read before its turn. Ginex (PVLDB 15(11)) plans its own cache of rows so, in super-batches of
+two passes over the disk; rows planned that way beside planned pages were no faster than the hottest rows, chosen once.
+
+The values of rows do not depend on any of this. To copy this file take native/, features.py, disk/files.py and
+disk/reader.py along.
+"""
+
+import ctypes
+import functools
+import itertools
+import mmap
+import os
+import threading
+from collections import deque
+from contextlib import closing, contextmanager
+
+import torch
+
+from disk.files import StoreError, gather_target
+from features import CachedFeatures, prefetch
+from native import build
+
+# batches sampled for each one fetched until the window is full, so that training need not wait for that
+RAMP = 2
+# a window uses each page of the table so often: MIN gains little from what comes later
+TOUCHES = 2
+ROOM = 15 / 16  # of the memory that is free, for pages: the rest is left to others
+AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
+LAG = (
+    8  # batches after which the pages that one gives up are dropped: its rows are gathered by then
+)
+
+_ANY, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+SIGNATURES = {
+    "pages_open": (_ANY, _I64, _I64, _I64),
+    "pages_close": (None, _ANY),
+    "pages_expect": (_INT, _ANY, _ANY, _I64, _I64, _I64, _I64),
+    "pages_plan": (_INT, _ANY),
+    "pages_forget": (None, _ANY),
+    "pages_planned": (_I64, _ANY, _INT, _ANY),
+    "pages_advise": (None, _INT, _ANY, _I64, _I64, _INT),
+}
+
+
+@functools.cache
+def library():
+    """The C code, or None, after a warning, where it cannot be compiled."""
+    flags = ["-O2", "-fPIC", "-shared"]
+    return build.load_c("pages", build.read_source("pages.c"), flags, SIGNATURES)
+
+
+class KeptPages:
+    """The pages of a table that the page cache keeps: at first as much of the file as there is room for, then those
+    that are used soonest.
+
+    Args:
+        reader: RowReader of the table. places: pages to keep. lookahead: batches of the window.
+    """
+
+    def __init__(self, reader, places, lookahead):
+        self.reader = reader
+        self.state = library().pages_open(_pages_of(reader), places, lookahead)
+        if not self.state:
+            raise StoreError(f"no memory to plan {places:,} pages of {reader.path}")
+
+    def expect(self, ids):
+        """A later batch asks for rows ids [n]."""
+        ids = ids.to(torch.int64).contiguous()
+        table = self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
+        if library().pages_expect(self.state, ids.data_ptr(), len(ids), *table):
+            raise StoreError("no memory to look further ahead: give a smaller --lookahead")
+
+    def plan(self):
+        """Decide on the oldest batch expected -> (pages to read for it, pages to drop once it is gathered), ascending."""
+        if library().pages_plan(self.state):
+            raise StoreError("no memory to plan what the page cache keeps")
+        return self._planned(True), self._planned(False)
+
+    def _planned(self, missing):
+        pages = torch.empty(library().pages_planned(self.state, missing, None), dtype=torch.int64)
+        library().pages_planned(self.state, missing, pages.data_ptr())
+        return pages.sort().values
+
+    def advise(self, pages, wanted):
+        """Have the kernel begin to read pages (wanted) or drop them; asynchronous unless the device queue is full."""
+        library().pages_advise(
+            self.reader.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, wanted
+        )
+
+    def forget(self):
+        """No batch is expected any more."""
+        library().pages_forget(self.state)
+
+    def __del__(self):
+        if getattr(self, "state", None) and library:
+            library().pages_close(self.state)
+
+
+def _pages_of(reader):
+    """How many pages of a file there are up to the end of its table."""
+    return -(-(reader.offset + reader.rows * reader.row_bytes) // mmap.PAGESIZE)
+
+
+def read_in_order(reader, first, end, ended):
+    """Have the kernel read pages first .. end of a file until `ended` is set: a disk gives a file in order many times as
+    fast as its pages at random."""
+    for at in range(first * mmap.PAGESIZE, end * mmap.PAGESIZE, AHEAD):
+        if ended.is_set():
+            break
+        os.posix_fadvise(
+            reader.file, at, min(AHEAD, end * mmap.PAGESIZE - at), os.POSIX_FADV_WILLNEED
+        )
+
+
+class _OnDisk:
+    """Rows by a RowReader, as features."""
+
+    def __init__(self, reader, shape, dtype):
+        self.reader, self.shape, self.dtype = reader, shape, dtype
+
+    def gather(self, ids, out=None):
+        out = torch.empty(len(ids), self.shape[1], dtype=self.dtype) if out is None else out
+        return self.reader.read(ids, out)
+
+
+class LookaheadCache:
+    """Features on disk behind `budget` bytes of host memory, in which the hottest rows are kept, and behind the page
+    cache, in which the pages used soonest are kept.
+
+    Beside the rows it takes 4 bytes a node, and with pages 20 bytes for each 4 KiB, and the blocks of the window.
+
+    Args:
+        features: `MmapFeatures` of a store.
+        budget: bytes of rows to keep.
+        lookahead: batches of the window; None: as many as use each page TOUCHES times, as long as their blocks take no
+            more than a quarter of the budget and a 32nd of the page cache; 0 where no pages are planned.
+        hot: [V] the larger the hotter: `expected_visits`.
+        batches: expected number of batches (None: unknown); short runs plan no pages.
+        share: (rank, world) among the processes of this machine that read the table. Where there are several, each
+            reads its part of it in order, and what stays is left to the kernel: none knows the batches of the others.
+
+    Attributes:
+        shape, dtype: of the features. room: bytes of the page cache in which pages are kept; 0: the kernel decides, or
+        rows are read past it. hit_rate: share of the rows asked for that were in `budget`.
+    """
+
+    def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
+        self.shape, self.dtype = tuple(features.shape), features.dtype
+        self.reader = features.reader()
+        if library() is None or self.reader is None:
+            raise StoreError("a cache that looks ahead needs Linux and a C compiler")
+        self.budget, self.lookahead, self.room = budget, lookahead, 0
+        if features.stays() and not self.reader.direct:
+            table = self.shape[0] * self.reader.row_bytes
+            self.room = min(max(0, int(ROOM * features.room())), table)
+        hot = torch.zeros(self.shape[0]) if hot is None else hot
+        self.rows = CachedFeatures(_OnDisk(self.reader, self.shape, self.dtype), hot, budget)
+        # the page cache need not keep what lies here now
+        os.posix_fadvise(self.reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.batches, self.share = batches, share
+        self.pages = None  # made when the first batch tells how large a window is
+        self.started, self.ended = False, threading.Event()
+        self.given_up = deque()  # (number of a batch, pages to drop once it was gathered)
+        self.planned = self.gathered = 0  # batches
+
+    @property
+    def hit_rate(self):
+        """Share of the rows asked for that were in the cache."""
+        return self.rows.hit_rate
+
+    def counts(self):
+        """Counts since the start: rows asked for and hit; bytes read from the disk or the page cache."""
+        rows, hits = self.rows.lookups, self.rows.hits
+        return {"rows": rows, "hits": hits, "bytes_read": self.reader.bytes_read}
+
+    @contextmanager
+    def looking_ahead(self, batches):
+        """Pass batches on in their order, each when those of the window behind it are known; a context, whose end
+        forgets what was expected. They are taken, and decided on, on a thread of its own; on another the reading of
+        their pages begins.
+        """
+        planned = self._planned(batches)
+        # what prefetch is given to call is next()
+        ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)
+        plans = itertools.takewhile(bool, ahead)
+        begun = prefetch(lambda plan, slot: self._begin(*plan), plans, depth=2)
+        try:
+            with closing(planned), closing(ahead), closing(begun):
+                yield begun
+        finally:
+            self.gathered = self.planned
+            if self.pages:
+                self.pages.forget()
+
+    def _planned(self, batches):
+        """(batch, pages to read for it), each once the window behind the batch is full."""
+        window, passed_on = deque(), 0
+        for batch in batches:
+            if not self.started:
+                self._start(batch)
+            window.append(batch)
+            if self.pages:
+                self.pages.expect(batch.blocks[0].src_nodes)
+            while len(window) > min(self.lookahead, RAMP * (passed_on + 1)):
+                passed_on += 1
+                yield window.popleft(), self._plan()
+        while window:
+            yield window.popleft(), self._plan()
+
+    def _plan(self):
+        """The pages to read for the oldest batch of the window."""
+        if not self.pages:
+            return None
+        missing, given_up = self.pages.plan()
+        self.planned += 1
+        self.given_up.append((self.planned, given_up))
+        return missing
+
+    def _begin(self, batch, missing):
+        """Begin to read the pages that a batch lacks, and drop those given up by batches that were gathered -> batch."""
+        if self.pages:
+            self.pages.advise(missing, True)
+            while self.given_up and self.given_up[0][0] <= self.gathered:
+                self.pages.advise(self.given_up.popleft()[1], False)
+        return batch
+
+    def _start(self, batch):
+        """Begin, with a first batch that tells how large the others are."""
+        self.started = True
+        rows, row_bytes = max(1, batch.blocks[0].num_src), self.reader.row_bytes
+        # bytes; of pages, by a batch
+        table, touched = self.shape[0] * row_bytes, rows * max(row_bytes, mmap.PAGESIZE)
+        rank, world = self.share
+        if self.batches is not None and self.batches * world * touched < table:
+            self.room = 0
+        plans = self.room and world == 1
+        if self.lookahead is None:
+            tensors = [tensor for block in batch.blocks for tensor in block if tensor is not None]
+            size = sum(tensor.nbytes for tensor in tensors) + 20 * rows
+            most = (self.budget / 4 + self.room / 32) / size
+            self.lookahead = int(min(TOUCHES * table / touched, most)) + 1 if plans else 0
+        if not self.room:
+            return
+        places = min(_pages_of(self.reader), -(-self.room // mmap.PAGESIZE))
+        if plans:
+            self.pages = KeptPages(self.reader, places, self.lookahead)
+        part = self.reader, places * rank // world, places * (rank + 1) // world, self.ended
+        threading.Thread(target=read_in_order, args=part, name="in order", daemon=True).start()
+
+    def __del__(self):
+        if hasattr(self, "ended"):
+            self.ended.set()
+
+    def gather(self, ids, out=None):
+        """Copy rows ids [n] -> [n, F], `out` if that is given; StoreError where the disk fails."""
+        out, rows = gather_target(self, ids, out), self.rows
+        position = rows.position[ids]
+        hits, misses = (found.nonzero().squeeze(1) for found in (position >= 0, position < 0))
+        out.index_copy_(0, hits, rows.cache.index_select(0, position[hits]))
+        self.reader.read(ids[misses], out, misses)
+        with rows.lock:
+            rows.hits, rows.lookups = rows.hits + len(hits), rows.lookups + len(ids)
+            self.gathered += 1
+        return out

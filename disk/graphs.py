@@ -1,0 +1,469 @@
+"""Many small graphs on disk: molecules and crystals, read in batches.
+
+    build_graphs("molecules", [block_diagonal(num_nodes, num_edges, edge_index, x, e, y)], split={"train": ...})
+    graphs = GraphDataset.open("molecules")
+    batch = graphs.batch(ids)                 # one block-diagonal graph
+
+Letters: G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets.
+A graph is one value of an LMDB file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from disk.checks import check_split
+from disk.files import (
+    DTYPES,
+    SPLITS,
+    VERSION,
+    StoreError,
+    as_numpy,
+    check_finite,
+    check_ids,
+    complete_or_not_there,
+    dump_meta,
+    info_lines,
+    integers,
+    largest_of,
+    map_split,
+    read_meta,
+    reading,
+    write_npy,
+)
+from disk.lmdb_rows import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
+
+FORMAT = "ringblock-graphs"
+PARTS = ("node", "edge", "target")
+SPEC = {f"{name}_dim": range((1 << 24) + 1) for name in PARTS}
+SPEC |= {f"{name}_dtype": DTYPES for name in PARTS}
+FILES = ("graphs.lmdb", *(f"{name}.npy" for name in SPLITS))
+# before each graph
+GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])
+
+
+class GraphBatch(NamedTuple):
+    """Graphs side by side as one graph, block-diagonal: no edge leads from one to another."""
+
+    indptr: Tensor  # int32 [N+1]: the edges into node v are indices[indptr[v]:indptr[v+1]]
+    indices: Tensor  # int32 [E] sources, positions among the N nodes
+    graph_ids: Tensor  # int64 [N] which of the graphs a node belongs to, in ascending order
+    x: Tensor  # [N, F] node features
+    e: Tensor  # [E, D] edge features, in the order of indices
+    y: Tensor  # [G, T] targets
+
+    def to(self, device, non_blocking=False):
+        """The same batch on a device."""
+        return GraphBatch(*(t.to(device, non_blocking=non_blocking) for t in self))
+
+    def record_stream(self, stream):
+        """Keep the memory until what the CUDA stream has been given is done."""
+        for tensor in self:
+            tensor.record_stream(stream)
+
+
+def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
+    """Put graphs given by their edge lists side by side.
+
+    Args:
+        num_nodes, num_edges: integers [G], at least one node each.
+        edge_index: integers [2, E], sources over destinations, graph after graph, counted from 0 in each graph.
+        x: [N, F], e: [E, D] features of nodes and edges, graph after graph. y: [G, T].
+
+    Returns:
+        GraphBatch, the edges sorted by destination, then source.
+
+    Raises:
+        StoreError: for shapes that do not fit, or an edge that leaves its graph.
+    """
+    num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
+    edge_index = integers("edge_index", edge_index)
+    x, e, y = (_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
+    if num_nodes.ndim != 1 or num_edges.ndim != 1 or edge_index.ndim != 2 or len(edge_index) != 2:
+        raise StoreError(
+            f"num_nodes is {list(num_nodes.shape)}, num_edges {list(num_edges.shape)} and edge_index "
+            f"{list(edge_index.shape)}: [G], [G] and [2, E] are needed"
+        )
+    src, dst = edge_index
+    first = np.cumsum(num_nodes) - num_nodes
+    graphs, nodes = {len(num_nodes), len(num_edges), len(y)}, {num_nodes.sum(), len(x)}
+    edges, least = (
+        {num_edges.sum(), len(src), len(e)},
+        min(num_nodes.min(initial=1), num_edges.min(initial=0) + 1),
+    )
+    if max(len(graphs), len(nodes), len(edges)) > 1 or least < 1:
+        raise StoreError(
+            f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
+            f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, "
+            f"e {len(e)}, y {len(y)}: they do not fit, or a graph has no node"
+        )
+    limit = np.repeat(num_nodes, num_edges)
+    bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
+    if len(bad):
+        raise StoreError(
+            f"edge {bad[0]} goes from node {src[bad[0]]} to node {dst[bad[0]]}: node ids lie in "
+            f"[0, {limit[bad[0]]}) in its graph"
+        )
+    shift, total = np.repeat(first, num_edges), int(num_nodes.sum())
+    order = np.argsort((dst + shift) * total + src, kind="stable")
+    indptr = np.zeros(total + 1, np.int32)
+    np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
+    return GraphBatch(
+        torch.from_numpy(indptr),
+        torch.from_numpy((src + shift)[order].astype(np.int32)),
+        torch.from_numpy(np.repeat(np.arange(len(num_nodes)), num_nodes)),
+        x,
+        e[torch.from_numpy(order)],
+        y,
+    )
+
+
+def _rows(name, rows) -> Tensor:
+    """Rows as a tensor, in this machine's byte order."""
+    try:
+        if isinstance(rows, np.ndarray):
+            rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
+        return torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(
+            f"{name} is a {type(rows).__name__} that makes no tensor: {error}"
+        ) from error
+
+
+def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
+    """Write many small graphs to disk as a `GraphDataset`; complete, or not there at all.
+
+    Args:
+        path: directory to create; its parents are created as well.
+        batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
+        split: dict with graph numbers for "train", "valid" and "test", disjoint; each may be missing.
+        source: where the graphs come from, kept in meta.json: a string or a dict of JSON values.
+        progress: show a bar where stderr is a terminal.
+
+    Returns:
+        The path of the data set.
+
+    Raises:
+        StoreError: for input that makes no sense, a target that exists, a full disk. Nothing is left behind.
+    """
+    path, batches = Path(path), iter(batches)
+    first = next(batches, None)
+    if first is None:
+        raise StoreError("batches is empty: at least one batch of graphs is needed")
+    parts = {"node": first.x, "edge": first.e, "target": first.y}
+    meta = {"format": FORMAT, "format_version": VERSION, "source": json.loads(json.dumps(source))}
+    for name, rows in parts.items():
+        dtype = str(rows.dtype).removeprefix("torch.")
+        if rows.ndim != 2 or dtype not in DTYPES:
+            raise StoreError(
+                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of "
+                f"{', '.join(DTYPES)} are needed"
+            )
+        meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
+    largest = 0.0
+    with complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
+        graphs = GraphDataset(building, dict(meta, files={}), sync=False)
+        with (
+            tqdm(
+                desc="graphs", unit="graph", unit_scale=True, disable=None if progress else True
+            ) as bar,
+            contextlib.closing(graphs.file),
+        ):
+            for batch in itertools.chain([first], batches):
+                graphs.file.append(graphs._values(batch))
+                largest = max(largest, largest_of(batch.x), largest_of(batch.e))
+                bar.update(len(batch.y))
+            count = len(graphs)
+        files = {
+            "graphs.lmdb": {
+                "dtype": "bytes",
+                "shape": [],
+                "bytes": (building / "graphs.lmdb").stat().st_size,
+                "largest": largest,
+            }
+        }
+        for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
+            files[f"{name}.npy"] = write_npy(building / f"{name}.npy", "int64", [len(ids)], [ids])
+        (building / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+        GraphDataset.open(building)
+    return path
+
+
+class GraphDataset:
+    """Many small graphs in one LMDB file, a graph a value, read at random and appended to.
+
+    Attributes:
+        split: dict of int64 graph numbers for "train", "valid" and "test".
+        node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        path: the directory. meta: the contents of meta.json.
+    """
+
+    def __init__(self, path, meta, sync=True):
+        self.path, self.meta, self.file = (
+            Path(path),
+            meta,
+            LmdbFile(Path(path) / "graphs.lmdb", sync),
+        )
+        self.node_dim, self.edge_dim, self.target_dim = (
+            meta[f"{name}_dim"] for name in ("node", "edge", "target")
+        )
+        self.node_dtype, self.edge_dtype, self.target_dtype = (
+            getattr(torch, meta[f"{name}_dtype"]) for name in ("node", "edge", "target")
+        )
+        files = meta["files"]
+        self.split = map_split(path, files) if files else {}
+
+    @classmethod
+    def open(cls, path) -> GraphDataset:
+        """Open a data set after checking its meta.json and the size and header of every file.
+
+        Args:
+            path: directory that `build_graphs` made.
+
+        Raises:
+            StoreError: if it is none, of another format version, incomplete or damaged.
+        """
+        meta = _read_meta(path)
+        with reading(Path(path) / "meta.json", "; rebuild the data set"):
+            check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
+            return cls(path, meta)
+
+    def __len__(self):
+        return self.file.read(self.file.count)
+
+    def __reduce__(self):
+        return GraphDataset.open, (self.path,)
+
+    def check_split(self):
+        """Raise StoreError unless the split holds graphs alone: what training starts from."""
+        check_ids(self.path, self.split, len(self), "graph")
+
+    def append(self, batch):
+        """Add the graphs of a batch behind the last one: all of them or none, after a crash as well.
+
+        Args:
+            batch: GraphBatch with the widths and dtypes of this data set.
+
+        Raises:
+            StoreError: for another width or dtype, an edge between two graphs, NaN or infinity, a full disk.
+        """
+        values = self._values(batch)
+        with nothing_changed(self.file.path):
+            self.file.append(values)
+
+    def batch(self, ids) -> GraphBatch:
+        """Read graphs, in the order given, as one block-diagonal graph.
+
+        Args:
+            ids: int [G] numbers of graphs, repeats allowed.
+
+        Returns:
+            GraphBatch.
+
+        Raises:
+            IndexError: for a number that is no graph.
+            StoreError: for a graph that is missing, whose bytes differ from their checksum or make no graph.
+        """
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if ids and min(ids) < 0:
+            raise IndexError(f"graph {min(ids)} is out of range: numbers start at 0")
+
+        def read(txn):
+            values = [txn.get(key(i)) for i in ids]
+            if None in values:
+                missing, count = ids[values.index(None)], self.file.count(txn)
+                if missing < count:
+                    raise StoreError(f"{self.file.path}: graph {missing} is missing; rebuild it")
+                raise IndexError(f"graph {missing} is out of range: there are {count}")
+            return self._joined(ids, values)
+
+        return self.file.read(read)
+
+    def verify(self):
+        """Raise StoreError for the first graph whose bytes differ from their checksum or make no graph."""
+        count = len(self)
+        for first in range(0, count, 1024):
+            self._values(self.batch(range(first, min(first + 1024, count))))
+
+    def _values(self, batch) -> list[bytes]:
+        """The LMDB value of every graph of a batch: header, then indptr, indices, x, e, y of that graph alone."""
+        if not len(batch.y):
+            raise StoreError("a batch has no graphs (y is empty): at least one is needed")
+        for name, rows in (("node", batch.x), ("edge", batch.e), ("target", batch.y)):
+            want, dtype = self.meta[f"{name}_dim"], self.meta[f"{name}_dtype"]
+            if rows.ndim != 2 or rows.shape[1] != want or rows.dtype != getattr(torch, dtype):
+                raise StoreError(
+                    f"{name} rows are {list(rows.shape)} {rows.dtype}: [., {want}] {dtype} is needed"
+                )
+            check_finite(f"{name} rows", rows)
+        indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
+        nodes = np.bincount(graph_ids, minlength=len(batch.y))
+        lengths = (
+            len(indptr) - 1,
+            len(graph_ids),
+            len(batch.x),
+            len(indices),
+            int(indptr[-1]),
+            len(batch.e),
+        )
+        if (
+            len(nodes) != len(batch.y)
+            or len({*lengths[:3]}) > 1
+            or len({*lengths[3:]}) > 1
+            or not nodes.all()
+        ):
+            what = "{} nodes in indptr, {} in graph_ids, {} in x, {} edges in indices, {} in indptr, {} in e"
+            raise StoreError(
+                f"a batch has {what.format(*lengths)}, {len(nodes)} graphs in graph_ids, {len(batch.y)} "
+                "in y: they do not fit, or a graph has no node"
+            )
+        last = np.cumsum(nodes)
+        first = last - nodes
+        edges = indptr[last] - indptr[first]
+        start, limit = np.repeat(first, edges), np.repeat(nodes, edges)
+        local = indices - start
+        if (
+            (np.diff(graph_ids) < 0).any()
+            or (np.diff(indptr) < 0).any()
+            or ((local < 0) | (local >= limit)).any()
+        ):
+            raise StoreError(
+                "a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs "
+                "stand one after the other, each with edges of its own"
+            )
+        # indptr of each graph alone, from 0
+        counts = np.empty(len(indptr) - 1 + len(nodes), np.int32)
+        counts[first + np.arange(len(nodes))] = 0
+        counts[np.arange(len(indptr) - 1) + graph_ids + 1] = indptr[1:] - np.repeat(
+            indptr[first], nodes
+        )
+        parts = [
+            (counts, nodes + 1),
+            (local.astype(np.int32), edges),
+            (as_numpy(batch.x), nodes),
+            (as_numpy(batch.e), edges),
+            (as_numpy(batch.y), np.ones_like(nodes)),
+        ]
+        views, cuts = [], []
+        for array, rows in parts:
+            array = np.ascontiguousarray(array)
+            views.append(memoryview(array.tobytes()))
+            cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
+        values = []
+        for i, (n, m) in enumerate(zip(nodes.tolist(), edges.tolist())):
+            data = b"".join([view[cut[i] : cut[i + 1]] for view, cut in zip(views, cuts)])
+            values.append(struct.pack("<4sIII", b"RBG1", n, m, zlib.crc32(data)) + data)
+        return values
+
+    def _joined(self, ids, values) -> GraphBatch:
+        """Values side by side: each field of all graphs is joined as bytes, so that no graph costs a torch call."""
+        size = GRAPH_HEADER.itemsize
+        heads = np.frombuffer(
+            b"".join([value[:size] for value in values]).ljust(size * len(values)), GRAPH_HEADER
+        )
+        nodes, edges = heads["nodes"].astype(np.int64), heads["edges"].astype(np.int64)
+        widths = (
+            4,
+            4,
+            self.node_dim * self.node_dtype.itemsize,
+            self.edge_dim * self.edge_dtype.itemsize,
+            self.target_dim * self.target_dtype.itemsize,
+        )
+        ends = size + np.cumsum(
+            [
+                (nodes + 1) * 4,
+                edges * 4,
+                nodes * widths[2],
+                edges * widths[3],
+                np.full_like(nodes, widths[4]),
+            ],
+            0,
+        )
+        fine = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
+        fine &= heads["crc"] == [zlib.crc32(value[size:]) for value in values]
+        if not fine.all():
+            raise StoreError(
+                f"{self.file.path}: graph {ids[int(fine.argmin())]} differs from its checksum; rebuild it"
+            )
+        # without each indptr's 0
+        starts = np.concatenate([np.full_like(ends[:1], size + 4), ends[:-1]]).tolist()
+        indptr, indices, x, e, y = (
+            bytearray().join([value[a:b] for value, a, b in zip(values, first, last)])
+            for first, last in zip(starts, ends.tolist())
+        )
+
+        def tensor(data, dtype, rows, width):
+            return (
+                torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            ).view(int(rows), width)
+
+        indptr, local = (np.frombuffer(data, "<i4") for data in (indptr, indices))
+        indptr = np.concatenate([[0], indptr + np.repeat(np.cumsum(edges) - edges, nodes)]).astype(
+            np.int32
+        )
+        whole = (
+            np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges))
+            and (np.diff(indptr) >= 0).all()
+        )
+        if not (whole and nodes.all() and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
+            raise StoreError(
+                f"{self.file.path}: among {len(ids)} graphs from {ids[0]} on, one has lists or edges that "
+                "leave it; rebuild it"
+            )
+        indices = (local + np.repeat(np.cumsum(nodes) - nodes, edges)).astype(np.int32)
+        graph_ids = torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes))
+        return GraphBatch(
+            torch.from_numpy(indptr),
+            torch.from_numpy(indices),
+            graph_ids,
+            tensor(x, self.node_dtype, nodes.sum(), self.node_dim),
+            tensor(e, self.edge_dtype, edges.sum(), self.edge_dim),
+            tensor(y, self.target_dtype, len(values), self.target_dim),
+        )
+
+
+def _read_meta(path) -> dict:
+    return read_meta(path, FORMAT, SPEC, FILES)
+
+
+def verify(path) -> list[str]:
+    """Read a whole data set and compare it with its checksums; see `lmdb_file.verify_directory`."""
+    return verify_directory(path, _read_meta, _problems_of_graphs)
+
+
+def _problems_of_graphs(path):
+    try:
+        graphs = GraphDataset.open(path)
+        graphs.verify()
+    except StoreError as error:
+        yield f"graphs.lmdb: {error}"
+        return
+    try:
+        check_split(
+            {name: ids.numpy() for name, ids in graphs.split.items()},
+            np.zeros(len(graphs), np.int64),
+            "graph",
+        )
+    except StoreError as error:
+        name = next((name for name in SPLITS if repr(name) in str(error)), "train")
+        yield f"{name}.npy: {error}"
+
+
+def info(path) -> str:
+    """Number of graphs, widths and dtypes, a line each."""
+    graphs = GraphDataset.open(path)
+    lines = {"graphs": f"{len(graphs):,}"}
+    for part in ("node", "edge", "target"):
+        lines[part] = f"{graphs.meta[f'{part}_dim']} x {graphs.meta[f'{part}_dtype']}"
+    return info_lines(lines, graphs)

@@ -1,0 +1,518 @@
+"""LMDB's own rules: values under the keys 0, 1, 2, ... that many threads and processes read while one changes them.
+
+    file = LmdbFile(path)
+    with file.transaction() as txn:           # one state of the file, whatever others write meanwhile
+        value = txn.get(key(3))
+    file.append([b"...", b"..."])             # all of them or none, after a crash as well
+
+`LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch and numpy, and lmdb once a file is
+opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import struct
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from disk.files import (
+    ROW_BYTES,
+    StoreError,
+    as_numpy,
+    check_finite,
+    check_size,
+    dump_meta,
+    file_record,
+    gather_target,
+    irregular,
+    read_meta,
+    reading,
+    refuse_irregular,
+    sha256_of,
+    storage_dtype,
+    write_whole,
+)
+
+READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
+EMPTY = (1 << 64) - 1  # the root of a tree without pages
+# magic, rows, row width, bytes per element, CRC-32 of the rows behind it
+BLOCK_HEADER = struct.Struct("<4sIIII")
+PATIENCE = 30  # seconds in which a reader that a writer overtakes tries again
+MAP = 1 << 42  # bytes of address space of an LMDB file: no memory, and the file may grow up to it
+MAP_ROOM = 1 << 30  # the same beyond the end of the file, where address space is limited
+
+
+class LmdbFile:
+    """An LMDB file whose keys are 0, 1, 2, ...: opened by each process for itself.
+
+    LMDB allows one environment for each file and process. So the objects on one file share an environment, the process
+    is forked between transactions only, and a child closes what it inherited.
+    """
+
+    # transactions of this process, and forks that wait for their end
+    _turn, _running, _wanted = threading.Condition(), 0, 0
+    _open = weakref.WeakValueDictionary()
+
+    def __init__(self, path, sync=True):
+        self.path, self.sync, self._env, self._pid = Path(path), sync, None, None
+        if not sync:  # a build: nobody else reads it, and it is brought to the disk as a whole
+            self.path.touch()
+
+    @contextlib.contextmanager
+    def transaction(self, write=False):
+        """A transaction at one state of the file; what is written becomes part of it at the end, or never."""
+        lmdb = import_lmdb()
+        try:
+            txn = self._begin(write)
+            try:
+                with txn:
+                    yield txn
+            finally:
+                self._end()
+        except lmdb.Error as error:
+            if write:
+                raise
+            raise StoreError(f"{self.path} cannot be read: {error}; rebuild the store") from error
+
+    def read(self, work):
+        """work(txn) at one state of the file -> what it returns, which must not point into the file.
+
+        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of
+        a state can be overwritten by the third commit after it, which begins when the second is there. So the work is
+        done again, damage it met included, when there was a second; for PATIENCE seconds, then it is a StoreError.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            with self.transaction() as txn:
+                try:
+                    result = work(txn)
+                except (StoreError, import_lmdb().Error):
+                    if not self._overtaken(txn):
+                        raise
+                else:
+                    if not self._overtaken(txn):
+                        return result
+            if time.monotonic() > end:
+                raise StoreError(
+                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer changes it faster, and "
+                    "does not wait for a reader who may not write to the folder; read fewer rows at a time, or after "
+                    "the writer"
+                )
+
+    def _overtaken(self, txn):
+        return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
+
+    def write(self, change):
+        """Run change(txn) in a transaction."""
+        lmdb = import_lmdb()
+        try:
+            with self.transaction(write=True) as txn:
+                return change(txn)
+        except lmdb.Error as error:
+            code = self._errno(str(error))
+            raise OSError(code, os.strerror(code)) from error
+
+    def _errno(self, said):
+        """The system's error behind an error of LMDB."""
+        codes = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EIO
+        code = next((code for code in codes if os.strerror(code) in said), errno.EIO)
+        folder = self.path.parent
+        # a file that this user may write is opened read-only where its lock file has no room
+        no_lock = code == errno.EACCES and all(os.access(p, os.W_OK) for p in (self.path, folder))
+        # a write that the disk takes in part is reported as an input/output error
+        cut = code == errno.EIO and shutil.disk_usage(folder).free < 4 * ROW_BYTES
+        return errno.ENOSPC if no_lock or cut else code
+
+    def count(self, txn):
+        """How many values there are, as LMDB has counted them and as the last key says."""
+        entries = txn.stat()["entries"]
+        with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
+            last = bytes(cursor.key()) if cursor.last() else None
+        if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
+            raise StoreError(
+                f"{self.path} counts {entries} values, and the last is not of that number: it is damaged; "
+                "rebuild the store"
+            )
+        return entries
+
+    def append(self, values):
+        """Add values behind the last key, all of them or none."""
+
+        def change(txn):
+            for number, value in enumerate(values, self.count(txn)):
+                txn.put(key(number), value, append=True)
+
+        self.write(change)
+
+    def close(self):
+        """Close the environment, which nobody else may be using."""
+        if self._env is not None:
+            for key in [key for key, env in self._open.items() if env is self._env]:
+                # its number may be that of another file, once this one is removed
+                del self._open[key]
+            self._env.close()
+
+    def _begin(self, write):
+        with self._turn:
+            self._turn.wait_for(lambda: not self._wanted)
+            env = self._environment(import_lmdb())
+            LmdbFile._running += 1
+        try:
+            if write:  # a reader that was killed holds on to pages that could be used again
+                env.reader_check()
+            return env.begin(write=write, buffers=True)
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self):
+        with self._turn:
+            LmdbFile._running -= 1
+            self._turn.notify_all()
+
+    @classmethod
+    def _hold(cls):
+        """Wait until no transaction is under way, and let none begin before `_release`."""
+        cls._turn.acquire()
+        cls._wanted += 1
+        cls._turn.wait_for(lambda: not cls._running)
+        cls._wanted -= 1
+
+    @classmethod
+    def _release(cls):
+        cls._turn.notify_all()
+        cls._turn.release()
+
+    def _environment(self, lmdb):
+        if self._pid != os.getpid():
+            for (pid, *_), env in list(self._open.items()):
+                if pid != os.getpid():
+                    env.close()  # inherited over a fork
+            refuse_irregular(self.path.parent)
+            stat, writable = (
+                os.stat(self.path),
+                os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK),
+            )
+            key = (os.getpid(), stat.st_dev, stat.st_ino)
+            try:
+                writable = writable and (not self.sync or self._room_for_locks())
+                self._locks = writable and self.sync
+                options = dict(readonly=not writable, lock=self._locks, sync=self.sync)
+                options |= dict(subdir=False, readahead=False, max_readers=1000)
+                self._env = self._open.get(key) or _open_map(self.path, stat.st_size, options)
+            except (lmdb.Error, OSError) as error:
+                raise StoreError(f"{self.path} cannot be opened: {error}") from error
+            self._open[key], self._pid = self._env, os.getpid()
+        return self._env
+
+    def _room_for_locks(self):
+        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> whether
+        there is room."""
+        lock = Path(f"{self.path}-lock")
+        there = lock.exists()
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with open(handle, "r+b") as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, 1 << 16)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not there:
+                lock.unlink(missing_ok=True)
+            return False
+
+    @classmethod
+    def _begin_in_child(cls):
+        """A fork: whoever waited in the parent does not here."""
+        cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=LmdbFile._hold,
+        after_in_parent=LmdbFile._release,
+        after_in_child=LmdbFile._begin_in_child,
+    )
+
+
+def _open_map(path, size, options):
+    """Open an LMDB environment of a file of `size` bytes, with address space in which it can grow."""
+    lmdb = import_lmdb()
+    try:
+        return lmdb.open(str(path), map_size=MAP, **options)
+    except lmdb.MemoryError:  # a limit of address space, ulimit -v say
+        return lmdb.open(str(path), map_size=size + MAP_ROOM, **options)
+
+
+@contextlib.contextmanager
+def nothing_changed(path):
+    """Say in one sentence why a change of a store failed."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to {path}: {error.strerror}; what is in it is as it was"
+        ) from error
+
+
+def key(number) -> bytes:
+    """The key of value `number`."""
+    return number.to_bytes(8, "big")
+
+
+def check_lmdb(path, name, record) -> Path:
+    """Check that an LMDB file is there and not cut, and that the two states that it keeps follow one another -> path.
+
+    LMDB takes the later of two states, or the earlier without a word where the number of the later was damaged.
+    """
+    file = check_size(path, name, record)
+    with reading(file, "; rebuild the store"):
+        with open(file, "rb") as data:
+            head, size = data.read(1 << 17), os.fstat(data.fileno()).st_size
+        page = struct.unpack_from("<I", head, 40)[0]  # its size
+        # flags of the file and of its tree, the tree's root, the last page, the number of the transaction
+        states = [struct.unpack_from("<H46xH34xQQQ", head, at + 44) for at in (0, page)]
+        (*_, was, before), (*_, last, number) = older, newer = sorted(states, key=lambda s: s[-1])
+        sound = all(s[:2] == (0x4008, 0) and (s[2] == EMPTY or 1 < s[2] <= s[3]) for s in states)
+        in_turn = number == before + 1 and states[number % 2] is newer
+        # a file grows, and begins empty
+        if not (sound and in_turn and was <= last and (before > 0 or older[2] == EMPTY)):
+            raise ValueError("its header makes no sense")
+        # the last pages may be free and never written
+        if (last + 1) * page > size and structure_problems(file):
+            raise ValueError(
+                f"it is truncated: it has {size} bytes and should have {(last + 1) * page}"
+            )
+    return file
+
+
+def structure_problems(file) -> list[str]:
+    """What is wrong with the structure of an LMDB file, found without giving it to LMDB."""
+    verify_lmdb = import_lmdb().verify
+    try:
+        return verify_lmdb.verify(str(file), subdir=False)
+    except Exception as error:  # whatever damaged bytes make of a reader written in Python
+        return [str(error) or repr(error)]
+
+
+def import_lmdb():
+    """The lmdb package; StoreError that names the pip line where it is not installed."""
+    try:
+        import lmdb.verify
+    except ImportError as error:
+        raise StoreError("a store in LMDB needs the lmdb package: pip install 'lmdb>=3'") from error
+    return lmdb
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# feature rows
+
+
+def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
+    """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
+    blocks = (_block_value(rows) for rows in _regroup(chunks, block_rows))
+    with contextlib.closing(LmdbFile(path, sync=False)) as file:
+        while batch := list(itertools.islice(blocks, 1024)):
+            file.append(batch)
+    return file_record(path, dtype, shape, sha256_of(path))
+
+
+def _block_value(rows) -> bytes:
+    data = rows.tobytes()
+    return BLOCK_HEADER.pack(b"RBK2", *rows.shape, rows.itemsize, zlib.crc32(data)) + data
+
+
+def _regroup(chunks, rows) -> Iterator[np.ndarray]:
+    """The same rows, `rows` at a time; fewer at the end."""
+    held = None
+    for chunk in chunks:
+        held = chunk if held is None else np.concatenate([held, chunk])
+        whole = len(held) - len(held) % rows
+        yield from (held[a : a + rows] for a in range(0, whole, rows))
+        held = held[whole:]
+    if len(held):
+        yield held
+
+
+class LmdbFeatures:
+    """Feature rows in an LMDB file, `block_rows` consecutive rows per value; many threads and processes may use it.
+
+    Attributes:
+        shape: (V, F).
+        dtype: torch dtype.
+        large: True when all rows together are more than the memory that is free.
+    """
+
+    def __init__(self, path, shape, dtype, block_rows, large=False):
+        self.file, self.shape, self.dtype, self.block_rows, self.large = (
+            LmdbFile(path),
+            shape,
+            dtype,
+            block_rows,
+            large,
+        )
+        self._storage = storage_dtype(str(dtype).removeprefix("torch."))
+
+    def __reduce__(self):
+        return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
+        out = gather_target(self, ids, out)
+        target = as_numpy(out)
+        if self.large:  # have many threads wait for the disk first
+            blocks = np.unique(ids.numpy() // self.block_rows)
+            with ThreadPoolExecutor(READ_THREADS) as pool:
+                list(pool.map(self._touch, np.array_split(blocks, 4 * READ_THREADS)))
+
+        def copy(txn):
+            for number, where, rows in self._blocks(ids):
+                target[where] = self._block(txn, number)[rows]
+
+        self.file.read(copy)
+        return out
+
+    def put_rows(self, ids, rows):
+        """Replace rows, all at one moment: whoever reads sees all of them or none, after a crash as well.
+
+        Args:
+            ids: int32 or int64 [n] node ids; of one that repeats, the last row counts.
+            rows: [n, F] of this dtype, finite. The blocks they are in are held in memory.
+
+        Raises:
+            IndexError: for an id that is no row.
+            StoreError: for rows of another shape or dtype, NaN or infinity, a full disk; the rows are as they were.
+        """
+        ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
+        source = as_numpy(gather_target(self, ids, rows, "rows"))
+        check_finite("rows", rows)
+
+        def change(txn):
+            _forget_sha256(self.file.path)
+            for number, where, at in self._blocks(ids):
+                block = self._block(txn, number, check=True).copy()
+                block[at] = source[where]
+                txn.put(key(number), _block_value(block))
+
+        with nothing_changed(self.file.path):
+            self.file.write(change)
+
+    def _touch(self, blocks):
+        """Bring blocks into memory: py-lmdb reads a page of each value after the other, other threads run meanwhile."""
+
+        def touch(txn):
+            for number in blocks.tolist():
+                txn.get(key(number))
+
+        self.file.read(touch)
+
+    def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""
+        ids = ids.numpy()
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        blocks = ids // self.block_rows
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        rows = ids - blocks * self.block_rows
+        for a, b in zip(starts, [*starts[1:], len(ids)]):
+            yield int(blocks[a]), order[a:b], rows[a:b]
+
+    def _block(self, txn, number, check=False) -> np.ndarray:
+        """Block `number` as [rows, F], without a copy, valid inside the transaction; `check` compares its checksum."""
+        value, (rows, width, itemsize) = (
+            txn.get(key(number)),
+            (self.block_rows, self.shape[1], self._storage.itemsize),
+        )
+        rows = min(rows, self.shape[0] - number * rows)
+        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
+            *head, crc = BLOCK_HEADER.unpack_from(value)
+            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(
+                rows, width
+            )
+            if head == [b"RBK2", rows, width, itemsize] and not (
+                check and zlib.crc32(block) != crc
+            ):
+                return block
+        raise StoreError(
+            f"{self.file.path}: block {number} is missing or damaged; rebuild the store"
+        )
+
+    def verify(self):
+        """Raise StoreError for the first block whose checksum does not fit."""
+
+        def check(txn):
+            for number in range(-(-self.shape[0] // self.block_rows)):
+                self._block(txn, number, check=True)
+
+        self.file.read(check)
+
+
+def _forget_sha256(file):
+    """Take the checksum of an LMDB file out of meta.json before the file changes; its values have their own."""
+    meta = read_meta(file.parent)
+    record = meta["files"][file.name]
+    record.pop("largest", None)
+    if record.pop("sha256", None):
+        # one writer at a time: this is called inside its transaction
+        write_whole(file.with_name("meta.json"), lambda out: out.write(dump_meta(meta)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verifying
+
+
+def verify_directory(path, read, interpret) -> list[str]:
+    """Read every file of a directory, compare it with its checksum, and look at what the files hold together.
+
+    Args:
+        path: the directory; nothing may be writing to it meanwhile.
+        read: function of the path: meta.json, checked.
+        interpret: function of the path, called when no file is damaged: iterator over problems.
+
+    Returns:
+        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
+
+    Raises:
+        StoreError: if there is no store.
+    """
+    path, problems = Path(path), []
+    if path.is_dir() and (found := irregular(path)):
+        return [f"{name}: {problem}" for name, problem in found.items()]
+    try:
+        meta = read(path)
+    except StoreError as error:
+        if not (path / "meta.json").exists():
+            raise
+        return [f"meta.json: {error}"]
+    for name, record in meta["files"].items():
+        try:
+            (check_lmdb if name.endswith(".lmdb") else check_size)(path, name, record)
+            with reading(path / name):
+                digest = sha256_of(path / name).hexdigest() if "sha256" in record else None
+        except StoreError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        if digest != record.get("sha256"):
+            problems.append(
+                f"{name}: its sha256 is {digest[:16]}..., meta.json has {record['sha256'][:16]}..."
+            )
+        elif digest is None:
+            problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
+    # what differs from its checksum is not worth interpreting
+    return problems or list(interpret(path))

@@ -1,0 +1,144 @@
+"""Rows of a table in a file, read at the disk's own rate: many requests in flight.
+
+    reader = open_rows("features.npy", offset=4096, row_bytes=1024, rows=V)
+    reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
+
+A memory map asks for one page a thread at a time and waits. Here rows that lie close together are one request, and
+DEPTH threads of C code wait for the disk at a time (native/rows.c).
+
+Read through the page cache, rows that come again need no disk while their pages stay. With O_DIRECT they leave it to
+others, such as a graph that is sampled from; where the file system refuses that, they are read through it. Direct
+requests begin and end on blocks of the disk, so of a table that starts on a block and has rows of whole blocks (a
+store's features do where a row is a multiple of 512 bytes) nothing is read but rows and the gaps between them.
+
+To copy this file take native/ and disk/files.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives
+None.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+
+import torch
+
+from disk.files import StoreError
+from native import build
+
+DEPTH = 64  # requests in flight
+ENDED = 100000  # as in C
+FLAGS = ["-O2", "-fPIC", "-shared", "-pthread"]
+_ANY, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+SIGNATURES = {
+    "rows_accepts": (_INT, _INT, _I64),
+    "rows_read": (_I64, _INT, *[_I64] * 4, _ANY, _ANY, _I64, _ANY, ctypes.POINTER(_I64)),
+}
+
+
+@functools.cache
+def library():
+    """The C code, or None, after a warning, where it cannot be compiled."""
+    if sys.platform != "linux":
+        return None
+    return build.load_c("rows", build.read_source("rows.c"), FLAGS, SIGNATURES)
+
+
+def open_rows(path, offset, row_bytes, rows, direct=True):
+    """A `RowReader` of a table of `rows` rows that begins at byte `offset` of a file; None without C code."""
+    return RowReader(path, offset, row_bytes, rows, direct) if library() else None
+
+
+class RowReader:
+    """Reads rows of a table in a file; any number of threads may read at once, and a process that was forked.
+
+    Args:
+        path: the file. offset: where row 0 begins. row_bytes, rows: size of a row, and how many there are.
+        direct: False reads through the page cache.
+
+    Attributes:
+        direct: whether the page cache is left alone. block: requests are multiples of as many bytes. bytes_read: asked
+        of the file so far. file: its descriptor.
+
+    Raises:
+        StoreError: for a file that cannot be opened.
+    """
+
+    def __init__(self, path, offset, row_bytes, rows, direct=True):
+        self.path, self.offset, self.row_bytes, self.rows = str(path), offset, row_bytes, rows
+        self.bytes_read, self.lock = 0, threading.Lock()
+        try:
+            self.file, self.block, self.direct = self._open(direct)
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _open(self, direct):
+        for block in (512, 4096) if direct else ():
+            try:
+                file = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+            except OSError:
+                break  # a file system without it
+            if library().rows_accepts(file, block):
+                return file, block, True
+            os.close(file)
+        file = os.open(self.path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        return file, 1, False
+
+    def read(self, ids, out, places=None):
+        """Read rows.
+
+        Args:
+            ids: int32 or int64 [n] numbers of rows, in any order, repeats allowed.
+            out: contiguous CPU tensor whose rows have row_bytes bytes.
+            places: int64 [n], where in `out` each row goes; row i of ids to row i of out when None.
+
+        Returns:
+            `out`.
+
+        Raises:
+            IndexError: for a number that is no row.
+            StoreError: where the disk fails or the file ends too soon; what was read by then is in `out`.
+        """
+        if not ids.numel():
+            return out
+        low, high = (int(n) for n in ids.aminmax())
+        if low < 0 or high >= self.rows:
+            raise IndexError(
+                f"node {low if low < 0 else high} is out of range: ids lie in [0, {self.rows})"
+            )
+        ids, at = ids.to(torch.int64).contiguous(), ctypes.c_int64()
+        if not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
+            raise ValueError(
+                f"out is {list(out.shape)} {out.dtype}: rows of {self.row_bytes} bytes, without gaps, are needed"
+            )
+        if places is None and len(out) < len(ids):
+            raise ValueError(f"out has {len(out)} rows, {len(ids)} are needed")
+        code = library().rows_read(
+            self.file,
+            self.offset,
+            self.row_bytes,
+            self.block,
+            max(1, min(DEPTH, (1 << 26) // self.row_bytes)),
+            ids.data_ptr(),
+            None if places is None else places.data_ptr(),
+            len(ids),
+            out.data_ptr(),
+            ctypes.byref(at),
+        )
+        if code == -ENDED:
+            raise StoreError(
+                f"{self.path} ends at byte {at.value:,} in the middle of its rows: it was cut short after "
+                "it was opened; rebuild the store"
+            )
+        if code < 0:
+            raise StoreError(
+                f"{self.path} cannot be read at byte {at.value:,}: {os.strerror(-code)}"
+            )
+        with self.lock:
+            self.bytes_read += code
+        return out
+
+    def __del__(self):
+        if hasattr(self, "file"):
+            os.close(self.file)

@@ -1,0 +1,79 @@
+// What every C and CUDA source here builds on: integer types, splitmix64, bfloat16, and the words
+// that CUDA kernels are written in, so that a C compiler takes them too.
+//
+// A kernel is written `KERNEL name(type argument, ...)` at the start of a line, from which build.py
+// reads the types of its arguments. It runs in blocks of 256 threads, the last of which may be
+// partly idle: `THREAD(n);` makes i the number of the thread and ends those from n on. For a C
+// compiler a kernel is a function, and blockIdx, blockDim, threadIdx and atomicMin come from
+// whoever includes this: threads may then run one after the other, in any order.
+#ifndef BASE_H
+#define BASE_H
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifdef __CUDACC__
+#define KERNEL extern "C" __global__ void __launch_bounds__(256)
+#define FN static __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define FAIL __trap()
+#else
+#include <math.h>
+#include <stdlib.h>
+#define KERNEL void
+#define FN static inline
+#define UNROLL
+#define FAIL abort()
+#define atomicAdd __sync_fetch_and_add
+#define atomicOr __sync_fetch_and_or
+#define atomicCAS __sync_val_compare_and_swap
+#endif
+#define ALIGN(n) __attribute__((aligned(n)))
+#define THREAD(n)                                     \
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; \
+  if (i >= (n)) return
+
+// ---- splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
+
+#define GOLDEN 0x9e3779b97f4a7c15ULL
+FN u64 finalise(u64 z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+FN u64 mix(u64 z) { return finalise(z + GOLDEN); }
+
+// ---- numbers of a table or a tensor, float or bf16, as float: UP(IN)(x), DOWN(OUT)(x)
+
+typedef struct {
+  unsigned short bits;
+} bf16;
+FN float bits_to_float(unsigned bits) {
+  union {
+    unsigned bits;
+    float number;
+  } u;
+  u.bits = bits;
+  return u.number;
+}
+FN float up_float(float x) { return x; }
+FN float up_bf16(bf16 x) { return bits_to_float((unsigned)x.bits << 16); }
+FN float down_float(float x) { return x; }
+FN bf16 down_bf16(float x) {  // to nearest, ties to even
+  bf16 y;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  union {
+    unsigned bits;
+    float number;
+  } u;
+  u.number = x;
+  y.bits = (unsigned short)((u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16);
+#endif
+  return y;
+}
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define UP(type) JOIN(up, type)
+#define DOWN(type) JOIN(down, type)
+#endif

@@ -1,0 +1,95 @@
+// A batch in GPU memory, its hops, and how neighbours of a row are drawn and read there: for
+// sampler.cu and aggregate.cu.
+#include "rule.h"
+
+enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
+#define NO_PAIR (~0ULL)
+// A batch of L hops: what it is drawn from, what is made, and the memory it is made in.
+typedef struct {
+  const i64 *indptr;
+  const ID *indices;
+  const WEIGHT *weights;
+  i64 V, M, rule, one_draw;
+  u64 seed;
+  const i64 *input;  // step; S; offset of positions in the table (see sampler_gpu.py); seeds [S]
+  ID *src;           // source nodes of all hops: the first N of a hop are its sources
+  ID *local;         // by position: node of an edge, in the end its number
+  i64 *edges;        // by position: edge in the graph's indices; null: not asked for
+  double *best;      // by position: scratch of weighted draws
+  int *table;        // [V] the smallest position that bids for a node, plus the offset
+  int *number;       // by position: number of the node that appears there first
+  int *count;        // edges of a row of the hop at hand
+  unsigned *won;
+  int *wins;    // of 32 edges of the hop at hand: which appear first, and how many
+  u64 *keys;    // [L]
+  i64 *sizes;   // [2 + 2 L] trouble, S, then E and N of each hop
+  i64 *wanted;  // [2 L] E and N without regard to the room
+  i64 *first;   // [L] position of a hop's first edge
+  const i64 *excluded;
+  i64 num_excluded;  // edges, ascending
+  const i64 *edge_times;
+  i64 strict;      // [M]; null: no times. With them:
+  i64 *src_times;  // times of the source nodes
+  int *group;    // the number of that time among those of the batch; they follow the seeds in input
+  u64 *pairs;    // [slots] node + V * group of a slot of table, NO_PAIR where it is free
+  i64 slots;     // a power of two
+  i64 *damaged;  // [1] not 0 once the graph was seen to be damaged; `begin` clears sizes[0] even
+                 // then
+} batch_t;
+// A hop.
+typedef struct {
+  i64 hop, k, relabel;
+  i64 rows, places, words;  // room for its destinations, its edges, and 32 edges each
+  i64 next_rows;            // room for its sources
+  i64 first;                // position of its first edge
+  ID *offsets;              // [rows + 1] of the block
+  u64 *row_sums, *word_sums;
+} part_t;
+
+// A changed byte on the disk must not end the process: lists and ids that lie outside of the graph
+// are not read at.
+FN i64 degree_of(const batch_t *b, i64 v) {
+  i64 start = b->indptr[v], end = b->indptr[v + 1];
+  if (0 <= start && start <= end && end <= b->M) return end - start;
+  *b->damaged = 1;
+  return 0;
+}
+FN row_t row_of(const batch_t *b, i64 i) {  // of source i
+  i64 v = b->src[i];
+  row_t row = {b->indptr[v], degree_of(b, v), 0, 0};
+  if (b->edge_times)
+    row.degree =
+        number_before(b->edge_times + row.start, row.degree, b->src_times[i], (int)b->strict);
+  if (b->num_excluded) exclude(&row, b->excluded, b->num_excluded);
+  return row;
+}
+FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; }
+
+// ---- fanouts up to MOST, uniform and with replacement
+//
+// All of a row is under way at once, picks are held in registers. `most`, a constant where these
+// are called, says to how many places loops are unrolled.
+
+#define MOST 64
+FN void choose(const int most, u64 key, ID v, unsigned degree, unsigned k, int n, int replace,
+               unsigned *place) {
+  u64 row = mix(key ^ (u64)v);
+  UNROLL for (int j = 0; j < most; j++) if (j < n) {
+    unsigned pick = j, last = degree - k + j;
+    if (replace) pick = (unsigned)below(mix(row ^ (u64)j) >> 32, degree);
+    else if (degree > k) {  // Floyd, as pick_row does it
+      pick = (unsigned)below(mix(row ^ (u64)j) >> 32, (i64)last + 1);
+      UNROLL for (int q = 0; q < j; q++) pick = place[q] == pick ? last : pick;
+    }
+    place[j] = pick;
+  }
+}
+FN void read_nodes(const int most, const batch_t *b, i64 start, const unsigned *place, int n,
+                   ID *node) {
+  int damaged = 0;
+  UNROLL for (int j = 0; j < most; j++) node[j] = j < n ? b->indices[start + place[j]] : 0;
+  UNROLL for (int j = 0; j < most; j++) damaged |= outside(b, node[j]);
+  if (!damaged) return;
+  *b->damaged = 1;
+  UNROLL for (int j = 0; j < most; j++) node[j] = 0;
+}

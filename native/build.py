@@ -1,0 +1,454 @@
+"""Compile C with cc and CUDA with NVRTC at first use, and cache what was compiled for each user.
+
+    library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"], signatures)
+    kernels = load_cuda("layers", read_source("layers.cu", ID="int"), device)  # both None, after one warning, on failure
+    kernels.run("scale", n, x, 2.0, n)               # n threads of kernel `scale` on torch's current stream
+    launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
+    launch(n, kernels.stream())                      # about 1 us; in a CUDA graph's capture as well
+
+No CUDA toolkit is needed, NVRTC comes with torch's CUDA build. base.h says how kernels are written; their argument types
+are read from the source. An argument that is neither a pointer nor a number is a struct passed by value: the caller gives
+a ctypes.Structure (`struct_type`), whose fields may change between launches. Tensors must outlive the launches that
+point at them.
+
+Compiled files are cached in $XDG_CACHE_HOME/ringblock (~/.cache/ringblock) as NAME-KEY-DIGEST.so: KEY hashes all that the
+content depends on, DIGEST is the SHA-256 of the file, without which a damaged library could end the process.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from glob import glob
+from pathlib import Path
+
+import torch
+
+BLOCK = 256  # threads of a block
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_NUMBERS = {
+    "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
+    "i64": ctypes.c_longlong,
+    "u64": ctypes.c_ulonglong,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+_loaded, _lock, _warned = {}, threading.Lock(), set()
+
+
+def read_source(file, **defines):
+    """Text of a source file of this folder: macros, then the file with what it includes in place.
+
+    The same text goes to the compiler and into the cache's key.
+    """
+
+    def lines(file):
+        yield f'#line 1 "{file}"'
+        text = Path(__file__).with_name(file).read_text()
+        for number, line in enumerate(text.splitlines(), 2):
+            included = re.fullmatch(r'#include "(.*)"', line)
+            yield from [*lines(included[1]), f'#line {number} "{file}"'] if included else [line]
+
+    return "\n".join([*(f"#define {name} {x}" for name, x in defines.items()), *lines(file), ""])
+
+
+def struct_type(source, name):
+    """The C struct `name` of a source, `typedef struct {...} name;`, as a ctypes.Structure.
+
+    Its fields are pointers, numbers, or structs of the same source, whose fields are reached directly.
+    """
+    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
+    fields, nested = [], []
+    for c_type, names in re.findall(r"(?:const )?(\w+)\s+([^;]+);", re.sub("//.*", "", body)):
+        for field in names.split(","):
+            kind = ctypes.c_void_p if "*" in field else _NUMBERS.get(c_type)
+            nested += [] if kind else [field.strip()]
+            fields.append((field.strip(" *"), kind or struct_type(source, c_type)))
+    return type(name, (ctypes.Structure,), {"_anonymous_": nested, "_fields_": fields})
+
+
+def fill(struct, **values):
+    """Set fields of a ctypes.Structure; tensors become pointers to their data."""
+    for name, value in values.items():
+        setattr(struct, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+    return struct
+
+
+def _warn_once(name, text, error):
+    if name not in _warned:
+        _warned.add(name)
+        reason = (getattr(error, "stderr", None) or str(error)).strip() or repr(error)
+        warnings.warn(f"{text}. Reason: {reason.splitlines()[0]}", stacklevel=3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# cache
+
+
+@contextlib.contextmanager
+def _cache_folder():
+    """The cache's folder, made if need be, or None where it is not this user's alone.
+
+    It is opened once and reached through that handle, so renaming a folder above it cannot exchange it.
+    """
+    handle, ours = None, False
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        status, path = os.fstat(handle), Path(f"/proc/self/fd/{handle}")
+        ours = status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and path.is_dir()
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        pass
+    try:
+        yield path if ours else None
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def cached(name, key, suffix, make):
+    """Path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
+
+    Args:
+        name: what the file's name begins with. key: text of all that the content depends on.
+        suffix: of the file's name, such as ".so".
+        make: function that writes the file to the path it is given.
+    """
+    stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    with tempfile.TemporaryDirectory(prefix="ringblock-") as private, _cache_folder() as folder:
+        for path in folder.glob(f"{stem}-*{suffix}") if folder else ():
+            if path.stem == f"{stem}-{_digest(path)}":
+                yield path
+                return
+        path = Path(private, name + suffix)
+        make(path)
+        with contextlib.suppress(OSError):  # read-only, or full
+            if folder:
+                path = _store(path, folder / f"{stem}-{_digest(path)}{suffix}")
+        yield path
+
+
+def _store(path, target):
+    """Copy a file: `target` is complete or not there."""
+    handle, aside = tempfile.mkstemp(dir=target.parent)
+    os.close(handle)
+    try:
+        shutil.copyfile(path, aside)
+        os.replace(aside, target)
+    except OSError:
+        os.unlink(aside)
+        raise
+    return target
+
+
+def _digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# C
+
+
+def load_c(name, source, flags, signatures):
+    """Compile C source into a shared library, if the cache does not have it, and load it.
+
+    Args:
+        name: whose code this is, for the warning and the file's name.
+        source: C, as text.
+        flags: of the compiler, which is `cc` or the environment variable CC; with -march=native the library is for this
+            processor alone.
+        signatures: {function: (type of its result, types of its arguments...)} in ctypes' types.
+
+    Returns:
+        ctypes.CDLL, or None where it cannot be compiled or loaded, after one warning for each `name`.
+    """
+    compiler = os.environ.get("CC", "cc")
+
+    def run(*arguments):
+        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def make(path):
+        code = path.with_suffix(".c")
+        code.write_text(source)
+        run(*flags, code, "-o", path, "-lm")
+
+    try:
+        key = [source, run("--version"), *flags, sys.platform, platform.machine(), _cpu_flags()]
+        with cached(name, "\0".join(key), ".so", make) as path:
+            library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        text = f"the C code of {name} could not be compiled, so slower torch operations are used; "
+        text += "install a C compiler (apt install gcc) or name one in the variable CC"
+        _warn_once(name, text, error)
+        return None
+    for function, (result, *arguments) in signatures.items():
+        getattr(library, function).restype = result
+        getattr(library, function).argtypes = arguments
+    return library
+
+
+def _cpu_flags():
+    """The processor's features, on which the code of -march=native depends."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line for line in file if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+def load_cuda(name, source, device, options=()):
+    """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU.
+
+    Args:
+        name: whose code this is, for the warning and the file's name.
+        source: CUDA C++ as text, see base.h.
+        device: the GPU, a torch.device.
+        options: of NVRTC, such as ("--use_fast_math",).
+
+    Returns:
+        Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning
+        for each `name`. Thread-safe.
+    """
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
+    key = (source, index, tuple(options))
+    with _lock:
+        if key not in _loaded:
+            try:
+                _loaded[key] = Kernels(name, source, torch.device("cuda", index), options)
+            except (OSError, RuntimeError, AttributeError) as error:
+                # AttributeError: a library without a function
+                _loaded[key] = None
+                text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
+                _warn_once(name, text, error)
+        return _loaded[key]
+
+
+class Kernels:
+    """The kernels of a source on one GPU; see `load_cuda`.
+
+    Attributes:
+        device: torch.device("cuda", index).
+        signatures: {kernel: [(type in C, name)]}.
+    """
+
+    def __init__(self, name, source, device, options=()):
+        self.device, self.index, self.signatures = device, device.index, signatures(source)
+        self._threads = threading.local()  # each host thread has its own launch of each kernel
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"sm_{major}{minor}"
+        key = "\0".join([source, arch, str(torch.version.cuda), *options])
+
+        def make(path):
+            path.write_bytes(compile_cuda(source, arch, options)[0])
+
+        with cached(f"{name}-{arch}", key, ".cubin", make) as path:
+            image = path.read_bytes()
+        self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
+        with self.current():
+            self.bind()
+            code = self._driver.cuModuleLoadData(ctypes.byref(module), image)
+            self.check(code, "cuModuleLoadData")
+            for kernel in self.signatures:
+                function = self._functions[kernel] = ctypes.c_void_p()
+                pointer = ctypes.byref(function)
+                code = self._driver.cuModuleGetFunction(pointer, module, kernel.encode())
+                self.check(code, kernel)
+
+    def check(self, code, what):
+        """Raise RuntimeError for a driver's code other than 0."""
+        if code:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(code, ctypes.byref(text))
+            text = (text.value or b"unknown").decode()
+            raise RuntimeError(f"{what}: CUDA error {code} ({text}) on {self.device}")
+
+    def bind(self):
+        """Give this host thread the context of the GPU, which is current: a call of the CUDA runtime does."""
+        torch.cuda.current_stream(self.device).query()
+
+    def stream(self):
+        """The handle of torch's current stream on this GPU, an int."""
+        return _raw_stream(self.index)
+
+    def wait(self):
+        """Wait until the GPU has done what torch's current stream was given."""
+        torch.cuda.current_stream(self.index).synchronize()
+
+    def current(self):
+        """A context in which this GPU is torch's current one."""
+        return torch.cuda.device(self.index)
+
+    def prepare(self, kernel, *values):
+        """A `Launch` of a kernel with these arguments: numbers, tensors or pointers as ints, None, structs."""
+        return Launch(self, kernel, values)
+
+    def run(self, kernel, threads, *values):
+        """Run `threads` threads of a kernel without structs on torch's current stream."""
+        launches = self._threads.__dict__
+        launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
+        launch.pack(values)
+        if torch.cuda.current_device() == self.index:
+            launch(threads, _raw_stream(self.index))
+        else:
+            with self.current():
+                launch(threads, _raw_stream(self.index))
+
+
+class Launch:
+    """A kernel with its own argument memory: launch(threads, stream) while its GPU is current (torch.cuda.device).
+
+    For one host thread at a time.
+    """
+
+    def __init__(self, kernels, kernel, values=()):
+        self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
+        # a struct stays where the caller has it, all else is packed into _memory
+        codes = [_code(c_type) for c_type, _ in kernels.signatures[kernel]]
+        packed = struct.Struct("".join(codes))
+        self._memory = ctypes.create_string_buffer(packed.size)
+        self._pack = functools.partial(packed.pack_into, self._memory, 0)
+        ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
+        starts = [end - struct.calcsize(code) for end, code in zip(ends, codes)]
+        memory = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_void_p * len(codes))(*(memory + start for start in starts))
+        self._structs = {i: None for i, code in enumerate(codes) if not code}
+        self._go = kernels._driver.cuLaunchKernel
+        if not values:
+            return
+        if len(values) != len(codes):
+            wanted = ", ".join(f"{c_type} {name}" for c_type, name in kernels.signatures[kernel])
+            raise TypeError(
+                f"kernel {kernel} takes {len(codes)} arguments ({wanted}), not {len(values)}"
+            )
+        for i in self._structs:
+            self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
+        self.pack([value for i, value in enumerate(values) if i not in self._structs])
+
+    def pack(self, values):
+        """Set all arguments but structs."""
+        self._pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
+
+    def __call__(self, threads, stream):
+        if threads <= 0:
+            return
+        grid = (-(-threads // BLOCK), 1, 1, BLOCK, 1, 1)
+        code = self._go(self._function, *grid, 0, stream, self._pointers, None)
+        if code == INVALID_CONTEXT:  # a host thread that has not called CUDA yet
+            self._kernels.bind()
+            code = self._go(self._function, *grid, 0, stream, self._pointers, None)
+        if code:
+            self._kernels.check(code, f"kernel {self._name} of {threads} threads")
+
+
+def signatures(source):
+    """{kernel: [(type in C, name of the argument)]} of a source's `KERNEL name(...)`."""
+    kernels = {}
+    for kernel, words in re.findall(r"^KERNEL (\w+)\(([^)]*)\)", source, re.MULTILINE):
+        pairs = [re.fullmatch(r"(.*?)(\w+)", " ".join(a.split())) for a in words.split(",")]
+        kernels[kernel] = [(pair[1].replace("const ", "").strip(), pair[2]) for pair in pairs]
+    return kernels
+
+
+def _code(c_type):
+    """An argument's letter in module struct; none for a struct of C."""
+    return "P" if "*" in c_type else _NUMBERS[c_type]._type_ if c_type in _NUMBERS else ""
+
+
+def _raw_stream(index):
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# twenty times as fast; torch's compiler takes it too
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# NVRTC and the driver
+
+
+def compile_cuda(source, arch, options=()):
+    """Compile CUDA C++ for an architecture such as "sm_90" -> (module for cuModuleLoadData, NVRTC's log).
+
+    A GPU younger than NVRTC gets PTX of the latest architecture before it, which its driver compiles. With the option
+    --ptxas-options=-v the log has the registers and local memory of each kernel.
+
+    Raises:
+        OSError: no NVRTC is found. RuntimeError: it refuses the source, with the first error.
+    """
+    nvrtc, program, size, count = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()
+
+    def call(function, *arguments):
+        code = getattr(nvrtc, "nvrtc" + function)(*arguments)
+        if code:
+            raise RuntimeError(f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}")
+
+    def result(what):
+        call(f"Get{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        call(f"Get{what}", program, buffer)
+        return buffer
+
+    call("GetNumSupportedArchs", ctypes.byref(count))
+    supported = (ctypes.c_int * count.value)()
+    call("GetSupportedArchs", supported)
+    number = int(arch.removeprefix("sm_"))
+    kind = "CUBIN" if number in supported else "PTX"
+    if kind == "PTX":
+        arch = f"compute_{max((n for n in supported if n < number), default=number)}"
+    flags = [flag.encode() for flag in (f"--gpu-architecture={arch}", *options)]
+    call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+    try:
+        flags = (ctypes.c_char_p * len(flags))(*flags)
+        code = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        log = result("ProgramLog").value.decode(errors="replace")
+        if code:
+            errors = [line for line in log.splitlines() if "error" in line]
+            reason = errors[0] if errors else nvrtc.nvrtcGetErrorString(code).decode()
+            raise RuntimeError(f"NVRTC for {arch}: {reason}")
+        return result(kind).raw, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc():
+    """The libnvrtc of torch's CUDA build, or the system's."""
+    major, folder = str(torch.version.cuda or "").split(".")[0], Path(torch.__file__).parent
+    wheels = [f"{folder.parent}/nvidia/{part}/lib" for part in (f"cu{major}", "cuda_nvrtc")]
+    paths = [p for at in (*wheels, f"{folder}/lib") for p in sorted(glob(f"{at}/libnvrtc*.so*"))]
+    paths = [path for path in paths if "builtins" not in path and ".alt." not in path]
+    # libcaffe2_nvrtc.so finds the libnvrtc that torch was linked with
+    names = [f"libnvrtc.so.{major}", *paths, f"{folder}/lib/libcaffe2_nvrtc.so", "libnvrtc.so"]
+    for name in names:
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(name)
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            return library
+    raise OSError("no libnvrtc, which torch's CUDA build brings (pip install nvidia-cuda-nvrtc)")
+
+
+def _driver():
+    """libcuda, which the NVIDIA driver brings."""
+    library = ctypes.CDLL("libcuda.so.1")
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return library

@@ -1,0 +1,118 @@
+"""DGL for sampler.py: its operators as a backend, blocks as DGL's, and our sampler in DGL's DataLoader.
+
+DGL is imported when one of these is used; `import_dgl` does so also under a torch that DGL was not built for.
+"""
+
+import itertools
+import sys
+import threading
+import types
+
+import torch
+
+
+class Backend:
+    """DGL's sample_neighbors or sample_labors, then to_block; by DGL's random numbers."""
+
+    def __init__(self, task):
+        # one thread at a time seeds DGL's generator
+        self.task, self.dgl, self.lock = task, import_dgl(), threading.Lock()
+        small = task.indices.dtype == torch.int32 and task.indices.numel() < 2**31
+        arrays = task.indptr, task.indices, task.indices.new_empty(0)
+        csc = tuple(t.to(torch.int32 if small else torch.int64) for t in arrays)
+        self.graph = self.dgl.graph(("csc", csc), num_nodes=task.indptr.numel() - 1)
+        if task.weights is not None:
+            self.graph.edata["weight"] = task.weights
+
+    def sample(self, seeds, hops, exclude=None, times=None):
+        """Sample all hops of a batch."""
+        if exclude is not None:
+            what = "cannot exclude edges while it samples; use 'native' or 'torch'"
+            raise ValueError(f"backend 'dgl' {what}")
+        if seeds.unique().numel() < seeds.numel():
+            return None
+        with self.lock:
+            self.dgl.seed(hops[0].key >> 33)
+            src, blocks = seeds.to(self.graph.idtype), []
+            for hop in hops:
+                src, fields = self._hop(src, hop)
+                blocks.append(fields)
+        return blocks
+
+    def _hop(self, dst, hop):
+        dgl, task = self.dgl, self.task
+        options = {"prob": None if task.weights is None else "weight"}
+        if task.rule == "labor":
+            picked = dgl.sampling.sample_labors(self.graph, dst, hop.k, **options)[0]
+        else:
+            options["replace"] = task.rule == "replace"
+            picked = dgl.sampling.sample_neighbors(self.graph, dst, hop.k, **options)
+        block, edge_ids = dgl.to_block(picked, dst), None
+        indptr, indices, order = block.adj_tensors("csc")
+        if task.edge_ids:
+            edge_ids = picked.edata[dgl.EID][block.edata[dgl.EID][order].long()].long()
+        src, dtype = block.srcdata[dgl.NID], task.indices.dtype
+        if not hop.relabel:
+            src, indices = dst, src.index_select(0, indices)
+        return src, (indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids, None)
+
+
+def to_dgl(block):
+    """A `Block` as DGL's, see `Block.to_dgl`."""
+    dgl, dst = import_dgl(), block.src_nodes[: block.num_dst]
+    # numbers for the edges: without them DGL's gradients of edge values (GATv2Conv) fail
+    ids = torch.arange(block.num_edges, dtype=block.indices.dtype, device=block.indices.device)
+    csc, sizes = (block.indptr, block.indices, ids), (block.num_src, block.num_dst)
+    made = dgl.create_block(("csc", csc), num_src_nodes=sizes[0], num_dst_nodes=sizes[1])
+    made.srcdata[dgl.NID], made.dstdata[dgl.NID] = block.src_nodes, dst
+    if block.edge_ids is not None:
+        made.edata[dgl.EID] = block.edge_ids
+    return made
+
+
+def _stub_attribute(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def import_dgl():
+    """Import DGL 2.1 also under a torch it was not built for.
+
+    Its PyPI build fails on three parts not needed here: dgl.distributed (which pulls in GraphBolt, torchdata and
+    setuptools.extern), dgl.data.movielens (pandas). They are replaced by stubs, only when the plain import fails.
+    """
+    try:
+        import dgl
+    except Exception as first:
+        if isinstance(first, ModuleNotFoundError) and first.name == "dgl":
+            raise ImportError(
+                "backend 'dgl' needs DGL: pip install dgl==2.1.0 (Linux, Python 3.8-3.12)"
+            ) from None
+        for name in [name for name in sys.modules if name.split(".")[0] == "dgl"]:
+            del sys.modules[name]
+        for name in ("dgl.distributed", "dgl.data.movielens"):
+            stub = sys.modules[name] = types.ModuleType(name)
+            stub.__getattr__ = _stub_attribute
+        import dgl
+    return dgl
+
+
+class DGLAdapter:
+    """A NeighborSampler for DGL's DataLoader: DataLoader(graph, nodes, DGLAdapter(sampler), batch_size=1024).
+
+    Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (graph.adj_tensors("csc")
+    gives indptr and indices); the DataLoader's graph is not looked at. Works in the DataLoader's worker processes too.
+    """
+
+    def __init__(self, sampler):
+        self.sampler, self._calls = sampler, itertools.count()
+
+    def sample(self, graph, seeds, exclude_eids=None):
+        """What DGL's DataLoader calls for a batch of seeds int [S]."""
+        if exclude_eids is not None:
+            raise ValueError("exclude_eids is not supported: DGLAdapter is for node batches")
+        # its seed differs from worker to worker and epoch to epoch
+        worker = torch.utils.data.get_worker_info()
+        blocks = self.sampler.sample(seeds, next(self._calls) + (worker.seed if worker else 0))
+        return blocks[0].src_nodes, seeds, [block.to_dgl() for block in blocks]

@@ -1,0 +1,525 @@
+"""Fused steps of the layers in model.py: C on the CPU (layers.c), CUDA kernels on a GPU (layers.cu).
+
+    pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
+    h = relu_dropout(h, nodes, seed, drop)        # in place
+
+Each function returns None where it cannot serve these tensors (no compiler, another type); model.py then takes torch
+operations, which are the reference. The C code runs on torch's OpenMP threads: threads of another kind would compete with
+them for cores.
+
+On a GPU the same input gives the same bits in every run, no function waits for the GPU, and all work in the capture of a
+CUDA graph. For static shapes a block may be padded: -1 in `indices` behind the last edge, or behind those of each
+destination (edge j of destination i at place i k + j, `indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the
+batch, which are zeros then. Dropout that differs from replay to replay takes its seed from the number of the step on
+the GPU: model.py's `layer_seed`.
+"""
+
+import ctypes
+import functools
+import os
+from contextlib import nullcontext
+
+import torch
+from torch.nn import functional as F
+
+from native import build
+
+IDS = {torch.int32: "int", torch.int64: "i64"}
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+# multiplications for each thread that are worth compiling a product for; that takes as long with any number of threads
+WORTH_COMPILING = 50_000_000
+_on = True
+
+
+def use_native(on):
+    """Switch the C code and the kernels on or off for this process, to measure what they gain."""
+    global _on
+    _on = on
+
+
+def functions(integers, source, target):
+    """The compiled functions for these tensors' types, `Cpu` or `Gpu`, or None where torch operations have to do.
+
+    Args:
+        integers: tensors of ids, of one type; None among them counts for nothing. source, target: rows in and out.
+    """
+    integers = [t for t in integers if t is not None]
+    ids = integers[0].dtype if integers else torch.int32
+    if not _on or ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
+        return None
+    for t in (*integers, source, target):
+        if t.device != source.device or not t.is_contiguous():
+            return None
+    if any(t.dtype != ids for t in integers):
+        return None
+    # a kernel counts threads in 32 bits, elements of a block in 31
+    large = target.numel() >= 1 << 32 or any(t.numel() >= 1 << 31 for t in integers)
+    if large and is_gpu(source.device):
+        return None
+    return load(ids, source.dtype, target.dtype, source.device)
+
+
+def kernels(integers, source, target):
+    """The same for steps that only kernels serve."""
+    return functions(integers, source, target) if is_gpu(source.device) else None
+
+
+@functools.cache
+def load(ids, source, target, device):
+    """`Cpu` or `Gpu` for ids, rows and results of these dtypes; None, after one warning, where neither can be had."""
+    types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    if is_gpu(device):
+        compiled = build.load_cuda("layers", build.read_source("layers.cu", **types), device)
+        return compiled and Gpu(compiled)
+    library = build.load_c("layers", build.read_source("layers.c", **types), FLAGS, SIGNATURES)
+    return library and Cpu(library)
+
+
+def is_gpu(device):
+    """Whether kernels serve tensors of this device."""
+    return device.type == "cuda"
+
+
+def has_kernels(indices):
+    """Whether CUDA kernels serve blocks of this integer type on this GPU."""
+    row = torch.float32
+    return bool(_on and indices.is_cuda and load(indices.dtype, row, row, indices.device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the functions of both sources
+
+FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_DRAWN = [_NUMBER, _NUMBER, ctypes.c_uint64, ctypes.c_int, _REAL]  # S, D, seed, drop, scale
+SIGNATURES = {
+    "self_and_mean": [None, *[_POINTER] * 4, _NUMBER, _NUMBER, _POINTER],
+    "self_and_mean_grad": [None, *[_POINTER] * 3, *[_NUMBER] * 3, _POINTER],
+    "relu_dropout": [None, _POINTER, _POINTER, *_DRAWN],
+    "relu_dropout_grad": [None, _POINTER, _POINTER, _NUMBER, _REAL, _POINTER],
+    "gather_rows": [_NUMBER, _POINTER, _POINTER, *[_NUMBER] * 3, _POINTER],
+}
+
+
+class Cpu:
+    """The functions of layers.c."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def run(self, function, *values):
+        """Call a function; tensors become pointers to their data."""
+        values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+        return getattr(self.library, function)(*values)
+
+    def self_and_mean(self, indptr, indices, h, self_rows, out):
+        """h [N, F] -> out [S, 2F]."""
+        self.run("self_and_mean", indptr, indices, h, self_rows, len(out), h.shape[1], out)
+
+    def self_and_mean_grad(self, indptr, indices, grad, num_src):
+        """grad [S, 2F] -> [N, F]."""
+        S, width = grad.shape[0], grad.shape[1] // 2
+        total = torch.empty(num_src, width)
+        self.run("self_and_mean_grad", indptr, indices, grad, S, num_src, width, total)
+        return total.to(grad.dtype)
+
+    def relu_dropout(self, h, nodes, seed, drop, scale):
+        """h [S, D], in place."""
+        self.run("relu_dropout", h, nodes, *h.shape, seed, drop, scale)
+
+    def relu_dropout_grad(self, h, grad, scale):
+        """The result h [S, D] and its gradient -> that of what went in."""
+        out = torch.empty_like(grad)
+        self.run("relu_dropout_grad", h, grad, h.numel(), scale, out)
+        return out
+
+
+class Gpu:
+    """The kernels of layers.cu, each of whose threads has four columns of a row."""
+
+    def __init__(self, compiled):
+        self.run = compiled.run
+
+    def self_and_mean(self, indptr, indices, h, self_rows, out):
+        """h [N, F] -> out [S, 2F]."""
+        S, width = out.shape[0], h.shape[1]
+        size = S, width, _aligned(width, h, out)
+        self.run("self_and_mean", S * _threads(width), indptr, indices, h, self_rows, *size, out)
+
+    def self_and_mean_grad(self, indptr, indices, grad, num_src, kept=None, scale=1.0):
+        """grad [S, 2F] -> [N, F]; of what went into ReLU and dropout that left `kept` [N, F], where that is given."""
+        S, width = grad.shape[0], grad.shape[1] // 2
+        lists = Lists(self, indptr, indices, num_src, shares=True)
+        edges, size = (*lists.of_source, lists.share), (S, num_src, width, _aligned(width, grad))
+        out, threads = grad.new_empty(num_src, width), num_src * _threads(width)
+        self.run("self_and_mean_grad", threads, *edges, grad, *size, kept, scale, out)
+        return out
+
+    def relu_dropout(self, h, nodes, seed, drop, scale, relu=1, out=None):
+        """h [S, D], in place or into `out`; seed may be what model.py's `layer_seed` makes of a step on the GPU."""
+        (S, width), out = h.shape, h if out is None else out
+        size, drawn = (S, width, _aligned(width, h, out)), _on_device(seed)
+        threads = S * _threads(width)
+        self.run("relu_dropout", threads, h, nodes, *size, *drawn, relu, drop, scale, out)
+
+    def relu_dropout_grad(self, h, grad, scale):
+        """The result h [S, D] and its gradient -> that of what went in."""
+        (S, width), out = h.shape, torch.empty_like(grad)
+        size = S, width, _aligned(width, h, grad)
+        self.run("relu_dropout_grad", S * _threads(width), h, grad, *size, scale, out)
+        return out
+
+
+def _aligned(width, *rows):
+    """1 where rows of this width start at multiples of 16 bytes."""
+    for t in rows:
+        if t.data_ptr() & 15:
+            return 0
+    return int(width % 4 == 0)
+
+
+def _threads(width):
+    """Threads of a row."""
+    return (width + 3) // 4
+
+
+def _on_device(seed):
+    """A kernel's arguments seed, step, layer."""
+    return seed if isinstance(seed, tuple) else (seed, None, 0)
+
+
+class Lists:
+    """The edges of a block by source, each source's in their order.
+
+    Attributes:
+        of_source: pointers to int32 start [N], size [N], and destination [E] of each edge.
+        edge, share: pointers to int32 [E], float32 [E] (1 / edges of the destination), or 0.
+    """
+
+    def __init__(self, code, indptr, indices, num_src, edges=False, shares=False):
+        E, N, S = indices.numel(), num_src, indptr.numel() - 1
+        sizes = torch.zeros(N + 1, dtype=torch.int32, device=indices.device)
+        memory = sizes.new_empty(N + 5 * E)
+        size, start = sizes.data_ptr(), memory.data_ptr()
+        slot, unordered, destination, edge, share = (
+            start + 4 * N + 4 * E * part for part in range(5)
+        )
+        self.memory, self.of_source = (sizes, memory), (start, size, destination)
+        self.edge, self.share = edge if edges else 0, share if shares else 0
+        code.run("list_sizes", E, indices, E, size, slot)
+        code.run("list_starts", (N + 31) // 32, N, size, start)
+        code.run("list_edges", E, indices, E, start, slot, unordered)
+        ordered = destination, self.edge, self.share
+        code.run("list_in_order", E, indptr, indices, S, E, start, size, unordered, *ordered)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what model.py calls
+
+
+def self_and_mean(indptr, indices, h, self_rows=None, out=None):
+    """See model.py."""
+    target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
+    code = functions([indptr, indices, self_rows], h, target)
+    if code is None:
+        return None
+    if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
+        return _SelfAndMean.apply(indptr, indices, h, code)
+    code.self_and_mean(indptr, indices, h, self_rows, target)
+    return target
+
+
+class _SelfAndMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, indptr, indices, h, code):
+        ctx.save_for_backward(indptr, indices)
+        ctx.num_src, ctx.code = h.shape[0], code
+        out = h.new_empty(indptr.numel() - 1, 2 * h.shape[1])
+        code.self_and_mean(indptr, indices, h, None, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # [S, 2F] -> [N, F]
+        grad = ctx.code.self_and_mean_grad(*ctx.saved_tensors, grad.contiguous(), ctx.num_src)
+        return None, None, grad, None
+
+
+def gather_rows(features, ids, out=None):
+    """See model.py. On a GPU an id below 0 gives a row of zeros, and one of V or more stops it."""
+    V, width = features.shape
+    out = features.new_empty(ids.numel(), width) if out is None else out
+    if out.dtype != features.dtype or not (out.is_contiguous() and features.is_contiguous()):
+        return None
+    if is_gpu(features.device):
+        return _gather_words(features, ids, out)
+    code = functions([ids], features, out)
+    if code is None:
+        return None
+    if code.run("gather_rows", features, ids, ids.numel(), V, width, out):
+        low, high = ids.aminmax()
+        raise IndexError(f"ids {low} .. {high} are not all rows of features with {V} rows")
+    return out
+
+
+def _gather_words(features, ids, out):
+    """Rows of any type, as words of 16, 4 or 2 bytes."""
+    row, starts = features.shape[1] * features.itemsize, features.data_ptr() | out.data_ptr()
+    size = next((size for size in (16, 4, 2) if not (row | starts) % size), 0)
+    fits = size and ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
+    if not _on or not fits or ids.numel() * row // size >= 1 << 32:
+        return None
+    # one program serves all types
+    code = load(torch.int32, torch.float32, torch.float32, features.device)
+    if code is None:
+        return None
+    words, n = row // size, ids.numel()
+    sizes = n, words, size, ids.itemsize, len(features)
+    code.run("gather_rows", n * words, features, ids, *sizes, out)
+    return out
+
+
+def relu_dropout(h, nodes, seed, drop):
+    """dropout(relu(h)) in place, as model.py draws it."""
+    code = functions([nodes], h, h)
+    return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
+
+
+class _ReluDropout(torch.autograd.Function):
+    """What was kept is what is not zero in the result, so the backward pass needs no mask."""
+
+    @staticmethod
+    def forward(ctx, h, nodes, seed, drop, code):
+        ctx.code, ctx.scale = code, 256 / (256 - drop)
+        code.relu_dropout(h, nodes, seed, drop, ctx.scale)
+        ctx.mark_dirty(h)
+        ctx.save_for_backward(h)
+        return h
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = ctx.code.relu_dropout_grad(*ctx.saved_tensors, grad.contiguous(), ctx.scale)
+        return grad, None, None, None, None
+
+
+def dropout(x, nodes, seed, drop):
+    """Dropout of x without ReLU, for an x that needs no gradient."""
+    code = None if x.requires_grad else kernels([nodes], x, x)
+    if code is None:
+        return None
+    out = torch.empty_like(x)
+    code.relu_dropout(x, nodes, seed, drop, 256 / (256 - drop), relu=0, out=out)
+    return out
+
+
+def max_neighbours(indptr, indices, h):
+    """See model.py."""
+    code = kernels([indptr, indices], h, h)
+    return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
+
+
+class _MaxNeighbours(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, indptr, indices, h, code):
+        S, (num_src, width) = indptr.numel() - 1, h.shape
+        out, winner = h.new_empty(S, width), indices.new_empty(S, width, dtype=torch.int32)
+        size = S, width, _aligned(width, h)
+        code.run("max_neighbours", S * _threads(width), indptr, indices, h, *size, out, winner)
+        ctx.save_for_backward(indptr, indices, winner)
+        ctx.num_src, ctx.code = num_src, code
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (indptr, indices, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
+        N, width = ctx.num_src, grad.shape[1]
+        lists, out = Lists(code, indptr, indices, N), grad.new_empty(N, width)
+        size, threads = (N, width, _aligned(width, grad)), N * _threads(width)
+        code.run("max_neighbours_grad", threads, *lists.of_source, grad, winner, *size, out)
+        return None, None, out, None
+
+
+def cross_entropy(logits, labels):
+    """See model.py."""
+    fits = logits.dtype == torch.float32 and labels.dtype == torch.int64 and labels.is_contiguous()
+    code = kernels([], logits, logits) if fits else None
+    return None if code is None else _CrossEntropy.apply(logits, labels, code)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The gradient is computed with the loss, from the same softmax."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, code):
+        (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
+        code.run("cross_entropy", 32 * S, logits, labels, S, C, loss, grad)
+        ctx.save_for_backward(grad)
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx, weight):
+        (grad,) = ctx.saved_tensors
+        return grad * weight, None, None
+
+
+def attend(indptr, indices, source, target, attn, self_rows, nodes, seed, drop):
+    """The weighted sum of a GATv2 layer, before heads are averaged.
+
+    Args:
+        source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
+        self_rows: [S] rows of source that are the destinations'; the first S when None. No gradient flows with them.
+        nodes, seed, drop: of the dropout of weights; see model.py.
+
+    Returns:
+        [S, K D], of source's type.
+    """
+    code = kernels([indptr, indices, self_rows, nodes], target, source)
+    few = (indices.numel() + len(target)) * len(attn) < 1 << 32
+    if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not few:
+        return None
+    return _Attend.apply(indptr, indices, source, target, attn, self_rows, nodes, seed, drop, code)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, indptr, indices, source, target, attn, self_rows, nodes, seed, drop, code):
+        block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
+        places, scale, aligned = indices.numel() + S, 256 / (256 - drop), _aligned(D, *rows)
+        weights, out = attn.new_empty(places, K), torch.empty_like(target)
+        dropped = torch.empty_like(weights) if drop else None
+        size = S, places, K, D, aligned
+        code.run("attention_scores", places * K, *block, self_rows, *size, *rows, weights)
+        size, drawn = (S, K), (*_on_device(seed), drop, scale)
+        code.run("attention_softmax", S * K, *block, nodes, *size, *drawn, weights, dropped)
+        size, used = (S, K, D, aligned), weights if dropped is None else dropped
+        threads = S * K * _threads(D)
+        code.run("attention_sum", threads, *block, self_rows, *size, used, source, out)
+        ctx.scale, ctx.code = scale, code
+        ctx.save_for_backward(indptr, indices, source, target, attn, weights, dropped)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # [S, K D]
+        indptr, indices, *rows, weights, dropped = ctx.saved_tensors
+        block, grad, code, (source, target, attn) = (
+            (indptr, indices),
+            grad.contiguous(),
+            ctx.code,
+            rows,
+        )
+        (S, N), places, (K, D) = (len(target), len(source)), len(weights), attn.shape
+        aligned, threads = _aligned(D, *rows, grad), K * _threads(D)
+        to_scores, to_attn = torch.empty_like(weights), attn.new_empty(S, K * D)
+        to_source, to_target = torch.empty_like(source), torch.empty_like(target)
+        size = S, places, K, D, aligned
+        code.run("attention_weight_grad", places * K, *block, *size, source, grad, to_scores)
+        kept = weights, dropped, ctx.scale
+        code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
+        size, made = (S, K, D, aligned), (to_target, to_attn)
+        code.run("attention_target_grad", S * threads, *block, *size, *rows, to_scores, *made)
+        lists, used = Lists(code, *block, N, edges=True), weights if dropped is None else dropped
+        edges, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
+        given = *rows, used, to_scores, grad
+        code.run("attention_source_grad", N * threads, indptr, *edges, *size, *given, to_source)
+        to_attn = to_attn.sum(0).view(K, D)
+        return None, None, to_source, to_target, to_attn, *[None] * 5
+
+
+def sage(blocks, x, aggregated, weights, drops):
+    """The forward pass of a plain GraphSAGE as one step of autograd.
+
+    Args:
+        blocks: one for each layer. x: [N, F], or with `aggregated` the pair [S, 2F] of the outermost block.
+        weights: of each layer W_self [D, F], bias [D] and W_neigh [D, F], float32, one after the other.
+        drops: (seed, drop) of `relu_dropout` after each layer but the last.
+
+    Returns:
+        [S, C]; bfloat16 under torch.autocast, else float32.
+    """
+    mixed = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if mixed else torch.float32
+    if weights[0].dtype != torch.float32 or not (mixed or x.dtype == torch.float32):
+        return None
+    rows, integers = x.new_empty(0, dtype=dtype), [t for block in blocks for t in block[:3]]
+    # the input may be of another type than what is made of it
+    codes = kernels(integers, x, rows), kernels(integers, rows, rows)
+    if None in codes:
+        return None
+    with torch.autocast("cuda", enabled=False) if mixed else nullcontext():
+        return _Sage.apply(x, blocks, aggregated, drops, codes, dtype, *weights)
+
+
+class _Sage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
+        (of_input, code), h, saved = codes, x, []
+        for i, block in enumerate(blocks):
+            if aggregated and not i:
+                pair = h.to(dtype)
+            else:
+                pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
+                (code if i else of_input).self_and_mean(block.indptr, block.indices, h, None, pair)
+            own, bias, neigh = weights[3 * i : 3 * i + 3]
+            weight = torch.cat([own, neigh], 1)
+            if weight.dtype != dtype:
+                weight, bias = weight.to(dtype), bias.to(dtype)
+            saved += [h if i else None, pair, weight]
+            h = torch.addmm(bias, pair, weight.t())
+            if i < len(drops):
+                code.relu_dropout(h, block.src_nodes, *drops[i], 256 / (256 - drops[i][1]))
+        ctx.blocks, ctx.drops, ctx.code, ctx.num_input = blocks, drops, code, len(x)
+        ctx.save_for_backward(*saved)
+        return h
+
+    @staticmethod
+    def backward(ctx, grad):  # [S, C]
+        saved, grad, grads = ctx.saved_tensors, grad.contiguous(), []
+        for i, block in reversed(list(enumerate(ctx.blocks))):
+            h, pair, weight = saved[3 * i : 3 * i + 3]
+            own, mean = pair.chunk(2, 1)
+            turned = grad.t()
+            grads = [torch.mm(turned, own), grad.sum(0), torch.mm(turned, mean), *grads]
+            if i or ctx.needs_input_grad[0]:
+                kept = (h, 256 / (256 - ctx.drops[i - 1][1])) if i else ()
+                edges, num_src = (block.indptr, block.indices), len(h) if i else ctx.num_input
+                grad = torch.mm(grad, weight)
+                grad = ctx.code.self_and_mean_grad(*edges, grad, num_src, *kept)
+        return grad if ctx.needs_input_grad[0] else None, *[None] * 5, *grads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# matrix products
+
+
+def linear(x, weight, bias=None):
+    """x [S, F] times weight [D, F], plus bias [D]; large products in float32 on CPU by oneDNN.
+
+    torch asks MKL for them, which takes up to twice as long on AMD's processors. It keeps what oneDNN compiled for each
+    number of rows, and batches differ: a gigabyte in the end. So this is done only where the variables
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it (train.py sets them), and where the product is worth
+    compiling anew: a small one would take ten times as long as by MKL.
+    """
+    if x.numel() * weight.shape[0] < WORTH_COMPILING * torch.get_num_threads():
+        return F.linear(x, weight, bias)
+    bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
+    usable = bounded and _on and x.device.type == "cpu" and x.dtype == torch.float32
+    if usable and not torch.is_autocast_enabled("cpu") and torch.backends.mkldnn.is_available():
+        return _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _onednn(x, weight, bias):
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # [S, D]
+        (x, weight), grad = ctx.saved_tensors, grad.contiguous()
+        to_x = _onednn(grad, weight.t().contiguous(), None) if ctx.needs_input_grad[0] else None
+        to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return to_x, grad.t() @ x, to_bias

@@ -1,0 +1,147 @@
+// Belady's MIN over a sliding window: which pages of a file the page cache keeps when the next batches are known. Called
+// by disk/cache.py. Kept are the pages whose next use is nearest, which is what reads least of all that any cache could
+// do (IBM Systems Journal 5(2), 1966); a page that no batch of the window uses leaves first.
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int64_t i64;
+
+typedef struct { int32_t *pages, *next; i64 n; } batch_t;  // next[i]: the batch that uses pages[i] next, 0: unknown
+
+typedef struct { int32_t before, after, bucket; } link_t;  // bucket -1: the page is not kept
+
+typedef struct {
+  i64 num_pages, capacity, kept;
+  i64 planned, newest;  // batches are numbered from 1; 1 .. planned are planned, those up to newest are expected
+  i64 ring, farthest;   // no page is used in a batch beyond `farthest`
+  i64 *last;            // [num_pages] 1 + (batch << 32 | its index there) of the last use expected so far, or 0
+  link_t *links;        // [num_pages] lists of the pages that batch b uses next, b modulo `ring`; then of no known use
+  int32_t *heads;       // [ring + 1]
+  batch_t *window;      // [ring]
+  i64 *missing, *dropped, num_missing, num_dropped;  // what the last plan said
+} planner_t;
+
+static void unlink_page(planner_t *p, int32_t page) {
+  link_t link = p->links[page];
+  if (link.before >= 0) p->links[link.before].after = link.after;
+  else p->heads[link.bucket] = link.after;
+  if (link.after >= 0) p->links[link.after].before = link.before;
+  p->links[page].bucket = -1;
+}
+
+static void link_page(planner_t *p, int32_t page, i64 next) {  // next: the batch that uses it next; 0: none is known
+  int32_t bucket = (int32_t)(next ? next & (p->ring - 1) : p->ring);
+  p->farthest = next > p->farthest ? next : p->farthest;
+  p->links[page] = (link_t){-1, p->heads[bucket], bucket};
+  if (p->heads[bucket] >= 0) p->links[p->heads[bucket]].before = page;
+  p->heads[bucket] = page;
+}
+
+void pages_close(planner_t *p) {
+  for (i64 b = 0; p->window && b < p->ring; b++) free(p->window[b].pages);
+  free(p->last), free(p->links), free(p->heads), free(p->window), free(p->missing), free(p->dropped), free(p);
+}
+
+// The first `capacity` pages are taken to be there. -> null: no memory
+planner_t *pages_open(i64 num_pages, i64 capacity, i64 lookahead) {
+  planner_t *p = calloc(1, sizeof *p);
+  if (!p) return 0;
+  p->num_pages = num_pages, p->capacity = p->kept = capacity, p->ring = 4;
+  while (p->ring < lookahead + 2) p->ring *= 2;
+  p->last = calloc(num_pages, sizeof(i64));
+  p->links = malloc(num_pages * sizeof(link_t));
+  p->heads = malloc((p->ring + 1) * sizeof(int32_t));
+  p->window = calloc(p->ring, sizeof(batch_t));
+  if (!p->last || !p->links || !p->heads || !p->window) {
+    pages_close(p);
+    return 0;
+  }
+  for (i64 b = 0; b <= p->ring; b++) p->heads[b] = -1;
+  for (i64 i = 0; i < num_pages; i++) p->links[i].bucket = -1;
+  for (i64 i = 0; i < capacity; i++) link_page(p, (int32_t)i, 0);
+  return p;
+}
+
+// The batch after those expected so far uses rows ids[n] of a table that begins at byte `offset`. -> nonzero: no memory
+int pages_expect(planner_t *p, const i64 *ids, i64 n, i64 offset, i64 row_bytes, i64 page_bytes) {
+  i64 now = p->newest + 1, most = n * ((row_bytes + 2 * page_bytes - 2) / page_bytes) + 1;
+  batch_t *batch = &p->window[now & (p->ring - 1)];
+  *batch = (batch_t){calloc(most, 2 * sizeof(int32_t)), 0, 0};
+  if (!batch->pages) return 1;
+  batch->next = batch->pages + most;
+  p->newest = now;
+  for (i64 i = 0; i < n; i++) {
+    i64 start = offset + ids[i] * row_bytes;
+    for (i64 page = start / page_bytes; page <= (start + row_bytes - 1) / page_bytes; page++) {
+      i64 last = p->last[page] - 1, of = last >> 32;
+      if (last >= 0 && of == now) continue;  // it is in the batch already
+      p->last[page] = 1 + (now << 32 | batch->n);
+      if (last >= 0 && of > p->planned) {
+        p->window[of & (p->ring - 1)].next[last & 0xffffffff] = (int32_t)now;
+      } else if (p->links[page].bucket >= 0) {
+        unlink_page(p, (int32_t)page);
+        link_page(p, (int32_t)page, now);
+      }
+      batch->pages[batch->n++] = (int32_t)page;
+    }
+  }
+  return 0;
+}
+
+// Decide on the oldest batch that is not planned: which pages it reads, and which leave the cache once it has read them
+// (some of these perhaps the same); both lie in `p` until the next plan. -> nonzero: no memory
+int pages_plan(planner_t *p) {
+  i64 now = p->planned + 1;
+  batch_t *batch = &p->window[now & (p->ring - 1)];
+  i64 *missing = realloc(p->missing, (batch->n + 1) * sizeof(i64));
+  if (missing) p->missing = missing;
+  i64 *dropped = realloc(p->dropped, (batch->n + 1) * sizeof(i64));
+  if (dropped) p->dropped = dropped;
+  if (!missing || !dropped) return 1;
+  p->planned = now, p->num_missing = p->num_dropped = 0;
+  for (i64 i = 0; i < batch->n; i++) {
+    if (p->links[batch->pages[i]].bucket >= 0) unlink_page(p, batch->pages[i]);
+    else missing[p->num_missing++] = batch->pages[i], p->kept++;
+    link_page(p, batch->pages[i], batch->next[i]);
+  }
+  for (; p->kept > p->capacity; p->kept--) {
+    while (p->farthest > now && p->heads[p->farthest & (p->ring - 1)] < 0) p->farthest--;
+    int32_t page = p->heads[p->ring] >= 0 ? p->heads[p->ring] : p->heads[p->farthest & (p->ring - 1)];
+    unlink_page(p, page);
+    dropped[p->num_dropped++] = page;
+  }
+  free(batch->pages);
+  batch->pages = 0;
+  return 0;
+}
+
+// No batch is expected any more.
+void pages_forget(planner_t *p) {
+  for (i64 b = p->planned + 1; b <= p->newest; b++) {
+    batch_t *batch = &p->window[b & (p->ring - 1)];
+    for (int32_t page; (page = p->heads[b & (p->ring - 1)]) >= 0;) unlink_page(p, page), link_page(p, page, 0);
+    for (i64 i = 0; i < batch->n; i++) p->last[batch->pages[i]] = 0;
+    free(batch->pages);
+    batch->pages = 0;
+  }
+  p->newest = p->farthest = p->planned;
+}
+
+// What the last plan said: pages to read (missing), or to drop -> how many; pages: null, or room for them.
+i64 pages_planned(planner_t *p, int missing, i64 *pages) {
+  i64 n = missing ? p->num_missing : p->num_dropped;
+  if (pages && n) memcpy(pages, missing ? p->missing : p->dropped, n * sizeof(i64));
+  return n;
+}
+
+// Pages of a file, in ascending order, are to be read into the page cache (wanted) or to leave it.
+void pages_advise(int fd, const i64 *pages, i64 n, i64 page_bytes, int wanted) {
+  for (i64 i = 0, count; i < n; i += count) {
+    for (count = 1; i + count < n && pages[i + count] == pages[i] + count;) count++;
+    int advice = wanted ? POSIX_FADV_WILLNEED : POSIX_FADV_DONTNEED;
+    posix_fadvise(fd, pages[i] * page_bytes, count * page_bytes, advice);
+  }
+}

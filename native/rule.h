@@ -1,0 +1,150 @@
+// The sampling rule: what is drawn, for the C library and the CUDA kernels alike. sampler.py says
+// what it is for, and has it in Python and as torch operations. ID is the type of node ids, WEIGHT
+// that of edge weights.
+#include "base.h"
+
+enum { UNIFORM, REPLACE, LATEST, LABOR, WEIGHTED };
+
+// 32 random bits: draw `number` of node v.
+FN u64 draw(u64 key, u64 v, u64 number) { return mix(mix(key ^ v) ^ number) >> 32; }
+// Uniform in 0 .. bound - 1, from 32 random bits.
+FN i64 below(u64 bits, i64 bound) { return (i64)(bits * (u64)bound >> 32); }
+
+typedef struct {  // what to draw from, and how
+  const i64 *indptr;
+  const ID *indices;
+  const WEIGHT *weights;
+  i64 rule, k;  // k -1: all
+  u64 key;
+} hop_t;
+
+typedef struct {      // what may be taken of a node's list
+  i64 start, degree;  // where it begins; how many edges, excluded ones not counted
+  const i64 *gaps;    // the excluded ones, ascending
+  i64 num_gaps;
+} row_t;
+
+FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many of them are smaller
+  i64 low = 0;
+  while (n) {
+    i64 half = n / 2, smaller = sorted[low + half] < value;
+    low += smaller ? half + 1 : 0;
+    n = smaller ? n - half - 1 : half;
+  }
+  return low;
+}
+// How many of the sorted times come by a time, or, if strict, before it.
+FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
+  i64 none_later = (i64)(~0ULL >> 1);
+  if (strict) return lower_bound(times, n, time);
+  return time == none_later ? n : lower_bound(times, n, time + 1);
+}
+// Exclude those of the sorted edge ids that lie in a row.
+FN void exclude(row_t *row, const i64 *edges, i64 n) {
+  i64 before = lower_bound(edges, n, row->start);
+  row->gaps = edges + before;
+  row->num_gaps = lower_bound(row->gaps, n - before, row->start + row->degree);
+  row->degree -= row->num_gaps;
+}
+// The edge at a place of the row that is counted without the excluded ones.
+FN i64 edge_at(const row_t *row, i64 place) {
+  // The excluded edges before it: number g is one if it lies less than g + 1 behind.
+  i64 low = 0, n = row->num_gaps;
+  while (n) {
+    i64 half = n / 2, before = row->gaps[low + half] - (low + half) <= row->start + place;
+    low += before ? half + 1 : 0;
+    n = before ? n - half - 1 : half;
+  }
+  return row->start + place + low;
+}
+// The first edge from here on that is not excluded; `gap` counts those that are.
+FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
+  for (; *gap < row->num_gaps && row->gaps[*gap] == edge; ++*gap) edge++;
+  return edge;
+}
+
+FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
+  u64 limit = (u64)hop->k << 32;
+  return hop->k < 0 || draw(hop->key, (u64)hop->indices[edge], 0) * (u64)degree <= limit;
+}
+
+// How many edges of a row will be taken.
+FN i64 count_row(const hop_t *hop, const row_t *row) {
+  i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
+  if (hop->rule == REPLACE) return degree ? hop->k : 0;
+  if (hop->rule == LABOR) {
+    for (i64 place = 0; place < degree; place++, edge++) {
+      edge = not_excluded(row, edge, &gap);
+      count += labor_keeps(hop, edge, degree);
+    }
+    return count;
+  }
+  if (hop->rule == WEIGHTED) {
+    for (i64 place = 0; place < degree; place++, edge++) {
+      edge = not_excluded(row, edge, &gap);
+      count += hop->weights[edge] > 0;
+    }
+  } else count = degree;
+  return hop->k < 0 || count < hop->k ? count : hop->k;
+}
+
+// The n edges with the largest log(uniform) / weight (Efraimidis-Spirakis), in stored order; best
+// [n] is scratch. The best so far are kept sorted, which for usual fanouts is cheaper than a heap;
+// of equal keys the earlier edge wins.
+FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+  i64 found = 0, gap = 0, edge = row->start;
+  int all = hop->k < 0 || n < hop->k;
+  for (i64 place = 0; place < row->degree; place++, edge++) {
+    edge = not_excluded(row, edge, &gap);
+    double weight = hop->weights[edge];
+    if (!(weight > 0)) continue;
+    if (all) {
+      out[found++] = edge;
+      continue;
+    }
+    double uniform = ((double)draw(hop->key, v, place) + 0.5) * (1.0 / 4294967296.0);
+    double key = log(uniform) / weight;
+    if (found == n && !(key > best[n - 1])) continue;
+    i64 at = found < n ? found++ : n - 1;
+    for (; at > 0 && key > best[at - 1]; at--) {
+      best[at] = best[at - 1];
+      out[at] = out[at - 1];
+    }
+    best[at] = key;
+    out[at] = edge;
+  }
+  for (i64 i = 1; i < n; i++) {  // back to stored order
+    i64 edge = out[i], at = i;
+    for (; at > 0 && out[at - 1] > edge; at--) out[at] = out[at - 1];
+    out[at] = edge;
+  }
+}
+
+// Write the n = count_row() chosen positions in the graph's indices to out.
+FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+  i64 degree = row->degree;
+  if (hop->rule == WEIGHTED) {
+    pick_heaviest(hop, v, row, n, out, best);
+    return;
+  }
+  if (hop->rule == LABOR) {
+    i64 gap = 0, edge = row->start;
+    for (i64 place = 0; place < degree; place++, edge++) {
+      edge = not_excluded(row, edge, &gap);
+      if (labor_keeps(hop, edge, degree)) *out++ = edge;
+    }
+    return;
+  }
+  if (hop->rule == REPLACE) {
+    for (i64 i = 0; i < n; i++) out[i] = below(draw(hop->key, v, i), degree);
+  } else if (hop->rule == LATEST || n == degree) {
+    for (i64 i = 0; i < n; i++) out[i] = degree - n + i;
+  } else {  // Floyd: for a place that is taken the last of the range, which is free
+    for (i64 i = 0; i < n; i++) {
+      i64 last = degree - n + i, pick = below(draw(hop->key, v, i), last + 1), earlier = 0;
+      while (earlier < i && out[earlier] != pick) earlier++;
+      out[i] = earlier < i ? last : pick;
+    }
+  }
+  for (i64 i = 0; i < n; i++) out[i] = edge_at(row, out[i]);
+}

@@ -1,0 +1,424 @@
+// The C backend of the sampler; sampler_cpu.py says in its first lines when each pass runs. ID,
+// HOME and WEIGHT are the types of node ids, of their hashes and of edge weights.
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include "rule.h"
+
+#define ROWS 512     // destinations in a chunk
+#define VECTOR_K 64  // the largest fanout that is drawn for a chunk's rows side by side
+#define AHEAD 96     // edges: how early memory is asked for
+#define THREADS 64   // at most
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+// A slot of a hash table with open addressing; node -1: empty.
+typedef struct {
+  ID node, number;
+} slot_t;
+
+// With PAIRS a source is a node at a time; `when` is the number of that time among those of the
+// batch.
+#ifdef PAIRS
+#define AT(whens, i) (whens)[i]
+#else
+#define AT(whens, i) 0
+#endif
+
+// Where a node's list begins, and the time of its last edge.
+typedef struct {
+  i64 start, last;
+} list_t;
+
+// A hop of a batch.
+typedef struct {
+  hop_t hop;            // the graph, and what to draw
+  const ID *dst;        // [S] destinations
+  i64 *start, *degree;  // [S] start of a neighbour list in hop.indices, its length without gaps
+  i64 *gap, *num_gaps;  // [S] its first excluded edge, and how many; where num_excluded > 0
+  ID *offsets;          // [S+1] the block's indptr
+  ID *local;            // [E] the block's indices: global ids until they are relabelled
+  i64 *edges;           // [E] the block's edge_ids; null: not asked for
+  ID *src;              // [S+E+1] the block's src_nodes
+  ID *src_when;         // [S+E+1] numbers of the times of src; it and the next two with PAIRS only
+  const ID *dst_when;   // [S]
+  ID *edge_when;        // [E] that of an edge's destination
+  HOME *edge_home;      // [E] where to look for an edge's source first, if there is a table
+  const i64 *times;     // [num_times] of the batch
+  const i64 *seeds_before;     // [num_times + 1] how many seeds have an earlier time, with PAIRS
+  const i64 *edge_times;       // [M] ascending in each list
+  const list_t *lists;         // [V+1]; null: all edges are seen
+  slot_t *table;               // [2^bits] numbers of nodes; null: no relabelling
+  i64 S, N, bits, threads;     // N: nodes that have a number so far
+  i64 V, M;                    // of the graph: what is read from it has to lie within
+  const i64 *excluded;         // [num_excluded] edges, ascending
+  const i64 *excluded_before;  // [1 + (M >> shift) + 1] how many are < i << shift
+  i64 num_excluded, shift;
+  i64 num_times, strict;  // strict: edges at the time of their destination are not taken
+} job_t;
+enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
+
+typedef struct {         // of one thread, for the edges of a chunk
+  i64 room, *positions;  // where each edge stands in hop.indices
+  double *best;          // for pick_row
+} scratch_t;
+
+// ---- sharing out chunks
+
+typedef struct {
+  job_t *job;
+  int (*work)(job_t *, i64 chunk, scratch_t *);  // 0, or why it failed
+  i64 chunks;
+  atomic_llong next;  // the first free chunk
+  atomic_int failed;
+  atomic_char *done;  // [chunks]
+} crew_t;
+
+static int take_chunk(crew_t *crew, scratch_t *scratch) {
+  i64 chunk = atomic_fetch_add(&crew->next, 1);
+  if (chunk >= crew->chunks) return 0;
+  int failure = crew->work(crew->job, chunk, scratch);
+  if (failure) atomic_store(&crew->failed, failure);
+  atomic_store(&crew->done[chunk], 1);
+  return 1;
+}
+static void *take_chunks(void *crew) {
+  scratch_t scratch = {0};
+  while (take_chunk(crew, &scratch));
+  free(scratch.positions);
+  return 0;
+}
+
+// `work` on all chunks, in any order and on several threads. This thread hands finished chunks to
+// `follow` (or null) in their order; while the next one is not finished, it works as the others do.
+// -> 0, or why it failed. (No OpenMP: torch's own threads spin for a while after each parallel
+// region, on the cores that these threads need.)
+static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *),
+                     void (*follow)(job_t *, i64)) {
+  crew_t crew = {.job = job, .work = work, .chunks = (job->S + ROWS - 1) / ROWS};
+  scratch_t scratch = {0};
+  pthread_t others[THREADS];
+  i64 wanted = MIN(MIN(job->threads, THREADS), crew.chunks) - 1, started = 0;
+  if (!(crew.done = calloc(crew.chunks + 1, 1))) return NO_MEMORY;
+  // Fewer threads do as well.
+  while (started < wanted && !pthread_create(&others[started], 0, take_chunks, &crew)) started++;
+  for (i64 chunk = 0; chunk < crew.chunks;) {
+    if (atomic_load(&crew.done[chunk])) {
+      if (follow && !atomic_load(&crew.failed)) follow(job, chunk);
+      chunk++;
+    } else if (!take_chunk(&crew, &scratch)) sched_yield();
+  }
+  while (started) pthread_join(others[--started], 0);
+  free(scratch.positions);
+  free((void *)crew.done);
+  return crew.failed;
+}
+
+// ---- degrees and prefix sum
+
+static inline row_t row_of(const job_t *job, i64 row) {
+  row_t list = {job->start[row], job->degree[row], 0, 0};
+  if (job->num_excluded) {
+    list.gaps = job->excluded + job->gap[row];
+    list.num_gaps = job->num_gaps[row];
+  }
+  return list;
+}
+
+static inline i64 time_of(const job_t *job, i64 row) {
+  return job->times[job->dst_when ? job->dst_when[row] : 0];
+}
+
+// Cut the lists of a chunk behind the last edge that comes by the time of its destination. Many
+// lists come by then as a whole: the time of the last edge stands beside the start of the list. In
+// the others a binary search is a chain of cache misses, so these are made side by side: one step
+// of all, then the next.
+static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
+  // Of a list the edges before `at` come by then; of the next `left` it is not known.
+  i64 at[ROWS], left[ROWS];
+  i64 latest[ROWS];       // the last time at which an edge is taken
+  int open[ROWS], n = 0;  // rows, counted from `first`, whose search goes on
+  for (i64 row = first; row < end; row++) {
+    int i = (int)(row - first);
+    const list_t *list = &job->lists[job->dst[row]];
+    i64 time = time_of(job, row), degree = job->degree[row];
+    if (job->strict && time == INT64_MIN) degree = 0;  // nothing comes before it
+    latest[i] = (i64)((u64)time - (u64)job->strict);
+    i64 whole = !degree | (list->last <= latest[i]);
+    at[i] = job->start[row] + (whole ? degree : 0);
+    left[i] = whole ? 0 : degree - 1;  // the last edge is known to come later
+    __builtin_prefetch(whole ? (const void *)list : &job->edge_times[at[i] + left[i] / 2]);
+    open[n] = i;
+    n += left[i] > 0;
+  }
+  while (n) {
+    int still_open = 0;
+    for (int q = 0; q < n; q++) {
+      int i = open[q];
+      // `early` is all bits or none: a branch would be guessed, and a wrong guess waits for the
+      // memory
+      i64 half = left[i] >> 1, early = -(i64)(job->edge_times[at[i] + half] <= latest[i]);
+      at[i] += half + 1 & early;
+      left[i] = half - (2 * half + 1 - left[i] & early);
+      __builtin_prefetch(&job->edge_times[at[i] + (left[i] >> 1)]);
+      open[still_open] = i;
+      still_open += left[i] > 0;
+    }
+    n = still_open;
+  }
+  for (i64 row = first; row < end; row++) job->degree[row] = at[row - first] - job->start[row];
+}
+
+// Find the excluded edges of a chunk's lists. Few lists have any: most are done after a look at
+// `excluded_before`.
+static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
+  for (i64 row = first; row < end; row++) {
+    row_t list = {job->start[row], job->degree[row], 0, 0};
+    i64 low = job->excluded_before[list.start >> job->shift];
+    i64 high = job->excluded_before[(list.start + list.degree >> job->shift) + 1];
+    if (low < high) exclude(&list, job->excluded + low, high - low);
+    job->degree[row] = list.degree;
+    job->gap[row] = low < high ? list.gaps - job->excluded : 0;
+    job->num_gaps[row] = list.num_gaps;
+  }
+}
+
+static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
+  (void)scratch;  // it needs none
+  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
+  const i64 *starts = job->lists ? &job->lists->start : job->hop.indptr;
+  i64 apart = job->lists ? sizeof(list_t) / sizeof(i64) : 1;
+  for (i64 row = first; row < end; row++) {
+    __builtin_prefetch(&starts[apart * job->dst[MIN(row + 32, end - 1)]]);
+    i64 start = starts[apart * job->dst[row]], next = starts[apart * (job->dst[row] + 1)];
+    job->start[row] = start;
+    job->degree[row] = next - start;
+    signs |= start | next | (next - start) | (job->M - next);
+  }
+  // A list that begins before 0, ends before it begins, or behind the last edge.
+  if (signs < 0) return DAMAGED;
+  if (job->lists) cut_chunk_by_time(job, first, end);
+  if (job->num_excluded) exclude_from_chunk(job, first, end);
+  for (i64 row = first; row < end; row++) {
+    if (job->hop.rule == LABOR)
+      __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
+    row_t list = row_of(job, row);
+    job->offsets[row + 1] = (ID)count_row(&job->hop, &list);
+  }
+  return 0;
+}
+
+// Fill start, degree and offsets -> E, or why it failed.
+i64 rb_count(job_t *job) {
+  i64 E = 0;
+  int failure = share_out(job, count_chunk, 0);
+  if (failure) return failure;
+  job->offsets[0] = 0;
+  for (i64 row = 1; row <= job->S; row++) job->offsets[row] = (ID)(E += job->offsets[row]);
+  return E;
+}
+
+// ---- the table of numbers
+
+// Where to look for a node first. Nodes at one time lie near one another, in a window of the table:
+// those that are met one after the other mostly have one time, and then their slots are in the
+// cache. A window is twice the share of the table that its time has of the seeds, so neighbouring
+// ones overlap: some seeds have more nodes around them.
+typedef struct {
+  i64 bits, apart;
+  const i64 *seeds_before;
+} layout_t;
+static layout_t layout_of(i64 bits, i64 num_times, const i64 *seeds_before) {
+  return (layout_t){bits, seeds_before ? (1LL << bits) / seeds_before[num_times] : 0, seeds_before};
+}
+static inline u64 home(ID node, ID when, layout_t layout) {
+  u64 hash = (u64)node * GOLDEN;
+#ifdef PAIRS
+  u64 start = (u64)(layout.seeds_before[when] * layout.apart);
+  u64 window = (u64)(layout.seeds_before[when + 1] * layout.apart) - start;
+  return (start + ((hash >> 32) * window >> 31)) & ((1ULL << layout.bits) - 1);
+#else
+  return hash >> (64 - layout.bits);
+#endif
+}
+
+// Where to look after `tries` slots that others have: at the next one, after every eighth anywhere
+// in the table. So few slots are looked at even if the batch has more nodes at one time than fit
+// into its window.
+static inline u64 next_slot(u64 at, u64 tries, ID node, ID when, layout_t layout) {
+  if (tries % 8 == 0) at = mix((u64)node ^ mix((u64)when ^ tries << 40));
+  else at++;
+  return at & ((1ULL << layout.bits) - 1);
+}
+
+// The number of a node, at a time, looked for from slot `at`, its home, on. It becomes `next` if
+// the node had none: a coin toss, on which no branch depends.
+static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src_when, ID node,
+                           ID when, ID next) {
+  slot_t slot = table[at];
+  (void)src_when;
+  u64 tries = 1;
+  while (__builtin_expect(
+      slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0)) {
+    at = next_slot(at, tries++, node, when, layout);
+    slot = table[at];
+  }
+  slot.number = slot.node == node ? slot.number : next;
+  slot.node = node;
+  table[at] = slot;
+  return slot.number;
+}
+
+// ---- picks and gather
+
+// Floyd's algorithm for n rows side by side, which the compiler turns into vector instructions:
+// picks[i][row] is draw i of a row, hash[row] its mix(key ^ v), and every degree is above k. The
+// same draws as pick_row() makes.
+static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restrict degree,
+                  uint32_t (*restrict picks)[ROWS]) {
+  uint32_t taken[ROWS];
+  for (i64 i = 0; i < k; i++) {
+    uint32_t *restrict pick = picks[i];
+    for (i64 row = 0; row < n; row++) {
+      pick[row] = (uint32_t)below(mix(hash[row] ^ (u64)i) >> 32, degree[row] - k + i + 1);
+      taken[row] = 0;
+    }
+    for (i64 earlier = 0; earlier < i; earlier++)
+      for (i64 row = 0; row < n; row++) taken[row] |= picks[earlier][row] == pick[row];
+    for (i64 row = 0; row < n; row++)
+      pick[row] = taken[row] ? (uint32_t)(degree[row] - k + i) : pick[row];
+  }
+}
+
+static int make_room(scratch_t *scratch, i64 edges) {  // nonzero: no memory
+  if (edges <= scratch->room) return 0;
+  free(scratch->positions);
+  scratch->room = edges + edges / 4;
+  scratch->positions = malloc(scratch->room * (sizeof(i64) + sizeof(double)));
+  scratch->best = (double *)(scratch->positions + scratch->room);
+  if (!scratch->positions) scratch->room = 0;
+  return !scratch->positions;
+}
+
+// Are all ids nodes of the graph? They will be read at: a changed byte on the disk must not end the
+// process. A pass of its own over a chunk in the cache, because the compiler makes vector
+// instructions of it, as it can't of the gather.
+static int within(const ID *nodes, i64 n, i64 V) {
+  ID least = 0, most = 0;
+  for (i64 i = 0; i < n; i++) {
+    least = MIN(least, nodes[i]);
+    most = nodes[i] > most ? nodes[i] : most;
+  }
+  return least >= 0 && most < V;
+}
+
+static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
+  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), k = job->hop.k;
+  i64 base = job->offsets[first], E = job->offsets[end] - base;  // this chunk's edges in the block
+  if (make_room(scratch, E)) return NO_MEMORY;
+  i64 *positions = scratch->positions;
+
+  i64 wide = 0;  // rows that floyd() draws side by side
+  uint32_t wide_row[ROWS], wide_degree[ROWS], picks[VECTOR_K][ROWS];
+  u64 wide_hash[ROWS];
+  for (i64 row = first; row < end; row++) {
+    u64 v = (u64)job->dst[row];
+    i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
+    if (job->hop.rule == UNIFORM && count < job->degree[row] && k <= VECTOR_K) {
+      wide_row[wide] = (uint32_t)row;
+      wide_degree[wide] = (uint32_t)job->degree[row];
+      wide_hash[wide] = mix(job->hop.key ^ v);
+      wide++;
+    } else {
+      row_t list = row_of(job, row);
+      pick_row(&job->hop, v, &list, count, positions + at, scratch->best + at);
+    }
+  }
+  if (wide) floyd(wide, k, wide_hash, wide_degree, picks);
+  for (i64 i = 0; i < wide; i++) {
+    i64 row = wide_row[i], at = job->offsets[row] - base;
+    for (i64 pick = 0; pick < k; pick++) positions[at + pick] = job->start[row] + picks[pick][i];
+    if (job->num_excluded && job->num_gaps[row]) {
+      row_t list = row_of(job, row);
+      for (i64 pick = 0; pick < k; pick++) positions[at + pick] = edge_at(&list, picks[pick][i]);
+    }
+  }
+
+  for (i64 e = 0; e < E; e++) {  // gather
+    __builtin_prefetch(&job->hop.indices[positions[MIN(e + AHEAD, E - 1)]]);
+    job->local[base + e] = job->hop.indices[positions[e]];
+  }
+  if (!within(job->local + base, E, job->V)) return DAMAGED;
+#ifdef PAIRS
+  for (i64 row = first; row < end; row++)
+    for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++)
+      job->edge_when[e] = job->dst_when[row];
+#endif
+  if (job->table) {
+    layout_t layout = layout_of(job->bits, job->num_times, job->seeds_before);
+    for (i64 e = base; e < base + E; e++)
+      job->edge_home[e] = (HOME)home(job->local[e], AT(job->edge_when, e), layout);
+  }
+  if (job->edges && E) memcpy(job->edges + base, positions, sizeof(i64) * E);
+  return 0;
+}
+
+// ---- relabel
+
+static void relabel_chunk(job_t *job, i64 chunk) {
+  i64 first = job->offsets[chunk * ROWS], end = job->offsets[MIN((chunk + 1) * ROWS, job->S)];
+  ID *local = job->local, *src = job->src, next = (ID)job->N;
+  const HOME *at = job->edge_home;
+  slot_t *table = job->table;
+  layout_t layout = layout_of(job->bits, job->num_times, job->seeds_before);
+  for (i64 e = first; e < end; e++) {
+    __builtin_prefetch(&table[at[MIN(e + AHEAD, end - 1)]], 1);
+    ID node = local[e], when = AT(job->edge_when, e);
+    local[e] = number_of(table, at[e], layout, job->src_when, node, when, next);
+    src[next] = node;  // if it is not new, the next node is written over it
+#ifdef PAIRS
+    job->src_when[next] = when;
+#endif
+    next += local[e] == next;
+  }
+  job->N = next;
+}
+
+// The fused part of a hop: all threads pick and gather, chunk after chunk, and this one relabels
+// behind them. The hop before has left the destinations in the table, numbered 0 .. S-1; so `src`
+// begins with them, and each id that is met for the first time is added to both. Sampling first and
+// building the block afterwards would write all edges to memory, read them again, and look up
+// destinations too. Without a table `local` stays global. -> N, or why it failed.
+i64 rb_pick(job_t *job) {
+  job->N = job->S;
+  if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
+  if (job->src_when && job->S) memcpy(job->src_when, job->dst_when, sizeof(ID) * job->S);
+  int failure = share_out(job, pick_chunk, job->table ? relabel_chunk : 0);
+  return failure ? failure : job->N;
+}
+
+// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or
+// -1. when: or null.
+i64 rb_number(slot_t *table, i64 bits, i64 num_times, const i64 *seeds_before, const ID *nodes,
+              const ID *when, i64 n) {
+  layout_t layout = layout_of(bits, num_times, seeds_before);
+  memset(table, 0xff, sizeof(slot_t) << bits);
+  for (i64 i = 0; i < n; i++) {
+    i64 ahead = MIN(i + AHEAD, n - 1);
+    __builtin_prefetch(&table[home(nodes[ahead], AT(when, ahead), layout)], 1);
+    u64 at = home(nodes[i], AT(when, i), layout);
+    if (number_of(table, at, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
+  }
+  return -1;
+}
+
+// Fewer TLB misses under random access; advice that may be ignored.
+void rb_huge_pages(void *memory, i64 bytes) {
+#ifdef MADV_HUGEPAGE
+  uintptr_t page = 4096, address = (uintptr_t)memory;
+  uintptr_t first = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE);
+#endif
+}

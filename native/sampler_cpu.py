@@ -1,0 +1,222 @@
+"""The C backend of sampler.py: samples a hop and builds its block on the CPU, compiled at first use.
+
+sampler.py says what is drawn (in C: rule.h) and what a hop consists of: degrees, prefix sum, picks, gather, relabel.
+This file says when each of these passes of sampler.c runs.
+
+The passes wait for memory, not for arithmetic. A degree is a random read of `indptr`, the id of a picked neighbour one
+of `indices`, its number one of the hash table, and in a large graph each is a cache miss. A loop that reads, waits and
+goes on has one miss in flight; the loops here ask for a cache line long before its turn (`__builtin_prefetch`, AHEAD
+edges early), so that tens of misses overlap. Most of the speed comes from that.
+
+Idle threads take the next chunk of ROWS destinations:
+
+    this thread     count 0 | count 2 | prefix sum | pick 0 | relabel 0 | pick 2    | relabel 1 | relabel 2 | pick 5 ...
+    another         count 1 | count 3 |            | pick 1      | pick 3      | pick 4      | pick 6      | pick 7 ...
+
+Counting comes first: only when it is known how many edges each row has is there a place in the block for each, and
+threads can write without asking one another. Picking a chunk includes the gather of its ids. Relabelling is fused with
+it: a chunk is relabelled while its edges are still in the cache and while the other threads pick the chunks behind it.
+
+One thread relabels, in the order of the edges, because the number of a new node is how many distinct nodes came before
+it. Hence `src_nodes` is the same for any number of threads, and the table needs neither locks nor atomics. The price:
+relabelling is somewhat less than half of the work, so a batch gains little from more than three threads. To use more
+cores, sample several batches at once, from as many Python threads.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from native import build
+
+FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
+TYPES = {
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.float32: "float",
+    torch.float64: "double",
+}
+
+
+@functools.cache
+def job_type():
+    """job_t of the C code."""
+    return build.struct_type(build.read_source("sampler.c"), "job_t")
+
+
+def load(task):
+    """Backend for a task (`sampler.Task`), or None, after one warning, where the C code cannot be compiled."""
+    weights = task.weights
+    if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
+        weights = weights.float()
+    task = task._replace(weights=weights)
+    kind = task.indices.dtype, torch.float32 if weights is None else weights.dtype
+    library = _library(*kind, False)
+    of_pairs = _library(*kind, True) if library and task.edge_times is not None else None
+    if not library:
+        return None
+    lists = None if task.edge_times is None else _lists(task.indptr, task.edge_times)
+    return Backend(task, library, lists, of_pairs and Backend(task, of_pairs, lists))
+
+
+@functools.cache
+def _library(ids, weights, pairs):
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    defines = {"ID": TYPES[ids], "HOME": "u" + TYPES[ids], "WEIGHT": TYPES[weights]}
+    source = build.read_source("sampler.c", **defines, **({"PAIRS": 1} if pairs else {}))
+    job = ctypes.POINTER(job_type())
+    signatures = {
+        "rb_count": (number, job),
+        "rb_pick": (number, job),
+        "rb_number": (number, pointer, number, number, pointer, pointer, pointer, number),
+        "rb_huge_pages": (None, pointer, number),
+    }
+    return build.load_c("sampler", source, FLAGS, signatures)
+
+
+class Backend:
+    """Calls the C code, for which ctypes releases the GIL. Working memory is as large as a batch, not as the graph."""
+
+    def __init__(self, task, library, lists=None, of_pairs=None):
+        self.task, self.library, self.lists = task, library, lists
+        self.of_pairs = of_pairs  # the Backend of batches with several times
+        self.idle = []  # working memory between batches
+        self.slots = 0  # of the table after the last batch: the next one will need about as many
+
+    def sample(self, seeds, hops, exclude=None, times=None):
+        """Sample all hops of a batch, see `sampler.TorchBackend`."""
+        excluded = {} if exclude is None else self._index(exclude)
+        if times is None:
+            return self._sample(seeds, hops, excluded)
+        times, when, counts = times.unique(return_inverse=True, return_counts=True)
+        if times.numel() < 2:
+            return self._sample(seeds, hops, excluded, times)
+        before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return self.of_pairs._sample(seeds, hops, excluded, times, when.to(seeds.dtype), before)
+
+    def _sample(self, seeds, hops, excluded, times=None, when=None, seeds_before=None):
+        """Sample a batch.
+
+        Args:
+            times: the batch's, each once, or None. Where there are several:
+            when: [S] number of each seed's time. seeds_before: how many seeds have an earlier time, of each and the end.
+        """
+        try:
+            work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
+        except IndexError:
+            work = WorkingMemory(self.library, seeds.dtype)
+        work.times, work.seeds_before = times, seeds_before
+        if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
+            return None
+        src, src_times, blocks = seeds, None, []
+        for hop in hops:
+            *fields, when = self._hop(work, src, when, hop, excluded)
+            src = fields[2]
+            if times is not None:
+                one = when is None
+                src_times = times.expand(src.numel()) if one else times.index_select(0, when)
+            blocks.append((*fields, src_times))
+        self.slots = work.slots
+        self.idle.append(work)
+        return blocks
+
+    def _index(self, exclude):
+        """Fields of a job for excluded edges int64 [X], ascending."""
+        M = self.task.indices.numel()
+        # about eight times as many pieces as edges
+        shift = max(0, M.bit_length() - (8 * exclude.numel()).bit_length())
+        counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
+        before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        index = {"excluded": exclude, "excluded_before": before}
+        return {**index, "num_excluded": exclude.numel(), "shift": shift}
+
+    def _hop(self, work, dst, when, hop, excluded):
+        """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources.
+
+        when: [S] numbers of their times in work.times, or None; the last field returned are those of the sources.
+        """
+        task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
+        offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
+        graph = dict(indptr=task.indptr, indices=task.indices, weights=task.weights, V=V)
+        rule = dict(rule=task.rule_number, k=hop.k, key=hop.key)
+        job = build.fill(job_type()(), **graph, **rule, M=task.indices.numel(), **excluded, S=S)
+        build.fill(job, dst=dst, start=start, degree=degree, offsets=offsets, gap=gap)
+        build.fill(job, num_gaps=num_gaps, threads=task.threads or torch.get_num_threads())
+        if work.times is not None:
+            times = dict(times=work.times, num_times=work.times.numel(), strict=task.strict)
+            before = None if when is None else work.seeds_before
+            edges = dict(edge_times=task.edge_times, lists=self.lists)
+            build.fill(job, **times, **edges, dst_when=when, seeds_before=before)
+        E = self._checked(self.library.rb_count(job), S)
+        if E > torch.iinfo(dst.dtype).max:
+            many = f"this hop has {E} edges, too many for {dst.dtype} blocks"
+            raise ValueError(f"{many}; use smaller batches or fanouts")
+
+        local, src, src_when = dst.new_empty(E), dst, when
+        edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
+        edge_when = None if when is None else dst.new_empty(E)
+        build.fill(job, local=local, edges=edges, edge_when=edge_when)
+        if hop.relabel:
+            most = min(S + E, V if when is None else V * len(work.times))
+            slots = (2 if when is None else 4) * most  # half full, or less, it is quickly searched
+            if work.slots < slots:
+                work.number(dst, when, slots)
+            src, homes = dst.new_empty(S + E + 1), dst.new_empty(E)
+            src_when = None if when is None else dst.new_empty(S + E + 1)
+            table = dict(table=work.table, bits=work.bits, edge_home=homes)
+            build.fill(job, src=src, src_when=src_when, **table)
+        N = self._checked(self.library.rb_pick(job), S)
+        return offsets, local, src[:N], edges, None if when is None else src_when[:N]
+
+    @staticmethod
+    def _checked(result, S):
+        """What the C code returned, unless it says that it failed."""
+        if result == -1:
+            raise MemoryError(f"no memory to sample a hop of {S} nodes")
+        if result < 0:
+            raise IndexError("a list in indptr or a node in indices lies outside of the graph")
+        return result
+
+
+def _lists(indptr, edge_times):
+    """Where each list begins, and the time of its last edge, side by side: one cache miss -> int64 [V+1, 2].
+
+    The second number means nothing for a list without edges, or outside of the graph.
+    """
+    lists = indptr.new_zeros(indptr.numel(), 2)
+    lists[:, 0] = indptr
+    if edge_times.numel():
+        lists[:-1, 1] = edge_times[(indptr[1:] - 1).clamp_(0, edge_times.numel() - 1)]
+    return lists
+
+
+class WorkingMemory:
+    """What a batch works in, kept for the next one: the table of numbers, and four numbers of every row."""
+
+    def __init__(self, library, dtype):
+        self.library, self.bits, self.slot_bytes = library, 0, 2 * dtype.itemsize
+        self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
+        self.times = self.seeds_before = None  # of the batch, see `Backend._sample`
+        self.of_rows = torch.empty(4, 0, dtype=torch.int64)
+
+    @property
+    def slots(self):
+        """Slots of the table in use, a power of two."""
+        return 1 << self.bits
+
+    def rows(self, S):
+        """Room for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
+        if self.of_rows.shape[1] < S:
+            self.of_rows = torch.empty(4, S + S // 8, dtype=torch.int64)
+        return self.of_rows
+
+    def number(self, nodes, when, slots):
+        """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""
+        self.bits = min(max(4, (slots - 1).bit_length()), 4 * self.slot_bytes)  # the bits of a HOME
+        if self.table.nbytes < self.slots * self.slot_bytes:
+            self.table = self.table.new_empty(self.slots * self.slot_bytes)
+            self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)
+        of = nodes.data_ptr(), None if when is None else when.data_ptr(), nodes.numel()
+        times = (0, None) if when is None else (self.times.numel(), self.seeds_before.data_ptr())
+        return self.library.rb_number(self.table.data_ptr(), self.bits, *times, *of) < 0

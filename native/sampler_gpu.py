@@ -1,0 +1,412 @@
+"""The CUDA backend of sampler.py: kernels (sampler.cu), and batches that wait for the GPU once.
+
+A batch of three hops is eleven launches, nine where the outermost hop keeps global ids:
+
+    begin    seeds take the first positions; the edges of the batch have the next ones, hop after hop
+    pick     (a thread a row) edges drawn, their nodes read; each edge bids its position for its node, in a table [V]:
+             the smallest stays (atomicMin), where the node appears first, whatever the order of threads
+    mark     (a thread 32 edges) which edges won
+    number   nodes whose edge won are the next source nodes, numbered in the order of positions
+    finish   every edge of the batch reads the number of its node
+
+LABOR and weighted draws, and batches with excluded edges, have one more, `count`, before `pick`. Prefix sums take no
+extra pass: a thread that writes a count also adds it to the sums of 64 and of 4,096 counts, so a prefix is the
+sum of some 200 numbers. Positions are offset downward from batch to batch: what an earlier batch left in the table is
+larger than any bid of this one, so that nothing has to be cleaned.
+
+Where edges have times, a source is a pair of a node and a time. Pairs bid in a hash table, in which each takes a slot
+by atomicCAS; which slot depends on the order of threads, who wins there does not. Such batches have `count` too.
+
+All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
+(fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
+Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
+
+    frame = backend.frame(1024, hops=2)   # blocks and sizes that stay where they are
+    frame.aggregate(features, x)          # the third hop in one kernel: neighbours drawn and averaged, never written
+    with torch.cuda.graph(graph):
+        frame.start()
+    frame.fill(seeds, step)
+    graph.replay()
+    frame.trouble                         # not 0, when that is done: make the batch by `sample` instead
+"""
+
+import ctypes
+import functools
+from itertools import accumulate
+
+import torch
+
+from native import build
+
+COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
+ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come
+NONE = 2**31 - 64  # in the table: larger than any position, and 32 more are an int
+REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # what may be wrong with a batch or the graph
+REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
+AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
+LANES = 8  # threads of a row there: 8 x 16 bytes are the lines that memory is read by
+IDS = {torch.int32: "int", torch.int64: "i64"}
+ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
+
+
+def source(file, ids, **defines):
+    """CUDA source for node ids of a dtype."""
+    return build.read_source(file, ID=IDS[ids], WEIGHT="double", **defines)
+
+
+def aggregate_source(ids, k, features, out):
+    """CUDA source of pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (source, columns at once)."""
+    aligned = not (features.data_ptr() | out.data_ptr()) % 16
+    vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
+    types = {"IN": ROWS[features.dtype], "OUT": ROWS[out.dtype], "VEC": vec, "LANES": LANES, "K": k}
+    return source("aggregate.cu", ids, **types), vec
+
+
+@functools.cache
+def structs():
+    """batch_t and part_t of C."""
+    text = build.read_source("batch.h")
+    return build.struct_type(text, "batch_t"), build.struct_type(text, "part_t")
+
+
+def load(task, fanouts, seed):
+    """A Backend for a graph that a GPU can read; None, after one warning, where kernels cannot be compiled."""
+    compiled = functools.partial(build.load_cuda, device=task.indices.device)
+    backend = Backend(task, fanouts, seed, compiled)
+    return backend if backend.kernels else None
+
+
+class Backend:
+    """Samples batches on a GPU. Concurrent calls, on different streams, do not wait for each other: each has its own
+    `Frame`, which keeps 4 bytes for each node of the graph.
+
+    Args:
+        task: indptr, indices, weights, edge_times, strict, one_draw, rule, edge_ids; see `Task` of sampler.py.
+        fanouts: list of k, from the seeds outward.
+        seed: int.
+        compiled: function of a name and CUDA source -> build.Kernels or None.
+    """
+
+    def __init__(self, task, fanouts, seed, compiled):
+        self.task, self.fanouts, self.seed, self.compiled = task, fanouts, seed, compiled
+        self.kernels = compiled("sampler", source("sampler.cu", task.indices.dtype))
+        self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
+        self.timed = task.edge_times is not None
+        self.weights = None if task.weights is None else task.weights.double()
+        # edges of a hop that asked for more room than it was given, and some more
+        self.most = [0] * len(fanouts)
+        self.resting = []  # frames; pop and append are atomic
+
+    def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
+        """Sample the neighbourhood of seeds.
+
+        Args:
+            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not.
+            step: int.
+            relabel_outer: False leaves global ids in the outermost hop.
+            exclude: int64 [X] edges, ascending, on the GPU, or None.
+            times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
+
+        Returns:
+            [(indptr, indices, src_nodes, edge_ids or None, src_times or None)] for each hop, from the seeds outward, in
+            memory that they share, of the current stream. None where a seed is not a node or is repeated.
+        """
+        if not seeds.numel():
+            return [self._nothing() for _ in self.fanouts]
+        if not self.num_nodes:
+            return None
+        with self.kernels.current():
+            try:
+                frame = self.resting.pop()
+            except IndexError:
+                frame = Frame(self)
+            # a hop asks for its room once those before it fit
+            for _ in range(len(self.fanouts) + 2):
+                frame.fit(*self.shapes(seeds.numel()), relabel_outer, exclude is not None)
+                frame.make_blocks()
+                frame.fill(seeds, step, exclude, times)
+                frame.start()
+                self.kernels.wait()
+                trouble = frame.trouble
+                if trouble & DAMAGED:
+                    raise IndexError(
+                        "the graph is damaged: a list in indptr or a node in indices lies outside of it"
+                    )
+                if trouble != FULL:
+                    break
+                for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
+                    if wanted > part.places:
+                        self.most[hop] = max(self.most[hop], wanted + wanted // 4)
+            else:
+                raise RuntimeError(
+                    f"a batch of {seeds.numel()} seeds asked for more room {len(self.fanouts) + 2} times, at last "
+                    f"for {frame.wanted} edges a hop where {[part.places for part in frame.parts]} fit: the "
+                    "kernels of the sampler do not repeat what they draw; NeighborSampler(backend='torch') does"
+                )
+            blocks = None if trouble else frame.cut()
+            frame.memory = frame.edges = frame.times = None  # the blocks'
+            # idle: the GPU is done with it, whatever stream the next batch is on
+            self.resting.append(frame)
+        return blocks
+
+    def _nothing(self):
+        none = self.task.indices.new_empty(0)
+        long = none.long()
+        ids, times = long if self.task.edge_ids else None, long if self.timed else None
+        return none.new_zeros(1), none, none, ids, times
+
+    def shapes(self, S):
+        """Room for a batch of S seeds -> (source nodes of each hop [L + 1], the seeds first; edges of each hop [L])."""
+        rows, places = [S], []
+        for k, most in zip(self.fanouts, self.most):
+            again = rows[-1] if self.timed else 1  # at another time a node takes its edges again
+            room = rows[-1] * k if self.task.rule == "replace" else self.num_edges * again
+            known = k > 0 and self.task.rule != "labor"
+            if known:
+                room = min(room, rows[-1] * k)
+            if not known or room > ROOM:
+                usual = k if k > 0 else self.num_edges / self.num_nodes
+                room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
+            places.append(max(room, 1))
+            sources = rows[-1] + places[-1]
+            rows.append(sources if self.timed else min(sources, self.num_nodes))
+        if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # a slot is an int, too
+            raise ValueError(
+                f"a batch of up to {sum(places)} edges is too large for the kernels; use smaller batches"
+            )
+        return rows, places
+
+    def frame(self, batch_size, hops=None, rows=None, places=None):
+        """A Frame for batches of up to `batch_size` seeds, whose blocks stay where they are.
+
+        Args:
+            hops: how many, from the seeds outward; all when None.
+            rows, places: room for source nodes [hops + 1], the seeds first, and for edges [hops] of each hop; for as
+                many as are possible when None.
+        """
+        hops, shapes = hops or len(self.fanouts), self.shapes(batch_size)
+        with self.kernels.current():
+            frame = Frame(self)
+            frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
+            frame.make_blocks()
+            frame.memory.zero_()  # ids in the padding are ids of nodes
+        return frame
+
+
+class Frame:
+    """The memory that a batch is sampled in and the launches that do it, for one batch at a time.
+
+    Attributes:
+        given: int64 [3 + S] page-locked: step, S, the offset of positions, seeds. input: the same on the GPU.
+        sizes: int64 [3 + 5 L] on the GPU: trouble, S, then E and N of each hop; the rest see batch_t.
+        memory: what the blocks of the batch lie in.
+    """
+
+    def __init__(self, backend):
+        task, L = backend.task, len(backend.fanouts)
+        self.backend, self.ids, self.kernels = backend, task.indices, backend.kernels
+        self.shape, self.kept, self.base = None, {}, 0
+        batch_t, part_t = structs()
+        self.batch = batch_t()
+        self.parts = [part_t(hop, k) for hop, k in enumerate(backend.fanouts)]
+        self.table = self.ids.new_empty(
+            0 if backend.timed else backend.num_nodes, dtype=torch.int32
+        )
+        self.pairs = self.ids.new_empty(0, dtype=torch.int64)
+        self.sizes, self.keys = self._integers(3 + 5 * L), self._integers(L)
+        self.read = self._integers(3 + 5 * L, pinned=True)
+        self.told = (ctypes.c_int64 * (3 + 5 * L)).from_address(self.read.data_ptr())
+        graph = dict(indptr=task.indptr, indices=task.indices, weights=backend.weights)
+        graph |= dict(V=backend.num_nodes, M=backend.num_edges, edge_times=task.edge_times)
+        rule = dict(rule=task.rule_number, one_draw=task.one_draw, strict=task.strict)
+        build.fill(self.batch, **graph, **rule, seed=backend.seed & (2**64 - 1))
+        parts = dict(sizes=0, wanted=2 + 2 * L, first=2 + 4 * L, damaged=2 + 5 * L)
+        parts = {name: self.sizes.data_ptr() + 8 * at for name, at in parts.items()}
+        build.fill(self.batch, table=self.table, keys=self.keys, **parts)
+
+    def _integers(self, n, pinned=False):
+        """int64 zeros, on the GPU or in page-locked memory."""
+        device = "cpu" if pinned else self.ids.device
+        pinned = pinned and self.ids.is_cuda
+        return torch.zeros(n, dtype=torch.int64, device=device, pin_memory=pinned)
+
+    def _room(self, name, n, dtype=torch.int32):
+        """Pointer to memory of n numbers, zero at first, that is kept for the next batches."""
+        kept = self.kept.get(name)
+        if kept is None or kept.numel() < n:
+            self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
+        return kept.data_ptr()
+
+    def fit(self, rows, places, relabel_outer, excludes=False):
+        """Make room for source nodes and edges of these numbers, see `Backend.shapes`."""
+        if self.shape == (rows, places, relabel_outer, excludes):
+            return
+        self.shape = rows, places, relabel_outer, excludes
+        S, task, b, hops = rows[0], self.backend.task, self.batch, len(places)
+        self.counted = task.rule in COUNTED and not excludes and not self.backend.timed
+        words = [-(-n // 32) for n in places]
+        first = list(accumulate(places, initial=S))
+        self.positions = first[-1]
+        b.number, b.count = self._room("number", self.positions), self._room("count", max(rows))
+        b.won, b.wins = self._room("won", max(words)), self._room("wins", max(words))
+        if task.rule == "weighted":
+            b.best = self._room("best", self.positions, torch.float64)
+        lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
+        *sums, num_sums = accumulate(lengths, initial=0)
+        pointer = self._room("sums", num_sums, torch.int64)
+        for hop, part in enumerate(self.parts[:hops]):
+            part.relabel = relabel_outer or hop + 1 < len(self.parts)
+            part.places, part.words, part.first = places[hop], words[hop], first[hop]
+            part.row_sums, part.word_sums = (pointer + 8 * at for at in sums[2 * hop : 2 * hop + 2])
+        for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
+            part.rows, part.next_rows = n, sources
+        if self.backend.timed:
+            b.group, b.slots = (
+                self._room("group", max(rows)),
+                1 << (2 * self.positions).bit_length(),
+            )
+            if self.pairs.numel() < b.slots:
+                self.pairs, self.base = self.pairs.new_empty(b.slots), 0
+                self.table = self.table.new_empty(b.slots)
+                build.fill(b, pairs=self.pairs, table=self.table)
+        self.sent = 3 + (3 * S if self.backend.timed else S)
+        self.given, self.input = self._integers(self.sent, pinned=True), self._integers(self.sent)
+        self.header = (ctypes.c_int64 * 3).from_address(self.given.data_ptr())
+        b.input = self.input.data_ptr()
+        self.steps = list(self._steps(hops, pointer, num_sums))
+
+    def _steps(self, hops, sums, num_sums):
+        """(launch, number of threads) one after the other."""
+        prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
+        begin = prepare("begin", b, parts[0], len(self.parts), int(self.counted))
+        yield begin, max(parts[0].rows, len(self.parts))
+        for part, following in zip(parts, [*parts[1:], None]):
+            if not self.counted:
+                yield prepare("count", b, part), part.rows
+            if self._in_registers(part.k):
+                kernel = f"pick_{next(k for k in REGISTERS if k >= part.k)}"
+                yield prepare(kernel, b, part), part.rows + 1
+            else:
+                yield prepare("pick", b, part), part.rows + 1
+                yield prepare("claim", b, part), part.places
+            if part.relabel:
+                yield prepare("mark", b, part), part.words
+                counts = int(self.counted and following is not None)
+                number = prepare("number", b, part, following or part, counts)
+                yield number, max(32 * part.words, part.rows)
+        hops = sum(part.relabel for part in parts)
+        end = parts[hops].first if hops < len(parts) else self.positions
+        yield prepare("finish", b, hops, parts[0].first, end, sums, num_sums), max(end, num_sums)
+
+    def _in_registers(self, k):
+        return self.counted and 0 < k <= REGISTERS[-1]
+
+    def make_blocks(self):
+        """Take memory for the blocks of a batch."""
+        (rows, places, *_), b, task = self.shape, self.batch, self.backend.task
+        parts = self.parts[: len(places)]
+        # in `memory` lie src, local, and
+        self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
+        sizes = (n + 1 for n in rows[: len(places)])
+        self.offsets = list(accumulate(sizes, initial=self.local + self.positions))
+        self.memory, self.edges, self.times = self.ids.new_empty(self.offsets.pop()), None, None
+        pointer, size = self.memory.data_ptr(), self.memory.element_size()
+        b.src, b.local, b.edges = pointer, pointer + size * self.local, None
+        if task.edge_ids or not all(self._in_registers(part.k) for part in parts):
+            self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
+            b.edges = self.edges.data_ptr()
+        if self.backend.timed:
+            self.times = self.ids.new_empty(self.local, dtype=torch.int64)
+            b.src_times = self.times.data_ptr()
+        for part, at in zip(parts, self.offsets):
+            part.offsets = pointer + size * at
+
+    def cut(self, sizes=None):
+        """The blocks of a finished batch, or, with sizes (S, then E and N of each hop), of that size."""
+        sizes = sizes or self.told[1 : 2 + 2 * len(self.parts)]
+        memory, N, blocks = self.memory, sizes[0], []
+        for part, at, E, more in zip(self.parts, self.offsets, sizes[1::2], sizes[2::2]):
+            indptr = memory.narrow(0, at, N + 1)
+            indices = memory.narrow(0, self.local + part.first, E)
+            N = more if part.relabel else N
+            edge_ids = self.edges.narrow(0, part.first, E) if self.backend.task.edge_ids else None
+            src_times = self.times.narrow(0, 0, N) if self.backend.timed else None
+            blocks.append((indptr, indices, memory.narrow(0, 0, N), edge_ids, src_times))
+        return blocks
+
+    @property
+    def blocks(self):
+        """The blocks with their padding, from the seeds outward.
+
+        [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None, src_times or None)].
+        Rows beyond the destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
+        """
+        rows, places, *_ = self.shape
+        return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])
+
+    def fill(self, seeds, step, exclude=None, times=None):
+        """Say what to sample; the batch before it, and its copy to the GPU, are done."""
+        self.excluded = exclude  # kept until the next batch
+        self.batch.excluded = None if exclude is None else exclude.data_ptr()
+        self.batch.num_excluded = 0 if exclude is None else exclude.numel()
+        if self.base < self.positions:  # the table has been used up, or never
+            self.table.fill_(NONE)
+            self.base = NONE
+        self.base -= self.positions
+        S = seeds.numel()
+        self.header[0], self.header[1], self.header[2] = step, S, self.base
+        if times is not None:
+            values, group = times.cpu().unique(return_inverse=True)
+            end = 3 + 2 * S + len(values)
+            self.given[3:end].copy_(torch.cat([seeds.cpu().long(), group, values]))
+            self.sent = end
+        elif seeds.is_cuda:
+            self.input[3 : 3 + S].copy_(seeds)
+            self.sent = 3
+        else:
+            self.given[3 : 3 + S].copy_(seeds)
+            self.sent = len(self.given)
+
+    def start(self):
+        """Start what makes a batch, on the current stream; a CUDA graph can capture it, for seeds from the CPU."""
+        self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
+        if self.backend.timed:
+            self.pairs.fill_(-1)
+        stream = self.kernels.stream()
+        for launch, threads in self.steps:
+            launch(threads, stream)
+        self.read.copy_(self.sizes, non_blocking=True)
+
+    @property
+    def trouble(self):
+        """What is wrong with the batch that is done: 0, or some of REPEATED, UNKNOWN, FULL, DAMAGED."""
+        return self.told[0] | (DAMAGED if self.told[-1] else 0)
+
+    @property
+    def wanted(self):
+        """How many edges each hop asked room for."""
+        L = len(self.parts)
+        return self.told[2 + 2 * L : 2 + 4 * L : 2]
+
+    def aggregate(self, features, out):
+        """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or
+        without.
+
+        Args:
+            features: float32 or bfloat16 [V, F].
+            out: float32 or bfloat16 [rows, 2F], rows being the room for its destinations: their own rows beside the
+                mean of their neighbours', added up in the order of the edges, as `self_and_mean` of native/layers.py does; zero
+                beyond the last.
+
+        Returns:
+            False, after a warning, where the kernel cannot be compiled.
+        """
+        part, task = self.parts[len(self.shape[1])], self.backend.task
+        text, vec = aggregate_source(task.indices.dtype, part.k, features, out)
+        kernels = self.backend.compiled("outermost-hop", text)
+        if kernels:
+            rows = features, features.shape[1] // vec, out
+            launch = kernels.prepare("pick_aggregate", self.batch, part, *rows)
+            self.steps.append((launch, LANES * part.rows))
+            self.aggregated = features, out  # their memory is read and written at every start
+        return kernels is not None

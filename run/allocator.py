@@ -1,0 +1,87 @@
+"""What a process sets before it imports torch, and glibc's memory: how much it keeps, when it gives it back.
+
+Nothing happens on import. `before_torch` and `end_with_torchrun` run before torch is imported, so this file imports the
+standard library only.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def end_with_torchrun():
+    """Under torchrun, have the kernel kill this rank when its agent dies, from the first line on: importing torch takes
+    seconds."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if orphaned():
+            os._exit(1)
+
+
+def orphaned():
+    """Whether the parent is process 1, which adopts orphans, and is not Python: in a container it may be torchrun."""
+    if os.getppid() != 1:
+        return False
+    program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
+    return not os.path.basename(program).startswith(b"python")
+
+
+def before_torch():
+    """Set variables that torch and oneDNN read when loaded, unless the user has; spawned ranks inherit them."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    # growing segments need NVIDIA's libnvidia-ml: without it torch 2.13 crashes
+    if not {*names} & set(os.environ) and _loads("libnvidia-ml.so.1"):
+        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+    # products compiled for one batch's size are not cached, see linear() in model.py; the second cannot be 0
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
+
+
+def _loads(library):
+    try:
+        return bool(ctypes.CDLL(library))
+    except OSError:
+        return False
+
+
+def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
+    """Make glibc keep freed memory up to this many bytes: a fresh large tensor costs more in page faults than in work.
+
+    Returns:
+        True where there is a glibc to tell.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(-3, mmap_threshold) and mallopt(-1, trim_threshold))
+
+
+def announce(ranks, args):
+    """Keep freed memory where --allocator is tuned, and say in a line what was set."""
+    said = "left alone"
+    if args.allocator == "tuned" and ranks.gpus:
+        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
+    elif args.allocator == "tuned":
+        said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
+    if ranks.leads:
+        print(f"memory  allocator: {said}; --allocator system leaves it alone")
+
+
+def trim_memory(level):
+    """Return freed heap pages to the system once the process has grown by 4 %: batches of different sizes leave gaps
+    between live blocks, and the gaps add up over the epochs.
+
+    Args:
+        level: resident bytes to compare with; 0 the first time.
+
+    Returns:
+        The level for the next call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is None:
+        return 0
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    if level and resident > 1.04 * level:
+        trim(0)
+    return level or resident

@@ -1,0 +1,324 @@
+"""Checkpoints: a run's exact state in one atomically written file, checked before it is used.
+
+    model = load_model("run.pt")                     # the trained network, in eval mode
+    state = read_checkpoint("run.pt")                # all that is in the file, as a dict
+
+Sampling and dropout are functions of --seed and the step, the learning rate of the epoch: no generator and no schedule
+has a state. Kept are weights, optimizer moments, the best epoch of --early-stop and the step. On resume, flags are
+
+    FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME is typed again, since code runs only
+                where it is named; a changed file is reported. --edge-split may differ where --predict only predicts
+    KEPT        the checkpoint's unless typed again, which takes effect from the next epoch on, the cosine over all of
+                --epochs. --batch-size x --accumulate x processes stays the same. --dataset: any path to the same
+                graph, or any graph of the same widths where --predict only predicts
+    all others  this command's own: where it runs, what it writes
+
+A graph is recognised by the SHA-256 of its files in meta.json, not by its path. An LMDB file may change by design:
+once it has, it is no longer compared.
+
+A checkpoint may come from a stranger. Its pickle names tensors and dicts alone; its flags pass through the parser of the
+command line, none names code or a file to write; the network they describe is compared with the tensors before either
+takes memory.
+"""
+
+import io
+import pickletools
+import re
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from disk.files import DTYPES, StoreError, write_whole
+from model import EDGE_CONVS
+from run.flags import check_values, checkpoint_to_resume, fill_in, make_parser, spelled, text_of
+from run.own_model import is_own
+from tasks.graph import GraphTask
+from tasks.link import LinkTask
+from tasks.node import NodeTask
+
+FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
+input_dropout sampler layer_dependency batch_dependency temporal seed split metric edge_split scorer
+negatives negatives_by unchecked_negatives link_loss""".split()
+KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
+weights precision checkpoint_activations""".split()
+TASKS = {"node": NodeTask, "link": LinkTask, "graph": GraphTask}
+# the only names a pickle may contain
+HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
+
+
+def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
+    """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
+    graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
+    graph["path"] = str(Path(store.path).absolute())
+    graph["files"] = {name: record.get("sha256") for name, record in store.meta["files"].items()}
+    state = {
+        "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
+        "total_batch": args.total_batch,
+        "graph": graph,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict()["state"],
+        "best": best,
+        "epoch": epoch,
+        "step": step,
+        "code": getattr(model, "digest", None),
+    }
+    write_whole(path, lambda file: torch.save(state, file))
+
+
+def load_model(path, model=None):
+    """The network in a checkpoint, in eval mode, with its weights, or the best epoch's where --early-stop kept them.
+
+    `inference(model, indptr, indices, x)` of model.py gives the logits of all nodes. Your own model is passed as
+    the nn.Module to load the weights into: a checkpoint names no code to be run.
+
+    Raises:
+        StoreError: for a file that is no checkpoint, or not one of this model.
+    """
+    state = read_checkpoint(path)
+    if model is None and is_own(state["flags"]["model"]):
+        raise StoreError(
+            f"{path} holds weights of {state['flags']['model']}: build it and give it as `model`"
+        )
+    model = (
+        build_network(SimpleNamespace(**state["flags"]), state["graph"]) if model is None else model
+    )
+    load_weights(model, state["best"]["model"] or state["model"], path)
+    return model.eval()
+
+
+def build_network(args, widths, own=None):
+    """The network of the flags, or a user's `own`, with initial weights, for a graph of these widths (a dict)."""
+    return TASKS[args.task].network(args, widths, own)
+
+
+def load_weights(model, weights, path):
+    """Put the weights of the checkpoint `path` into a network; StoreError where they are not its own."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise StoreError(
+            f"checkpoint {path} does not fit the model: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def read_checkpoint(path, data=None):
+    """Read a checkpoint (or its bytes) and check everything in it -> dict with flags, total_batch, graph, model,
+    optimizer, best, epoch and step; tensors on the CPU.
+
+    Raises:
+        StoreError: where it is damaged, forged or no checkpoint.
+    """
+    try:
+        data = Path(path).read_bytes() if data is None else data
+        state = torch.load(checked_archive(data), map_location="cpu", weights_only=True)
+        check_state(state)
+    except Exception as error:  # of a dozen types; torch.load asserts as well
+        said = (str(error) or repr(error)).splitlines()[0]
+        raise StoreError(f"{path} is not a checkpoint of train.py: {said[:300]}") from error
+    return state
+
+
+def checked_archive(data):
+    """The entries of a ZIP file, written anew -> file object; torch, which finds them by other rules than zipfile and
+    ignores checksums, reads what was checked. Raises unless they are whole, not compressed, and pickle only tensors and
+    dicts."""
+    copy = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(copy, "w") as checked:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries.values())
+        size = sum(entry.file_size for entry in archive.infolist())
+        if not stored or len(entries) < len(archive.infolist()) or size > len(data):
+            raise ValueError("its entries are compressed, repeated or larger than the file")
+        for name, entry in entries.items():
+            content = archive.read(entry)  # compares the checksum
+            for operation, named, _ in pickletools.genops(content) if name.endswith(".pkl") else ():
+                if operation.name == "GLOBAL" and not re.fullmatch(HARMLESS, named):
+                    raise ValueError(f"it names {named!r}")
+            checked.writestr(name, content)
+    copy.seek(0)
+    return copy
+
+
+def check_state(state):
+    """Raise unless everything in a checkpoint has its type and the tensors are those of the network it describes."""
+    flags, graph, best, weights = (state[name] for name in ("flags", "graph", "best", "model"))
+    check_flags(flags)
+    widths = [graph[name] for name in TASKS[flags["task"]].widths]
+    counts = [state["epoch"], state["step"], state["total_batch"], best["epoch"]]
+    counts += [width for width in widths if width not in DTYPES]
+    if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
+        raise ValueError("one of its numbers is none")
+    words = [graph["path"], *graph["files"], *filter(None, graph["files"].values())]
+    if not all(type(word) is str and word.isprintable() for word in words):
+        raise ValueError("its graph has no name")
+    moments = [tensor for of in state["optimizer"].values() for tensor in of.values()]
+    tensors = [*moments, *weights.values(), *(best["model"] or {}).values()]
+    if type(best["score"]) is not float or not all(type(t) is torch.Tensor for t in tensors):
+        raise ValueError("what should be a number or a tensor is none")
+    if flags["num_layers"] > len(weights):
+        raise ValueError(f"it has {len(weights)} tensors of {flags['num_layers']} layers")
+    if not is_own(flags["model"]):
+        with torch.device("meta"):  # without memory, whatever the sizes
+            compare(weights, build_network(SimpleNamespace(**flags), graph).state_dict())
+    if best["model"] is not None:
+        compare(best["model"], weights)
+
+
+def check_flags(saved):
+    """Raise unless these are the flags that a checkpoint keeps, with values that can be typed."""
+    # checkpoints written before these two existed lack them
+    if {*saved, "drop_duplicates", "weights"} != {*FIXED, *KEPT}:
+        raise ValueError("some of its flags are missing or unknown")
+    saved.setdefault("weights", "best" if saved["early_stop"] else "last")
+    words = []
+    for name, value in saved.items():
+        parts = value if type(value) is list else [value]
+        if not all(part is None or type(part) in (bool, int, float, str) for part in parts):
+            raise ValueError(f"its {spelled(name)} is no value of a flag")
+        if name == "residual" and value is False:
+            words.append("--no-residual")
+        elif value is not None and value is not False:
+            words.append(spelled(name) + ("" if value is True else f"={text_of(value)}"))
+    if len(" ".join(words)) > 8192 or not " ".join(words).isprintable():
+        raise ValueError("its flags cannot be typed")
+
+    def refuse(message):
+        raise ValueError(f"among its flags, {message}")
+
+    parser = make_parser()
+    parser.error = refuse
+    args = parser.parse_args(words)
+    fill_in(args)
+    check_values(parser, args)
+    for name, value in saved.items():
+        if getattr(args, name) != value:
+            refuse(f"{spelled(name)} {text_of(value)} is no value that the command line accepts")
+
+
+def compare(tensors, expected):
+    """Raise unless two dicts of tensors have the same names, shapes and kinds of numbers."""
+    kinds, needed = (
+        {name: (t.shape, t.is_floating_point()) for name, t in of.items()}
+        for of in (tensors, expected)
+    )
+    if kinds != needed:
+        different = [name for name in kinds.keys() | needed if kinds.get(name) != needed.get(name)]
+        raise ValueError(f"its flags describe another network: {different[0]!r} differs")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# resuming
+
+
+def complete(args):
+    """Fill in the flags kept in the checkpoint to resume, if there is one."""
+    if path := checkpoint_to_resume(args):
+        adopt(args, read_checkpoint(path), path)
+
+
+def adopt(args, state, path):
+    """Take the flags of a checkpoint that were not typed; refuse another value of a fixed one."""
+    for name, value in state["flags"].items():
+        typed = getattr(args, name)
+        free = is_own(typed) and is_own(value) or name == "edge_split" and not args.trains
+        if name not in args.typed:
+            setattr(args, name, value)
+        elif name in FIXED and typed != value and not free:
+            raise StoreError(
+                f"checkpoint {path} was made with {spelled(name)} {text_of(value)}, this run has "
+                f"{text_of(typed)}"
+            )
+    if is_own(args.model) and "model" not in args.typed:
+        raise StoreError(
+            f"checkpoint {path} holds weights of {args.model}: give --model FILE.py:NAME, to be run"
+        )
+    if "dataset" not in args.typed and Path(state["graph"]["path"], "meta.json").is_file():
+        args.dataset = state["graph"]["path"]  # whatever --root is
+        for name in {"symmetrize", "drop_duplicates"}.difference(args.typed):
+            setattr(args, name, False)  # that store has been built with them
+    if not args.trains:
+        args.early_stop = None
+
+
+def common_state(ranks, args):
+    """The state to resume, the same on all ranks, whose flags are adopted -> (state, path), or (None, None).
+
+    Machines need not share a disk: the rank with the most advanced file broadcasts it.
+    """
+    path = checkpoint_to_resume(args)
+    state = read_checkpoint(path) if path else None
+    progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
+    if max(progress) < 0:
+        return None, None
+    path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
+    if ranks.world > 1:
+        data = Path(path).read_bytes() if ranks.rank == source else None
+        state = read_checkpoint(path, ranks.broadcast(data, source))
+    adopt(args, state, path)
+    return state, path
+
+
+def check_graph(state, path, args, store):
+    """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
+    graph of the same widths will do, and one in which some classes do not occur."""
+    blind = args.task != "graph" and args.model not in EDGE_CONVS
+    for name in (name for name in TASKS[args.task].widths if not (blind and name == "edge_dim")):
+        there, was = store.meta.get(name, 0), state["graph"][name]
+        if there != was and (args.trains or name != "num_classes" or there > was):
+            raise StoreError(
+                f"checkpoint {path} was trained on a graph with {name} {was}, {store.path} has {there}"
+            )
+    if not args.trains:
+        return
+    files = {name: record.get("sha256") for name, record in store.meta["files"].items()}
+    was = state["graph"]["files"]
+    if changed := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
+        raise StoreError(
+            f"checkpoint {path} was made with other data: {', '.join(changed)} in {store.path} is not the "
+            "same; give the graph it was trained on, or another --checkpoint to start anew"
+        )
+    if state["total_batch"] != args.total_batch:
+        batch = state["total_batch"] * args.batch_size // args.total_batch
+        raise StoreError(
+            f"checkpoint {path} was made with --batch-size x --accumulate x processes = "
+            f"{state['total_batch']}, this run has {args.total_batch}; give --batch-size {batch}"
+        )
+    if state["step"] > args.steps:
+        raise StoreError(
+            f"checkpoint {path} is damaged: it has done {state['step']} of {args.steps} steps of an epoch"
+        )
+
+
+def restore(state, path, ranks, args, model, optimizer, best):
+    """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
+    load_weights(model, state["model"], path)
+    if ranks.leads and is_own(args.model) and str(state.get("code")) != model.digest:
+        print(f"model   {args.model} is not the text that the checkpoint was made with")
+    if args.trains:
+        saved = state["flags"]
+        changed = [n for n in KEPT if n in args.typed and getattr(args, n) != saved.get(n, False)]
+        if changed and ranks.leads:
+            changes = (
+                f"{spelled(n)[2:]} {saved.get(n, False)} -> {getattr(args, n)}" for n in changed
+            )
+            print(f"changed  {', '.join(changes)}")
+        parameters = dict(enumerate(model.parameters()))
+        for number, moments in state["optimizer"].items():
+            shape = parameters[number].shape if number in parameters else None
+            shapes = {name: value.shape for name, value in moments.items()}
+            if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
+                raise StoreError(
+                    f"checkpoint {path} is damaged: the moments of parameter {number} are not Adam's"
+                )
+        rates = optimizer.state_dict()["param_groups"]  # of this run's flags
+        optimizer.load_state_dict({"state": state["optimizer"], "param_groups": rates})
+    best.update(state["best"])
+    if not best["model"]:
+        best["epoch"] = state["epoch"]  # --early-stop counts from here
+    return state["epoch"], state["step"]

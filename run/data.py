@@ -1,0 +1,265 @@
+"""From an open task to batches: what the flags leave open is settled, the data goes where --mode wants it.
+
+    args, used = settle(ranks, args, task)
+    sampler, ring = place_data(ranks, args, task, used)
+
+Every automatic choice is printed.
+"""
+
+import argparse
+from contextlib import contextmanager
+
+import torch
+from tqdm import tqdm
+
+from disk import cache as lookahead
+from disk.files import StoreError, readable_size
+from features import CachedFeatures, FeatureRing, expected_visits, place, share
+from model import gather_rows, self_and_mean
+from run import step_graph
+from run.allocator import trim_memory
+from run.edge_data import EdgeData, edge_data
+from run.finite import check_features
+from run.own_model import is_own
+from run.plan import choose_mode, spare_gpu_bytes
+from sampler import DamagedGraph, NeighborSampler
+from sources import prepare as datasets
+from store import MmapFeatures
+
+AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
+LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
+
+
+def prepare(args):
+    """The store directory of --dataset, built on first use."""
+    return datasets.prepare(
+        args.dataset,
+        args.root,
+        seed=args.seed,
+        backend=args.backend,
+        symmetrize=args.symmetrize,
+        drop_duplicates=args.drop_duplicates,
+    )
+
+
+def prepared(ranks, args, path):
+    """`path`, or where that is None, under torchrun, what one rank of each machine prepares; the others wait for it."""
+    if path is None:
+        with ranks.patience():
+            path = prepare(args) if ranks.local_rank == 0 else None
+    return path or prepare(args)
+
+
+def settle(ranks, args, task):
+    """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, precision, epochs,
+    weight_decay, total_batch and steps in it, EdgeData of what is used of the store).
+
+    The number of training examples decides on epochs and weight decay, the number of processes does not.
+    """
+    args, examples = argparse.Namespace(**vars(args)), task.store.split["train"].numel()
+    args.metric = task.metric
+    valid = task.store.split["valid"].numel()
+    args.weights = args.weights or (task.weights if valid else "last")
+    if args.early_stop:
+        args.weights = "best"
+    if args.weights == "best" and args.trains and not valid:
+        flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
+        raise StoreError(
+            f"{flag} goes by validation {task.metric}, and {task.store.path} has no validation {task.examples}"
+        )
+    if args.residual is None:
+        args.residual, line = residual_helps(task.store)
+        if ranks.leads:
+            print(f"model   {line}")
+    if args.precision is None:
+        has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
+        args.precision = "tf32" if has_tf32 else "fp32"
+    settle_steps(ranks, args, task, examples)
+    if not task.placed:
+        args.mode = "store"
+        return args, EdgeData()
+    used, lines = edge_data(args, task.store)
+    args.mode, line = choose_mode(
+        task.store, args.gpus, args.mode, procs=ranks.local_world, **sizes(args, task, used)
+    )
+    if ranks.leads:
+        print(f"memory  {line}", *(f"edges   {line}" for line in lines), sep="\n")
+    return args, used
+
+
+def settle_steps(ranks, args, task, examples):
+    """Fill in total_batch, steps, epochs and weight_decay."""
+    args.total_batch = args.batch_size * args.accumulate * ranks.world
+    examples = max(examples, 1)  # without labels there are none, and nothing is trained
+    args.steps = -(-examples // args.total_batch)
+    if args.epochs is None:
+        args.epochs = max(10, -(-LEAST_STEPS // args.steps))
+    if args.weight_decay is None:
+        args.weight_decay = task.prior / examples
+
+
+def residual_helps(store):
+    """Whether layers that average a node's row with its neighbours' need residual connections -> (bool, why).
+
+    They do where edges between training nodes join a class hardly more often than chance: by their adjusted homophily
+    (Platonov et al., arXiv 2209.06177), of up to 32 edges each of some 4,096 nodes.
+    """
+    train = store.split["train"]
+    nodes = train[:: max(1, train.numel() // 4096)]
+    with reading_all_edges():
+        sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)
+        block = sampler.sample(nodes, 0)[0]
+    src = block.src_nodes[block.indices.long()]
+    dst = nodes.repeat_interleave(block.indptr.diff().long())
+    known = torch.isin(src, train) & (src != dst)
+    pairs = store.labels[torch.stack([src, dst])[:, known]]
+    if store.labels.dim() != 1 or pairs.shape[1] < 100:
+        return False, "no residual connections: too few edges join training nodes to go by"
+    chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
+    same = (pairs[0] == pairs[1]).double().mean().item()
+    agreement = (same - chance) / max(1 - chance, 1e-9)
+    what = f"{'' if agreement < AGREEMENT else 'no '}residual connections"
+    why = f"classes of neighbours agree by {agreement:.2f} (0: as by chance, 1: always)"
+    return agreement < AGREEMENT, f"{what}: {why}"
+
+
+def sizes(args, task, used):
+    """What decides on the memory that a run takes; see `estimate` of run/plan.py."""
+    return {
+        "fanout": args.fanout,
+        "batch_size": args.batch_size * task.sampled_for(args),
+        "hidden": args.hidden,
+        "prefetch": args.prefetch,
+        "graphs": step_graph.hops_held(args, task.store, used) if args.trains else 0,
+    }
+
+
+def place_data(ranks, args, task, used):
+    """Put graph and features where --mode wants them and tell the task -> (sampler, ring); None of both for a task that
+    reads its batches itself.
+
+    Where features are a tensor, the ring brings what the first layer multiplies instead of the input rows: own row
+    beside mean, a third of the bytes, straight from the table.
+    """
+    store = task.store
+    # a user's network gets float32 under autocast
+    bf16 = torch.float32 if is_own(args.model) else torch.bfloat16
+    dtype = {"bf16": bf16, "fp64": torch.float64}.get(args.precision, torch.float32)
+    check_features(ranks, store, dtype)
+    if not task.placed:
+        task.attach(ranks, args)
+        return None, None
+    if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
+        print(
+            f"memory  {store.sampling_threads} threads read neighbour lists from the disk as they are sampled"
+        )
+    columns = [name for name in ("weight", "time", "features") if getattr(used, name) is not None]
+    arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
+    arrays += [getattr(used, name) for name in columns]
+    spare = 0
+    if args.mode == "pinned-cuda":
+        if ranks.local_world < ranks.world:
+            raise StoreError(
+                "--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines"
+            )
+        asked = sizes(args, task, used).values()
+        spare = spare_gpu_bytes(store, args.mode, *asked) - args.cache
+    try:
+        if args.mode == "pinned-cuda":
+            total = ranks.sum if ranks.world > 1 else None
+            arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
+        indptr, indices, labels, features, *placed = place(
+            *arrays[:4], args.mode, ranks.device, arrays[4:], spare
+        )
+    except (OSError, RuntimeError) as error:
+        if args.mode != "pinned-cuda":
+            raise
+        raise StoreError(f"--mode pinned-cuda: {error}") from error
+    used = used._replace(**dict(zip(columns, placed)))
+    features = cached(ranks, args, task, features)
+    sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
+    in_place = step_graph.averages_in_place(args, features.dtype, dtype)
+    ring = FeatureRing(
+        features,
+        labels,
+        slots=args.prefetch + 1,
+        device=ranks.device,
+        streams=args.sample_threads,
+        log=tqdm.write if ranks.leads else None,
+        dtype=dtype,
+        gather=gather_rows,
+        aggregate=self_and_mean if in_place else None,
+        edge_features=used.features,
+    )
+    task.attach(ranks, args, used, indptr, indices)
+    return sampler, ring
+
+
+def make_sampler(args, indptr, indices, fanout, used, threads=None):
+    """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
+    options = {"seed": args.seed, "check": False, "threads": threads, "weights": used.weight}
+    options["edge_ids"] = used.features is not None
+    if args.sampler == "latest" and used.time is not None:
+        options["method"] = "latest"
+    if args.sampler == "labor":
+        options["method"] = "labor"
+        options["layer_dependency"] = args.layer_dependency
+        options["batch_dependency"] = args.batch_dependency
+    if used.time is not None:
+        options |= {"edge_times": used.time, "strict": used.strict}
+    return NeighborSampler(indptr, indices, fanout, **options)
+
+
+def cached(ranks, args, task, features):
+    """The features behind the cache of --cache, one for each process; without the flag as they are.
+
+    The cache holds the rows that batches use most often, chosen once; on CPU, before a memory-mapped table, the page
+    cache is planned as well.
+    """
+    store, budget = task.store, args.cache
+    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    looks_ahead = mapped and lookahead.library() is not None
+    if looks_ahead and store.features.large and not budget:
+        budget = store.features.default_cache() // ranks.local_world
+        if ranks.leads:
+            print(
+                f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
+            )
+    if args.lookahead is not None and not (looks_ahead and budget):
+        raise StoreError(
+            f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, "
+            f"in mode cpu-cpu; here --cache is {budget}, their backend {store.meta['backend']}, the "
+            f"mode {args.mode}"
+        )
+    if budget and args.mode == "cuda-cuda" and ranks.leads:
+        print(
+            f"memory  --cache {readable_size(budget)} has no effect: all features are in GPU memory"
+        )
+    if not budget or args.mode == "cuda-cuda":
+        return features
+    with reading_all_edges():
+        batch_size = args.batch_size * task.sampled_for(args)
+        visits = expected_visits(store.indptr, store.indices, task.seeds(), args.fanout, batch_size)
+    trim_memory(1)  # what that took, and the cache can have
+    if mapped:
+        store.features.beside += budget * ranks.local_world
+    if not looks_ahead:
+        return CachedFeatures(features, visits, budget, ranks.device)
+    batches = args.epochs * args.steps * args.accumulate
+    part = ranks.local_rank, ranks.local_world
+    cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
+    if cache.room and ranks.leads:
+        print(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+    return cache
+
+
+@contextmanager
+def reading_all_edges():
+    """A context for what reads every edge of a graph that nobody has checked: damage is a DamagedGraph, as in
+    sampling."""
+    try:
+        yield
+    except IndexError as error:
+        said = str(error)  # torch's own words name no node
+        said = "a node in indices lies outside of it" if said.endswith("in self") else said
+        raise DamagedGraph(said) from error

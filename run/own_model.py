@@ -1,0 +1,151 @@
+"""A model from the user's file: train.py --model mymodel.py:Net --model-args hidden=64,num_layers=2
+
+Net is a class or function: Net(in_dim, num_classes, hidden=64, num_layers=2) -> torch.nn.Module, called as
+net(blocks, x) with one block for each hop of --fanout, outermost first, and x [N, F], the features of
+blocks[0].src_nodes -> logits [S, C]. Inside, use layers of model.py, DGL's (`block.to_dgl()`) or PyG's
+(`block.to_pyg()`).
+
+Edge features arrive as net(blocks, x, edges=...), [E, D] for each block, if the class's forward takes `edges`; D arrives
+as `edge_dim` (0 without features) if Net takes it. A function gets both if it takes edge_dim.
+
+The file runs as code, which is why only the command line can name it, never a checkpoint.
+"""
+
+import argparse
+import ast
+import functools
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from disk.files import StoreError
+
+
+def is_own(model):
+    """Whether a value of --model names a file."""
+    return isinstance(model, str) and ":" in model
+
+
+def name_of(built_in):
+    """The argparse type of --model: one of these names, or FILE.py:NAME."""
+
+    def parse(text):
+        file, _, name = text.rpartition(":")
+        if text in built_in or file.endswith(".py") and name.isidentifier():
+            return text
+        names = ", ".join(built_in)
+        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {names}, or FILE.py:NAME")
+
+    return parse
+
+
+def words_of(text):
+    """The argparse type of --model-args: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
+    words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not (equals and name.strip().isidentifier()):
+            raise argparse.ArgumentTypeError(f"{word!r}: write NAME=VALUE, as in hidden=64")
+    return words
+
+
+def arguments(words):
+    """['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}: Python literals, else text."""
+    values = {}
+    for name, _, text in (word.partition("=") for word in words):
+        try:
+            values[name.strip()] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[name.strip()] = text
+    return values
+
+
+@functools.lru_cache(maxsize=1)
+def run_file(file, text):
+    """Run the text of a file -> its module."""
+    spec = importlib.util.spec_from_file_location("own_model_file", file)
+    module = sys.modules["own_model_file"] = importlib.util.module_from_spec(spec)
+    if (folder := str(Path(file).absolute().parent)) not in sys.path:
+        sys.path.append(folder)  # for modules beside it
+    try:
+        exec(compile(text, file, "exec"), vars(module))
+    except Exception as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        if not any(str(f.f_globals.get("__name__")).split(".")[0] == "dgl" for f, _ in frames):
+            raise
+        raise StoreError(
+            f"{file}: `import dgl` fails under torch {torch.__version__}; write instead "
+            "`from sampler import import_dgl; dgl = import_dgl()`"
+        ) from error
+    return module
+
+
+def load(model):
+    """Run the file of --model -> (what NAME is, SHA-256 of the text).
+
+    Raises:
+        StoreError: for a missing file or name. What goes wrong inside the file is raised as it is.
+    """
+    file, _, name = model.rpartition(":")
+    try:
+        text = Path(file).read_bytes()
+    except OSError as error:
+        raise StoreError(f"--model {model}: {file} cannot be read: {error.strerror}") from error
+    defined = vars(run_file(file, text))
+    if not callable(defined.get(name)):
+        theirs = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
+        names = ", ".join(theirs) or "none"
+        raise StoreError(f"--model {model}: {file} defines no {name}; it has {names}")
+    return defined[name], hashlib.sha256(text).hexdigest()
+
+
+def takes_edges(model):
+    """Whether the network of --model takes edge features -> (it can, it must)."""
+    make, _ = load(model)
+    function, name = (make.forward, "edges") if hasattr(make, "forward") else (make, "edge_dim")
+    argument = inspect.signature(function).parameters.get(name)
+    return argument is not None, argument is not None and argument.default is argument.empty
+
+
+def build(model, words, in_dim, num_classes, edge_dim=0):
+    """Build the network that the file of --model defines.
+
+    Args:
+        model: "FILE.py:NAME". words: those of --model-args.
+        in_dim, num_classes: F and C of the graph. edge_dim: D of the edge features it is given.
+
+    Returns:
+        (nn.Module, SHA-256 of the file's text).
+
+    Raises:
+        StoreError: as `load`, and for arguments that do not fit, or what is no nn.Module.
+    """
+    make, digest = load(model)
+    name, values = model.rpartition(":")[2], arguments(words)
+    if "edge_dim" in inspect.signature(make).parameters:
+        values.setdefault("edge_dim", edge_dim)
+    try:
+        inspect.signature(make).bind(in_dim, num_classes, **values)
+    except TypeError as error:
+        given = ", ".join(["in_dim, num_classes", *(f"{k}={v!r}" for k, v in values.items())])
+        raise StoreError(
+            f"--model {model} is called as {name}({given}): {error}; change it or --model-args"
+        ) from error
+    net = make(in_dim, num_classes, **values)
+    wrong = ""
+    if not isinstance(net, nn.Module):
+        wrong = f"returned a {type(net).__name__}, a torch.nn.Module is needed"
+    elif not any(parameter.requires_grad for parameter in net.parameters()):
+        wrong = "has no parameters that could be trained"
+    elif edge_dim and "edges" not in inspect.signature(net.forward).parameters:
+        wrong = "takes edge_dim, and the forward of what it returned takes no `edges`"
+    if wrong:
+        raise StoreError(f"--model {model}: {name} {wrong}")
+    return net, digest

@@ -1,0 +1,223 @@
+"""Memory that a run takes in each mode, and the mode that fits.
+
+mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])
+
+python store.py estimate PATH --gpus 4 --fanout 15,10,5
+"""
+
+import bisect
+from typing import NamedTuple
+
+import torch
+
+from disk.columns import COLUMNS
+from disk.files import StoreError, readable_size
+from features import MODES
+from run.edge_data import edge_data
+from run.flags import make_parser, text_of
+from run.step_graph import hops_held
+from store import BACKENDS, GraphStore, free_host_bytes
+
+GPU_BYTES = 1 << 30  # of each GPU, beside tensors: context, libraries, communication
+RANK_BYTES = 1 << 29  # of host memory, for each process
+
+
+class Placement(NamedTuple):
+    """Bytes that a mode takes: for the whole run, and for a batch at most."""
+
+    gpu: int  # of each GPU, for the run
+    gpu_step: int
+    rank: int  # host memory of each process, for the run
+    rank_step: int
+    shared: int  # host memory, one copy for all processes of the machine
+
+    def fits(self, ranks, free_gpu, free_host, steps=1) -> bool:
+        """Whether there is room for it, with `steps` = 0 without batches."""
+        on_host = ranks * (self.rank + steps * self.rank_step) + self.shared
+        return self.gpu + steps * self.gpu_step <= (free_gpu or 0) and on_host <= free_host
+
+
+class Fit(NamedTuple):
+    """What `estimate` finds for a mode."""
+
+    placement: Placement
+    possible: bool  # room for what stays
+    fits: bool  # and for a batch
+    largest_batch: int  # that fits; up to all training nodes
+    line: str  # the arithmetic
+
+
+def placements(store, fanout, batch_size, hidden, prefetch, graphs=0) -> dict[str, Placement]:
+    """The Placement of every mode.
+
+    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes
+    after each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all.
+    Input rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps
+    (in + 3 out) floats for each destination and as many for the gradients: the mean, and the result
+    before and after ReLU and dropout.
+
+    Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1
+    batches a table of V numbers, the hops with the sampler's scratch, and the input: rows, or pairs
+    of rows where the outermost hop is not held; and once more what a step computes.
+    """
+    V, M, F = store.num_nodes, store.num_edges, store.feature_dim
+    id_bytes, row_bytes = store.indices.element_size(), F * store.features.dtype.itemsize
+    nodes, edges = [min(batch_size, V)], []
+    for k in fanout:
+        edges.append(M if k < 0 else min(nodes[-1] * k, M))
+        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
+    layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
+    # activations; weights, gradients, Adam's two moments
+    compute = sum(8 * n * (a + 3 * b) + 32 * a * b for n, a, b in layers)
+    ahead = prefetch + 1
+    batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
+    if store.edge_dim:  # features and ids of the edges
+        batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
+    columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
+    arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V + sum(c.nbytes for c in columns)
+    step, tables = ahead * batch + compute, id_bytes * V
+    # with times, the C sampler keeps two numbers for each list
+    rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)
+    gpu_step = step
+    if graphs:
+        places, rows = sum(edges[:graphs]) + nodes[0], sum(nodes[: graphs + 1])
+        slot = 4 * F * nodes[graphs] * (2 if graphs < len(fanout) else 1)
+        slot += id_bytes * (2 * rows + places) + 12 * places  # 12: winners, numbers, counts
+        tables, gpu_step = tables + 4 * V * ahead, step + ahead * slot + compute
+    return {
+        "cuda-cuda": Placement(GPU_BYTES + arrays + tables, gpu_step, RANK_BYTES, 0, 0),
+        "pinned-cuda": Placement(GPU_BYTES + tables, gpu_step, RANK_BYTES, 0, arrays),
+        "cpu-cuda": Placement(GPU_BYTES, step, rank, 2 * ahead * batch, 0),  # pinning rounds up
+        "cpu-cpu": Placement(0, 0, rank, step, 0),
+    }
+
+
+def estimate(
+    store,
+    gpus=0,
+    *,
+    procs=1,
+    fanout=(15, 10, 5),
+    batch_size=1024,
+    hidden=256,
+    prefetch=2,
+    graphs=0,
+    free_gpu=None,
+    free_host=None,
+) -> tuple[dict[str, Fit], str | None]:
+    """What training takes in each mode and what fits.
+
+    Args:
+        store: GraphStore or the path of one.
+        gpus: GPUs of this machine, a process each; with 0, `procs` processes train on CPU.
+        fanout: one number for each layer, from the seeds outward.
+        batch_size: seeds of a process. hidden: width of inner layers. prefetch: batches prepared ahead.
+        graphs: hops that steps of static shapes hold, where the GPU reads the features.
+        free_gpu: free bytes of the fullest GPU; of the current one when None.
+        free_host: free bytes of host memory; of this machine when None.
+
+    Returns:
+        ({mode: Fit}, the first mode that fits, else the most modest that is possible, else None).
+
+    Raises:
+        StoreError: if there is no store.
+    """
+    store = store if isinstance(store, GraphStore) else GraphStore.open(store)
+    if free_gpu is None and torch.cuda.is_available():
+        free_gpu = torch.cuda.mem_get_info()[0]
+    free_host = free_host_bytes() if free_host is None else free_host
+    ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
+    room = ranks, free_gpu, free_host
+
+    def of(seeds):
+        return placements(store, fanout, seeds, hidden, prefetch, graphs)
+
+    def fit(mode, placement):
+        sizes = range(1, len(store.split["train"]) + 1)
+        largest = bisect.bisect_left(sizes, True, key=lambda n: not of(n)[mode].fits(*room))
+        possible, fits = placement.fits(*room, steps=0), placement.fits(*room)
+        return Fit(placement, possible, fits, largest, arithmetic(mode, placement, *room))
+
+    modes = {mode: fit(mode, placement) for mode, placement in of(batch_size).items()}
+    fitting = [mode for mode in choices if modes[mode].fits]
+    modest = [mode for mode in reversed(choices) if modes[mode].possible]
+    return modes, next(iter(fitting + modest), None)
+
+
+def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
+    """Choose where graph and features live, or check a choice, before anything is loaded.
+
+    Args:
+        store, gpus, options: see `estimate`.
+        mode: "auto" or one of MODES.
+
+    Returns:
+        (mode, the arithmetic in one line).
+
+    Raises:
+        StoreError: for a mode whose arrays exceed memory. (A batch that may not fit is only pointed
+            out in the line: its size is an upper bound.)
+    """
+    options = options if gpus else {"free_gpu": 0, **options}  # asking a GPU takes memory there
+    modes, best = estimate(store, gpus, **options)
+    chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
+    line, fit = f"mode {chosen}: {modes[chosen].line}", modes[chosen]
+    if not fit.possible:
+        other = f"; mode {best} can" if best else ""
+        raise StoreError(f"{line}: this cannot work here{other}")
+    if not fit.fits:
+        line += f"; a batch may be too large; {fit.largest_batch:,} seeds fit for certain"
+    return chosen, line
+
+
+def spare_gpu_bytes(store, mode, *sizes) -> int:
+    """Bytes of the current GPU left by a mode and its largest batches, perhaps below 0; sizes as in
+    `placements`."""
+    placement = placements(store, *sizes)[mode]
+    return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
+
+
+def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:
+    """What a Placement takes of the free memory, term by term."""
+    size = readable_size
+    host = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
+    host += f" + {size(p.shared)} shared" if p.shared else ""
+    host += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
+    if mode == "cpu-cpu":
+        return host
+    free = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
+    gpu = f"each GPU {size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
+    return f"{gpu} {free}, {host}"
+
+
+def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
+    """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose."""
+    graph = GraphStore.open(path)
+    args = make_parser().parse_args([f"--fanout={text_of(list(fanout))}"])
+    free_host = free_host_bytes() if free_host is None else free_host
+    graphs = hops_held(args, graph, edge_data(args, graph)[0])
+    modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)
+    disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
+    features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
+    lines = [("on disk", f"graph {size(sum(disk.values()))}, features {size(features)}")]
+    for mode, fit in modes.items():
+        lines += [(mode, f"{fit.line}; batches of up to {fit.largest_batch:,} seeds fit")]
+    none = "none fits (--free-gpu GB asks about another machine's GPUs)"
+    shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
+    arrays, where = modes["pinned-cuda"].placement.shared, "the mapped file stays in it"
+    if arrays > free_host:
+        where = "rows are read from the mapped file's disk, behind --cache"
+    if graph.indices.nbytes > free_host // 2:
+        size_of = size(graph.indices.nbytes)
+        where += f", and neighbour lists as they are sampled (all take {size_of})"
+    lines += [
+        ("mode", best or none),
+        ("steps", f"of {shapes if graphs else 'the shapes of their batches'}"),
+        (
+            "features",
+            f"mmap: graph and features take {size(arrays)} and {size(free_host)} of host memory "
+            f"are free: {where}; lmdb is for rows that change while others read them",
+        ),
+    ]
+    return "\n".join(f"{name:<14} {value}" for name, value in lines)

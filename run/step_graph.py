@@ -1,0 +1,411 @@
+"""A training step as CUDA graphs: the host writes the seeds of a batch and launches twice.
+
+    graphs, said = step_graph.build(run, optimizer)     # None, and why not
+    for batch in NodeLoader(..., load=graphs.load):
+        graphs.step(batch)               # forward, loss, backward, optimizer
+
+One graph samples a batch, fetches its features (of GraphSAGE's outermost hop it draws and averages them in one kernel)
+and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next
+batch is sampled on the slot's stream while this one is trained on. Shapes are static: padded to as many nodes and edges
+as the first batches of the run took, and some more. Padding has no edges, no label and no gradient. The number of the
+step, which keys neighbours and dropout, is read from GPU memory.
+
+A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since what is drawn
+depends on the step alone; which batches these are depends on the flags alone, so a run repeats to the last bit,
+interrupted or not.
+
+The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails): that gives the
+same bits. Steps that cannot be graphs (`obstacle`) are taken in the shapes of each batch; sums over padded rows may be
+rounded differently there.
+
+With several ranks the gradients are averaged between two graphs, as one vector, without DistributedDataParallel.
+"""
+
+import gc
+from functools import partial
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from features import Fetched
+from model import cross_entropy
+from native import layers, sampler_gpu
+from run.finite import LossSum
+from sampler import Block, mix
+
+PADDED = ("sage", "sage-pool", "gcn", "gat", "gin")  # models whose kernels skip padding
+MEASURED = 8  # batches whose sizes decide the static shapes
+ELSEWHERE = "another rank cannot have them"
+# other threads, NCCL's among them, may call CUDA during a capture
+captured = partial(torch.cuda.graph, capture_error_mode="thread_local")
+REFUSALS = RuntimeError, AttributeError  # the second of a torch without what is asked for
+TRIED = 3  # steps, at least, that are compared with steps without graphs
+GRAPH_RTOL = 0.02  # max relative difference of their inputs and losses
+
+
+def averages_in_place(args, *dtypes):
+    """Whether the first layer gets averages straight from features of these types, not their rows."""
+    floats = {*dtypes} <= {torch.float32, torch.bfloat16}
+    return args.model == "sage" and not args.input_dropout and floats
+
+
+def hindrance(args):
+    """Why a run with these flags cannot use CUDA graphs; None if it can."""
+    most, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
+    for hinders, why in (
+        (args.task != "node", f"they are for --task node, this is {args.task}"),
+        (
+            args.model not in PADDED,
+            f"they are for --model {', '.join(PADDED)}, this is {args.model}",
+        ),
+        (args.norm == "batch", "--norm batch would count the padding"),
+        (args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
+        (args.precision == "fp64", "--precision fp64 has no kernels"),
+        (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
+        (len(args.fanout) < 2, "one layer is too little to be worth it"),
+        (min(args.fanout) < 1, f"--fanout {fanout}: numbers from 1 on are needed"),
+        (
+            averages_in_place(args) and args.fanout[-1] > most,
+            f"--fanout {fanout}: the last number is {most} at most",
+        ),
+        (args.sampler != "uniform", "neighbours are not drawn uniformly"),
+    ):
+        if hinders:
+            return why
+    return None
+
+
+def hops_held(args, store, used):
+    """Hops of a batch that the graphs of a run would hold in GPU memory if the GPU reads the features; 0 without
+    graphs. used: `EdgeData` of the store."""
+    unlike = used.time is not None or used.features is not None or store.labels.dim() > 1
+    if unlike or hindrance(args):
+        return 0
+    return len(args.fanout) - averages_in_place(args, store.features.dtype)
+
+
+def obstacle(ranks, args, sampler, ring):
+    """Why a step of this run cannot be a CUDA graph; None if it can."""
+    if not ranks.gpus:
+        return "there is no GPU"
+    if why := hindrance(args):
+        return why
+    backend = getattr(sampler, "engine", None)
+    for hinders, why in (
+        (sampler.timed, "seeds see edges by their times (--temporal off shows them all)"),
+        (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
+        (ring.labels.dim() > 1, "nodes have several labels"),
+        (
+            not isinstance(ring.features, torch.Tensor),
+            "the features are no tensor, or lie behind a cache",
+        ),
+        (ring.edge_features is not None, "edges have features"),
+        (not isinstance(backend, sampler_gpu.Backend), "the sampler's kernels are not there"),
+    ):
+        if hinders:
+            return why
+    return None if layers.has_kernels(sampler.indices) else "the layers' kernels are not there"
+
+
+def build(run, optimizer):
+    """Capture the graphs of a run (not if --cuda-graph is off or capture fails) and try its static steps on a batch,
+    which leaves model and optimizer as they were.
+
+    run: of run/evaluate.py; its network itself is captured, without the hooks of DistributedDataParallel.
+
+    Returns:
+        (StepGraphs, a line about them), or (None, why there are none if they were asked for or failed). The same on
+        all ranks, which call it together.
+    """
+    ranks, args, model = run.ranks, run.args, run.model
+    why = obstacle(ranks, args, run.sampler, run.ring)
+    if ranks.sum(bool(why))[0]:
+        return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
+    if ranks.world > 1:
+        ranks.check_equal(model)
+    stream = torch.cuda.current_stream()
+    try:
+        graphs = StepGraphs(run, optimizer)
+        vote(ranks)
+        return graphs, graphs.said
+    except Elsewhere:
+        return None, ELSEWHERE
+    except REFUSALS as error:
+        torch.cuda.set_stream(stream)
+        ranks.sum(1, 0)  # the vote that the others are at
+        return None, reason(error)
+
+
+class Elsewhere(Exception):
+    """Another rank cannot take its steps as CUDA graphs."""
+
+
+def vote(ranks, failed=False):
+    """Precedes every collective of `build` -> number of ranks that failed.
+
+    Raises Elsewhere if a rank has left: the collective would wait for it until NCCL times out.
+    """
+    gone, failures = ranks.sum(0, failed)
+    if gone:
+        raise Elsewhere
+    return failures
+
+
+def reason(error):
+    """The first line of an exception, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+class Slot:
+    """Static memory of a batch in flight, and its two graphs.
+
+    Attributes:
+        frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
+            outermost hop. y: int64 [S], -1 as padding. batch: all that as padded blocks. key: dropout's `layer_seed`.
+    """
+
+    def __init__(self, backend, ring, room, seed):
+        (rows, places), labels, self.ring = room, ring.labels, ring
+        self.frame = backend.frame(rows[0], len(places), rows, places)
+        self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
+        blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
+        self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes
+        if ring.first_hop:  # the outermost block has no edges: they are averaged as they are drawn
+            none = self.nodes[:0]
+            blocks.insert(0, Block(none, none, self.nodes))
+            if not self.frame.aggregate(ring.features, self.x):
+                raise RuntimeError("the kernel of the outermost hop cannot be compiled")
+        self.y, self.labels = labels.new_full((rows[0],), -1), labels
+        self.places = torch.arange(rows[0], device=labels.device)
+        self.batch = Fetched(blocks, self.x, self.y)
+        mixed = mix(seed)
+        self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int
+        self.sampling = self.training = None  # CUDA graphs
+        self.trained = torch.cuda.Event()
+
+    def sample(self):
+        """What the first graph holds."""
+        self.frame.start()
+        ring = self.ring
+        if not ring.first_hop and ring.features.dtype == ring.dtype:
+            ring.gather(ring.features, self.nodes, self.x)
+        elif not ring.first_hop:
+            self.x.copy_(ring.gather(ring.features, self.nodes))
+        torch.index_select(self.labels, 0, self.seeds, out=self.y)
+        self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
+
+
+class StepGraphs:
+    """The graphs of a run; `Eager` of train.py has the same methods. See the first lines of this file.
+
+    Attributes:
+        loss_sum: float64, what `step` adds the loss of each batch to. said: a line. first_hop: as the ring's.
+        repeated: batches so far that did not fit. captured: whether there are graphs, or launches one by one.
+    """
+
+    parallel = None  # the ranks average one vector
+
+    def __init__(self, run, optimizer):
+        ranks, args, sampler, ring, model = run.ranks, run.args, run.sampler, run.ring, run.model
+        self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
+        self.optimizer, self.predict, self.seed = optimizer, run.forward, args.seed
+        self.features, self.first_hop, self.stream = ring.features, ring.first_hop, ring.stream
+        self.kernels = sampler.engine.kernels
+        self.repeated = 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        self.weight, self.rate = torch.zeros(2, device=ranks.device)
+        self.weighs = None  # the number in `weight`
+        seeds, room = self._measure(run.store.split["train"], args)
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        self.flat = self.update = None
+        if ranks.world > 1:
+            self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
+        slot = partial(Slot, sampler.engine, ring, room, args.seed)
+        self.slots = [slot() for _ in range(args.prefetch + 1)]
+        kept = [t.clone() for t in self._state()]
+        self.begin()
+        try:
+            gc.collect()  # memory freed during a capture is lost to others
+            failure = self._prepare(seeds, kept, args.cuda_graph != "off")
+        finally:
+            self._restore(kept)
+        (rows, places), self.captured = room, self.slots[0].training is not None
+        how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
+        if not self.captured:
+            why = f"no CUDA graphs: {failure}" if failure else "CUDA graphs are off"
+            how = f"{why}; their kernels are launched one by one,"
+        how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
+        self.said = f"{how}; larger batches are taken without"
+
+    def _measure(self, nodes, args):
+        """Seeds of the first batch, and (rows, places) of `Backend.frame` for batches like the first of a run."""
+        generator = torch.Generator().manual_seed(args.seed)
+        order = nodes[torch.randperm(nodes.numel(), generator=generator)]
+        batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - self.first_hop
+        most = [[0, 0] for _ in range(hops)]
+        for step, seeds in enumerate(batches):
+            blocks = self._blocks(seeds, step)
+            for sizes, block in zip(most, blocks[::-1]):
+                sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
+        rows, places = self.sampler.engine.shapes(args.batch_size)
+        some_more = lambda n, bound: min(bound, -(-(n + n // 16) // 256) * 256)  # noqa: E731
+        for hop, (N, E) in enumerate(most):
+            rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])
+        return batches[0], (rows[: hops + 1], places[:hops])
+
+    def _blocks(self, seeds, step):
+        """A batch in its own shapes."""
+        return self.sampler.sample(seeds, step, relabel_outer=not self.first_hop)
+
+    def _state(self):
+        """The parameters, then the optimizer's state."""
+        states = (self.optimizer.state.get(p, {}) for p in self.parameters)
+        moments = [t for state in states for t in state.values()]
+        return [p.detach() for p in self.parameters] + moments
+
+    def _restore(self, kept):
+        """Put back copies of `_state`, in place; state that Adam has made since starts from zeros."""
+        for t, value in zip_longest(self._state(), kept):
+            t.zero_() if value is None else t.copy_(value)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _prepare(self, seeds, kept, capture):
+        """Take a few steps in the shapes of a batch, capture the static ones if asked to, and take the same steps with
+        them: the losses have to agree -> why they could not be captured, or None."""
+        with self.stream(0):
+            blocks = self._blocks(seeds, 0)
+            batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
+        batch.wait()
+        self.weight.fill_(1 / len(seeds))
+        slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
+        expected = [self._loss(self._compute, batch, key) for _ in slots]
+        self._restore(kept)
+        failure = self._capture(seeds) if capture else None
+        self._restore(kept)
+        losses, off, norm = [], [], batch.x.float().norm().clamp(min=1e-30)
+        for slot in slots:
+            if trouble := self._sample(slot, seeds, 0):
+                raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
+            off.append(((slot.x[: len(batch.x)] - batch.x).float().norm() / norm).item())
+            losses.append(self._loss(self._train, slot))
+        same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
+        if not all(same) or not all(difference <= GRAPH_RTOL for difference in off):
+            raise RuntimeError(
+                f"their input is {max(off):.1%} off, their losses are {losses}, and {expected} without graphs"
+            )
+        return failure
+
+    def _loss(self, run, *args):
+        """The loss of a step -> float."""
+        self.loss_sum.zero_()
+        run(*args)
+        vote(self.ranks)
+        self._exchange()
+        return self.loss_sum.item()
+
+    def _capture(self, seeds):
+        """Capture the graphs of all slots -> None, or why there are none: it failed on this rank or another."""
+        stream, pool, failure = torch.cuda.current_stream(), None, None
+        try:
+            for slot in self.slots:
+                torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
+                with self.stream(0):
+                    slot.frame.fill(seeds, 0)
+                    slot.sample()
+                    # warm up in these shapes
+                    self._compute(slot.batch, slot.key)
+                    torch.cuda.synchronize()
+                sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                with captured(sampling):
+                    slot.sample()
+                with captured(training, pool):
+                    self._compute(slot.batch, slot.key)
+                slot.sampling, slot.training = sampling, training
+                pool = training.pool()  # shared: they run one after the other
+            if self.flat is not None:
+                self.update = torch.cuda.CUDAGraph()
+                with captured(self.update):
+                    self._update()
+        except REFUSALS as error:
+            torch.cuda.set_stream(stream)
+            failure = reason(error)
+        if vote(self.ranks, failure is not None):
+            failure, self.update = failure or ELSEWHERE, None
+            for slot in self.slots:
+                slot.sampling = slot.training = None
+        return failure
+
+    def _compute(self, batch, key):
+        """A step on one batch, padded or not; with several ranks up to the flat gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+        logits = self.predict(batch, key)
+        loss = cross_entropy(logits, batch.y)
+        (loss * self.weight).backward()
+        self.loss_sum.add_(loss.detach())
+        if self.flat is None:
+            self.optimizer.step()
+        else:
+            torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
+            self.flat /= self.ranks.world
+
+    def _train(self, slot):
+        """The step of a slot's batch, up to the flat gradient with several ranks."""
+        slot.training.replay() if slot.training else self._compute(slot.batch, slot.key)
+        slot.trained.record()
+
+    def _exchange(self):
+        if self.flat is not None:
+            dist.all_reduce(self.flat)
+            self.update.replay() if self.update else self._update()
+
+    def _update(self):
+        """With several ranks: the optimizer, from the flat gradient."""
+        for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
+            p.grad = part.view_as(p)
+        self.optimizer.step()
+
+    def _sample(self, slot, seeds, step):
+        """Sample into a slot, on the current stream, and wait for it -> 0, or why it is no batch (`trouble` of
+        native/sampler_gpu.py)."""
+        torch.cuda.current_stream().wait_event(slot.trained)
+        slot.frame.fill(seeds, step)
+        slot.sampling.replay() if slot.sampling else slot.sample()
+        self.kernels.wait()
+        return slot.frame.trouble
+
+    def begin(self):
+        """Before an epoch: take the learning rate of the optimizer's groups, forget the losses -> LossSum."""
+        for group in self.optimizer.param_groups:
+            self.rate.fill_(group["lr"])
+            group["lr"] = self.rate
+        return LossSum(self.loss_sum.zero_())
+
+    def load(self, batch, number):
+        """The `load` of a NodeLoader: sample and fetch into a slot, or elsewhere what does not fit -> `Fetched`."""
+        slot, wanted = self.slots[number], (batch.seeds, batch.global_step)
+        with self.stream(number):
+            if self._sample(
+                slot, *wanted
+            ):  # damage and seeds that are not nodes are found there too
+                self.repeated += 1
+                return self.ring.fetch(number, self._blocks(*wanted))
+            return slot.batch._replace(y=slot.y[: len(batch.seeds)])
+
+    def step(self, batch, clock=None):
+        """Train on a batch of the loader: forward, loss, backward, optimizer."""
+        began = clock and clock.mark("step")
+        # seeds weigh 1 / total, see train.py
+        if (weight := self.ranks.world / batch.total) != self.weighs:
+            self.weight.fill_(weight)
+            self.weighs = weight
+        slot = next((slot for slot in self.slots if slot.x is batch.x), None)
+        if slot is None:
+            self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
+        else:
+            self._train(slot)
+        self._exchange()
+        if clock:
+            clock.lap("step", began, clock.mark())

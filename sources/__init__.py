@@ -1,0 +1,1 @@
+"""A name, a path or an object -> a store."""

@@ -1,0 +1,298 @@
+"""Arrays of a file or a graph object, by name: checked on access; unused ones that matter are refused.
+
+arrays = Arrays("mine.npz", open_npz("mine.npz"), ignore=["edge_weight"])
+y = arrays.labels()                      # int64 [V], -1 where there is none
+x = arrays.features()                    # [V, F], a dense array or the rows of a CSR matrix
+arrays.close(len(y), num_edges)          # names what was not taken, refuses what would have changed the result
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import os
+import re
+import zipfile
+
+import numpy as np
+import torch
+
+from disk.files import StoreError, free_host_bytes, integers, readable_size, reading
+from disk.sort import Rows
+from sources.header import MISSING, like_number
+from sources.splits import PARTS
+from sources.tables import short
+
+EDGES = ("edge_index", "edges")
+FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
+LABELS = ("labels", "y", "label", "node_labels")
+OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." before them
+    "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
+    "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
+    "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
+}
+KNOWN = [
+    name
+    for names in (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())
+    for name in names
+]
+MATTERS = re.compile(
+    "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
+)
+PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
+NO_REGRESSION = "labels that are fractions, node regression, are not supported"
+
+
+def open_npz(file) -> dict:
+    """The arrays of an .npz file: {name: function that reads it}."""
+    if not os.path.isfile(file):
+        raise StoreError(f"cannot read {file}: there is no regular file of that name")
+    with reading(file):
+        archive = zipfile.ZipFile(file)
+        return {
+            name.removesuffix(".npy"): functools.partial(_read_member, archive, name)
+            for name in archive.namelist()
+        }
+
+
+def _read_member(archive, name):
+    size, free = archive.getinfo(name).file_size, free_host_bytes()
+    if size > free:
+        raise ValueError(f"{readable_size(size)} unpacked, and {readable_size(free)} are free")
+    with archive.open(name) as stream:
+        array = np.lib.format.read_array(stream, allow_pickle=False)
+        if stream.read(1):  # at its end zipfile compares the member with its checksum
+            raise ValueError("it is longer than its header says")
+        return array
+
+
+class Arrays:
+    """Arrays by name; what is asked for counts as taken, and `close` looks at the rest.
+
+    Args:
+        source: what messages call the file or object.
+        values: {name: array, tensor, or function that reads an array}; one that is None is not there.
+        ignore: names of arrays to do without.
+    """
+
+    def __init__(self, source, values, ignore=()):
+        self.source, self.classes = str(source), None
+        self._values, self._taken = values, set()
+        self._there = [name for name in values if values[name] is not None]
+        for name in ignore:
+            self.find(name, needed=True)
+        self._there = [name for name in self._there if name not in ignore]
+
+    def error(self, text) -> StoreError:
+        """An error that names the source."""
+        return StoreError(f"{self.source}: {text}")
+
+    def say(self, text):
+        """Print in a line what was decided."""
+        print(f"{os.path.basename(self.source)}: {text}")
+
+    def _do_without(self, name):
+        file = os.path.basename(self.source)
+        how = f"{file}:ignore={name}" if file.endswith(".npz") else f"ignore=[{name!r}]"
+        return f"go on without it: {how}"
+
+    def find(self, *names, needed=False):
+        """That one of several names which is there, or None."""
+        found = [name for name in names if name in self._there]
+        if len(found) > 1:
+            raise self.error(
+                f"it has {found[0]} and {found[1]}, which mean the same: keep one, or {self._do_without(found[1])}"
+            )
+        if needed and not found:
+            there = ", ".join(self._there) or "none"
+            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {there}")
+        return found[0] if found else None
+
+    def _array(self, name):
+        """An array of anything, which counts as taken: numpy, or a tensor of bfloat16."""
+        self.find(name, needed=True)
+        self._taken.add(name)
+        with reading(f"{self.source}: {name}"):
+            value = self._values[name]
+            value = value() if callable(value) else value
+            if isinstance(value, torch.Tensor):
+                value = value.detach().cpu()
+                return value if value.dtype == torch.bfloat16 else value.numpy()
+            array = np.asarray(value)
+            return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+    def __getitem__(self, name):
+        """An array of numbers, which counts as taken."""
+        array = self._array(name)
+        if not isinstance(array, torch.Tensor) and array.dtype.kind not in "biuf":
+            raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
+        return array
+
+    def integers(self, name):
+        """An array of whole numbers as int64."""
+        return integers(f"{self.source}: {name}", self[name])
+
+    def edge_index(self):
+        """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
+        name = self.find(*EDGES, needed=True)
+        edges = self[name]
+        if name == "edges" and (edges.ndim != 2 or edges.shape[1] != 2):
+            raise self.error(
+                f"edges is {list(edges.shape)}: [M, 2] is needed, source and destination of each edge"
+            )
+        return edges if name == "edge_index" else edges.T
+
+    def columns(self, num_nodes, num_edges):
+        """What edges carry, by the names that a store has for it, and `node_time`."""
+        found = {column: name for column, names in OF_EDGES.items() if (name := self.find(*names))}
+        found |= {"node_time": "node_time"} if self.find("node_time") else {}
+        columns = {column: self[name] for column, name in found.items()}
+        for column, name in found.items():
+            of_nodes, shape = column == "node_time", list(columns[column].shape)
+            if shape[:1] != [num_nodes if of_nodes else num_edges]:
+                each = f"{num_nodes} nodes" if of_nodes else f"{num_edges} edges"
+                raise self.error(
+                    f"{name} is {shape}: a row for each of the {each} is needed; drop the array, or "
+                    f"{self._do_without(name)}"
+                )
+            if column != "edge_features" and shape[1:] == [1]:
+                columns[column] = columns[column].reshape(-1)
+        if found:
+            called = (c if c == n else f"{c} (called {n})" for c, n in found.items())
+            self.say(f"it has {', '.join(called)}")
+        return columns
+
+    def labels(self):
+        """Classes int64 [V], or several a node [V, C] of 0 and 1; None where there is no such array. -1 (of several a
+        row) or NaN is no label; classes may come as [V, 1], or as text, whose names then are in `classes`."""
+        name = self.find(*LABELS)
+        if name is None:
+            return None
+        values = self._array(name)
+        text = not isinstance(values, torch.Tensor) and values.dtype.kind in "US"
+        values = self._numbered(name, values) if text else self[name]
+        shape = list(values.shape)
+        if values.ndim == 0 or values.ndim > 2 and values.size != max(shape):
+            raise self.error(
+                f"{name} is {shape}: [V], a label a node, or [V, C] of 0 and 1 is needed"
+            )
+        if values.size == max(shape):
+            values = values.reshape(-1)
+        elif (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
+            raise self.error(
+                f"{name} is {shape}, one-hot rows: of one class a node take {name}.argmax(1)"
+            )
+        if values.dtype.kind != "f":
+            values = values.astype(np.int8) if values.dtype == bool else values
+            return integers(f"{self.source}: {name}", values)
+        values = values.astype(np.float64)
+        missing = np.isnan(values)
+        bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
+        if len(bad):
+            raise self.error(
+                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN "
+                f"where there is none; {NO_REGRESSION}"
+            )
+        if missing.any():
+            few, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
+            self.say(f"{few} in {name} are NaN{empty}: these nodes have no label (-1)")
+        return np.where(missing, -1, values).astype(np.int64)
+
+    def _numbered(self, name, values):
+        """Text labels as numbers, NaN for none: those that were written, or the places of the sorted classes."""
+        cells = np.char.strip(values.astype(str))
+        some = ~np.isin(cells, MISSING)
+        found, place = np.unique(cells[some], return_inverse=True)
+        numbers = list(map(like_number, found.tolist()))
+        if any(numbers) and not all(numbers):
+            text = short(str(found[numbers.index(False)]))
+            raise self.error(f"{name} holds numbers, and text such as {text}: give one of the two")
+        y = np.full(cells.shape, np.nan)
+        with reading(f"{self.source}: {name}"):
+            y[some] = found.astype(float)[place] if any(numbers) else place
+        if not any(numbers):
+            self.classes = found.tolist()
+            self.say(f"{name} is text: {len(found)} classes, numbered in the order of their names")
+        return y
+
+    def features(self, row_normalize=None):
+        """[V, F]: a dense array as it is, or the `Rows` of a CSR matrix, each divided by its sum with `row_normalize`
+        (None: if it holds counts); None where there are none."""
+        name = self.find(*FEATURES)
+        if name == "feat_indptr":
+            return self._csr_rows(row_normalize)
+        if row_normalize is not None:
+            raise self.error(
+                f"row_normalize={row_normalize} has no effect: it is for a CSR matrix of features"
+            )
+        return None if name is None else self[name]
+
+    def _csr_rows(self, row_normalize):
+        """Dense rows of feat_indptr, feat_indices, feat_data (ones) and feat_shape; equal places are added up."""
+        indptr, indices = self.integers("feat_indptr"), self.integers("feat_indices")
+        data = self.find("feat_data")
+        values = self[data] if data else np.ones(indices.shape, np.int8)
+        num_nodes, entries = len(indptr) - 1, indices.size
+        rises = indptr.ndim == 1 and num_nodes > 0 and not (np.diff(indptr) < 0).any()
+        if not rises or [*indptr[[0, -1]]] != [0, entries] or values.shape != (entries,):
+            raise self.error(
+                f"feat_indptr must rise from 0 to the {entries} entries of feat_indices, and feat_data have as many"
+            )
+        shape = [num_nodes, int(indices.max(initial=0)) + 1]
+        if self.find("feat_shape"):
+            shape = self.integers("feat_shape").tolist()
+            shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
+        if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
+            raise self.error(
+                f"its CSR matrix of features has shape {shape}: {num_nodes} rows and from 1 to {PIECE:,} "
+                "columns are needed"
+            )
+        if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
+            raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
+        counts = values.dtype.kind != "f"
+        normalize = counts if row_normalize is None else bool(row_normalize)
+        if normalize and values.min(initial=0) < 0:
+            raise self.error(
+                f"feat_data holds {values.min()}: rows with values below 0 are not divided by their sum; give "
+                "row_normalize=0"
+            )
+        if data:
+            how = "each row divided by its sum (row_normalize=0 leaves them)"
+            how = how if normalize else "as they are"
+            self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
+        dtype = np.float32 if counts else values.dtype
+
+        def rows(first, last):
+            a, b = indptr[first], indptr[last]
+            row = np.repeat(np.arange(last - first), np.diff(indptr[first : last + 1]))
+            size = (last - first) * shape[1]
+            dense = np.bincount(row * shape[1] + indices[a:b], values[a:b], size)
+            dense = dense.reshape(-1, shape[1])
+            if normalize:
+                total = dense.sum(1, keepdims=True)
+                dense /= np.where(total, total, 1)
+            return dense.astype(dtype)
+
+        step = max(1, PIECE // shape[1])
+        firsts = range(0, num_nodes, step)
+        return Rows(shape, dtype, (rows(a, min(a + step, num_nodes)) for a in firsts))
+
+    def close(self, num_nodes=None, num_edges=None):
+        """Name what was not taken; what seems to say something of edges, splits, features or labels is refused."""
+        rest = [name for name in self._there if name not in self._taken]
+        for name in rest:
+            shape = ()
+            with contextlib.suppress(StoreError):  # what cannot be read and is not needed
+                shape = self._array(name).shape
+            of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
+            if of_edges or MATTERS.search(str(name).lower()):
+                near = difflib.get_close_matches(str(name), KNOWN, 1)
+                why = "no array of that name is known" + (f", {near[0]} is" if near else "")
+                if of_edges or "edge" in name:
+                    why = "what edges carry is called edge_weight, edge_time or edge_features"
+                raise self.error(
+                    f"{name} is not used: {why}; drop the array, or {self._do_without(name)}"
+                )
+        if rest:
+            self.say(f"not used: {', '.join(map(str, rest))}")

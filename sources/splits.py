@@ -1,0 +1,167 @@
+"""Splits of nodes and of small graphs: found among arrays, drawn, chosen for a run.
+
+    split = found(arrays, len(y))             # ids, masks, or several of them -> {"train": ids, ...}, or a list of such
+    split = drawn_per_class(labels, random)
+    choose_split(store, number=None, seed=0)  # which split an open GraphStore holds in this run
+
+K splits of V nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from disk.files import SPLITS, StoreError
+
+PARTS = {
+    part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]
+    for part, words in zip(SPLITS, (["train"], ["val", "valid"], ["test"]))
+}
+DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
+
+
+def found(arrays, count, choice=None):
+    """The split of `count` nodes or graphs, {part: ids}; a list of them where there are several, empty where none.
+
+    Ids are [n], of several splits [K, n] (or [n, K] where that fits all parts), short rows filled up with -1. Masks
+    are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
+
+    Args:
+        arrays: `Arrays`, which may have the names in PARTS. choice: which of several splits to take alone, from 0.
+    """
+    names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
+    if names and "train" not in names:
+        raise arrays.error(
+            f"it has {' and '.join(names.values())}, but no {' or '.join(PARTS['train'])} to train on"
+        )
+    values = {part: arrays[name] for part, name in names.items()}
+    shapes = [v.shape for part, v in values.items() if not _is_mask(names[part], v)]
+    shapes = [shape for shape in shapes if len(shape) == 2 and min(shape) > 1]
+    turned = len({shape[1] for shape in shapes}) == 1 < len({shape[0] for shape in shapes})
+    rows = {p: _rows(arrays, names[p], v, count, turned) for p, v in values.items()}
+    several = sorted({len(splits) for splits in rows.values()} - {1})
+    if len(several) > 1:
+        raise arrays.error(
+            f"it has {' and '.join(map(str, several))} splits in {', '.join(names.values())}: the "
+            "same number is needed"
+        )
+    if choice is not None and not several:
+        few = "one" if names else "no"
+        raise arrays.error(f"split={choice} has no effect: it has {few} split")
+    if choice is not None and not 0 <= choice < several[0]:
+        raise arrays.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
+
+    def ids(row, of_several):
+        if row.dtype == bool:
+            return np.flatnonzero(row)
+        return row[row != -1] if of_several else row
+
+    def split(number):
+        return {p: ids(r[number % len(r)], len(r) > 1) for p, r in rows.items()}
+
+    if several and choice is None:
+        return list(map(split, range(several[0])))
+    return split(choice or 0)
+
+
+def _is_mask(name, values):
+    return "mask" in name or values.dtype == bool
+
+
+def _rows(arrays, name, values, count, turned):
+    """A part of one split or of K as [K, n]: ids (`turned`: given as [n, K]), or bool where they are masks."""
+    shape = list(values.shape)
+    if not _is_mask(name, values):
+        if values.ndim == 2 and min(shape) > 1:
+            return values.T if turned else values
+        if values.ndim == 0 or values.size != max(shape):
+            raise arrays.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
+        return values.reshape(1, -1)
+    if count not in shape or len(shape) > 2 or shape == [count, count] != [1, 1]:
+        raise arrays.error(
+            f"{name} is {shape}: a mask is [{count}], of K splits [K, {count}] or [{count}, K]"
+        )
+    if not ((values == 0) | (values == 1)).all():
+        raise arrays.error(
+            f"{name} holds values other than 0 and 1; ids belong into {name.partition('_')[0]}_idx"
+        )
+    by_row = shape[-1] == count and len(shape) == 2
+    return (values if by_row else values.reshape(count, -1).T).astype(bool)
+
+
+def drawn_per_class(labels, random) -> dict:
+    """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
+    if labels.ndim == 2:
+        raise StoreError(
+            "nodes with several labels each need a split of their own: train_idx, val_idx, test_idx"
+        )
+    order = np.argsort(labels, kind="stable")
+    order = order[np.searchsorted(labels[order], 0) :]
+    classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    parts = zip(*(np.split(random.permutation(nodes), [20, 50]) for nodes in classes))
+    train, valid, test = map(np.concatenate, parts)
+    return dict(train=train, valid=valid, test=np.sort(test))
+
+
+def of_graphs(arrays, count, choice, seed) -> dict:
+    """The split of small graphs that is there; where there is none (or no valid part), a tenth of them is drawn."""
+    split, random = found(arrays, count, choice), np.random.default_rng(seed)
+    if isinstance(split, list):
+        arrays.say(
+            f"it has {len(split)} splits, and the first is taken (split=0); split=1 takes the next"
+        )
+        split = split[0]
+    if not split:
+        arrays.say(
+            f"it has no split: of its {count:,} graphs a tenth is drawn for testing, a tenth for validation "
+            f"(seed {seed})"
+        )
+        split["test"], split["train"] = np.split(random.permutation(count), [count // 10])
+    elif "valid" not in split:
+        arrays.say(
+            f"it has no validation part: a tenth of its {count:,} graphs is drawn from the training part "
+            f"(seed {seed})"
+        )
+    if "valid" not in split:
+        split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
+    return {part: np.sort(ids) for part, ids in split.items()}
+
+
+def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
+    """Have an open GraphStore hold the split to train with.
+
+    Args:
+        graph: of `prepare`.
+        number: which of the splits it came with, counted from 0; None: the one whose turn it is.
+        seed: draws the split of a graph that came without one.
+        turn: the number of the run, from 0: each takes another of the splits, the first again after the last.
+        say: function of a line that says what was taken, where there was a choice.
+    """
+    drawn = (
+        isinstance(graph.meta.get("source"), dict) and graph.meta["source"].get("split") == DRAWN
+    )
+    if number is not None and (drawn or graph.num_splits == 1):
+        raise StoreError(
+            f"--split {number} has no effect: {graph.path} has {'no' if drawn else 'one'} split"
+        )
+    if drawn:
+        split = drawn_per_class(graph.labels.numpy(), np.random.default_rng(seed))
+        graph.split = {part: torch.from_numpy(ids) for part, ids in split.items()}
+        say(f"split   {DRAWN}, by seed {seed}")
+    elif graph.num_splits > 1:
+        taken = turn % graph.num_splits if number is None else number
+        graph.take_split(taken)
+        another = "; --split K takes another" if number is None else ""
+        say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
+    say_empty_parts(graph.split, "nodes", say)
+
+
+def say_empty_parts(split, things, say):
+    """Say which part of a split is empty, and what a run cannot do without it."""
+    for part, without in (
+        ("valid", "no epoch can be chosen by its score"),
+        ("test", "there will be no test score"),
+    ):
+        if not len(split[part]):
+            say(f"split   it has no {part} {things}: {without}")

@@ -1,0 +1,126 @@
+"""Graphs with planted communities, for trying things out without a download.
+
+    build_synthetic("store", {**SYNTHETIC, "nodes": 1_000_000, "degree": 50.0})
+
+Letters: V nodes of the graph, F feature width, C classes. This file needs store.py, disk/sort.py and numpy.
+"""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import numpy as np
+
+from disk.sort import Rows, ahead
+from disk.files import SPLITS, StoreError
+from store import build_store
+
+SYNTHETIC = dict(
+    nodes=100_000,  # V
+    degree=20.0,  # mean in-degree
+    features=64,  # F
+    classes=16,  # C
+    seed=0,
+    # nodes in the split: a count, or a fraction when below 1; the rest is the test split
+    train=0.08,
+    valid=0.02,
+    local=0.5,  # share of edges from the same community
+    sigma=0.6,  # spread of the logarithm of the in-degree
+    noise=0.6,  # standard deviation per feature; centroids have length 1
+    mixed=0.04,  # share of nodes whose class is drawn anew instead of being that of their community
+    # nodes per community; 0: 1,000, or less where that leaves fewer than four per class
+    community=0,
+)
+
+
+def build_synthetic(path, parameters, *, backend="mmap", progress=False) -> Path:
+    """Build a graph with planted communities, log-normal in-degrees and features too noisy to classify alone.
+
+    Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
+    destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
+    Everything is drawn in chunks of nodes, each from its own random stream, on several threads: the bytes depend on
+    the parameters alone, a dict with every key of `SYNTHETIC`.
+    """
+    p = _checked(parameters)
+    size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
+
+    def stream(*key):
+        return np.random.Generator(np.random.SFC64([p.seed, *key]))
+
+    communities = -(-p.nodes // size)
+    labels = stream(0).permutation(np.arange(communities) % p.classes).repeat(size)[: p.nodes]
+    mixed = stream(1).random(p.nodes, np.float32) < p.mixed
+    labels[mixed] = stream(2).integers(0, p.classes, int(mixed.sum()))
+    normal = stream(3).standard_normal(p.nodes, np.float32)
+    degrees = np.maximum(1, np.rint(p.degree * np.exp(p.sigma * normal - p.sigma**2 / 2))).astype(
+        np.int64
+    )
+    indptr = np.concatenate([[0], np.cumsum(degrees)])
+    centroids = stream(4).standard_normal((p.classes, p.features), np.float32)
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+
+    def edges(first):
+        v = np.arange(first, min(first + nodes_per_chunk, p.nodes)).astype(np.uint64)
+        start = v // np.uint64(size) * np.uint64(size)
+        v = np.stack([start, np.minimum(np.uint64(size), np.uint64(p.nodes) - start)])
+        start, span = v.repeat(degrees[first : first + nodes_per_chunk], axis=1)
+        bits = stream(5, first).integers(0, 1 << 64, len(start), np.uint64)
+        position, choice = bits & np.uint64((1 << 32) - 1), bits >> np.uint64(32)
+        near = start + (position * span >> np.uint64(32))
+        low = position * position >> np.uint64(32)
+        far = (low * position >> np.uint64(32)) * np.uint64(p.nodes) >> np.uint64(32)
+        return np.where(choice < np.uint64(p.local * (1 << 32)), near, far).astype(np.int64)
+
+    def features(first):
+        rows = centroids[labels[first : first + rows_per_chunk]]
+        rows += p.noise * stream(6, first).standard_normal(rows.shape, np.float32)
+        return rows
+
+    nodes_per_chunk = max(1, int((1 << 20) / p.degree))
+    rows_per_chunk = max(1, (1 << 22) // p.features)
+    return build_store(
+        path,
+        indptr=indptr,
+        indices=Rows([int(indptr[-1])], np.int64, ahead(edges, p.nodes, nodes_per_chunk)),
+        features=Rows([p.nodes, p.features], np.float32, ahead(features, p.nodes, rows_per_chunk)),
+        labels=labels,
+        num_classes=p.classes,
+        split=_draw_split(p, stream(7)),
+        backend=backend,
+        progress=progress,
+        source=dict(dataset="synthetic", **parameters),
+    )
+
+
+def _checked(parameters):
+    """The parameters as a namedtuple; StoreError for one out of range."""
+    p = collections.namedtuple("Parameters", parameters)(**parameters)
+    for name, fine in dict(
+        nodes=1 <= p.nodes <= 1 << 31,
+        degree=0 < p.degree < 1 << 20,
+        features=p.features >= 1,
+        classes=1 <= p.classes <= p.nodes,
+        seed=p.seed >= 0,
+        local=0 <= p.local <= 1,
+        sigma=0 <= p.sigma <= 4,
+        noise=p.noise >= 0,
+        mixed=0 <= p.mixed <= 1,
+        community=0 <= p.community <= p.nodes,
+        train=0 < p.train <= p.nodes,
+        valid=0 <= p.valid <= p.nodes,
+    ).items():
+        if not fine:
+            raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
+    return p
+
+
+def _draw_split(p, random) -> dict:
+    """Random nodes for train and valid, counts or fractions of V; the rest is test."""
+    counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
+    if counts[0] < 1 or sum(counts) > p.nodes:
+        raise StoreError(
+            f"synthetic: train={p.train:g} and valid={p.valid:g} do not fit {p.nodes} nodes"
+        )
+    order = random.permutation(p.nodes)
+    return {name: np.sort(ids) for name, ids in zip(SPLITS, np.split(order, np.cumsum(counts)))}

@@ -1,0 +1,1 @@
+"""What differs between node, link and graph tasks; metrics."""

@@ -1,0 +1,213 @@
+"""Targets of many small graphs: an edge-gated regressor, batches read from disk, scores.
+
+targets = Regressor(...)(GraphDataset.open("molecules").batch(ids))     # one row for each graph
+
+python train.py --task graph --dataset molecules.npz
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from disk.files import StoreError
+from disk.graphs import GraphBatch, GraphDataset
+from features import CudaCopies, Fetched
+from loader import NodeLoader
+from sources.prepare import say_empty_parts
+from tasks.metrics import binary_cross_entropy, errors, roc_auc
+
+
+class EdgeGatedConv(nn.Module):
+    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it.
+
+    An edge's gate is made of its own features and those of its ends; a node adds up its neighbours' messages, each
+    channel weighed by the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch.
+    """
+
+    def __init__(self, width, last=False):
+        super().__init__()
+        self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
+        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
+
+    def forward(self, src, dst, h, e):
+        """h [N, W], e [E, W] of the edges src [E] -> dst [E] -> both after the layer; the last one needs no e."""
+        own, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
+        gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
+        weight = gate.sigmoid()
+        both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
+        total, weights = (
+            both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both).chunk(2, 1)
+        )
+        h = h + F.silu(self.node_norm(own + total / (weights + 1e-6)))
+        return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
+
+
+class Categories(nn.Module):
+    """uint8 [n, columns] -> [n, width]: the sum of an embedding for each column."""
+
+    def __init__(self, columns, width):
+        super().__init__()
+        self.table = nn.Embedding(256 * columns, width)
+        self.register_buffer("first", 256 * torch.arange(columns), persistent=False)
+
+    def forward(self, x):
+        return self.table(x + self.first).sum(1)
+
+
+class Regressor(nn.Module):
+    """Edge-gated convolutions, the mean over the nodes of each graph, and a small head.
+
+    Args:
+        node_dim, edge_dim: F, D. node_dtype, edge_dtype: uint8 for categories, otherwise numbers.
+        hidden: width W. out_dim: T. num_layers: convolutions. dropout: probability, before the head.
+        mean, std: float [T] of the targets, so that the network itself works on standardised ones.
+    """
+
+    def __init__(
+        self,
+        node_dim,
+        edge_dim,
+        hidden,
+        out_dim,
+        *,
+        node_dtype,
+        edge_dtype,
+        num_layers=4,
+        dropout=0.0,
+        mean=0.0,
+        std=1.0,
+    ):
+        super().__init__()
+        self.nodes, self.edges = (
+            Categories(dim, hidden)
+            if dtype == torch.uint8
+            else nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+            for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
+        )
+        self.layers = nn.ModuleList(
+            EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)
+        )
+        self.head = nn.Sequential(
+            nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim)
+        )
+        self.register_buffer("mean", torch.as_tensor(mean).expand(out_dim).clone().float())
+        self.register_buffer("std", torch.as_tensor(std).expand(out_dim).clone().float())
+
+    def forward(self, graph):
+        """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
+        dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
+        h, e = (
+            enter(rows if rows.dtype == torch.uint8 else rows.float())
+            for enter, rows in ((self.nodes, graph.x), (self.edges, graph.e))
+        )
+        for layer in self.layers:
+            h, e = layer(graph.indices, dst, h, e)
+        pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
+        sizes = graph.graph_ids.bincount(minlength=len(graph.y)).clamp(min=1)
+        return self.head(pooled / sizes.unsqueeze(1)) * self.std + self.mean
+
+
+class GraphTask:
+    """Learn numbers, or 0 and 1, for whole graphs; see `NodeTask`. A batch of seeds is a batch of graphs.
+
+    Attributes:
+        binary: True where every training target is 0 or 1: then outputs are logits and the loss is cross-entropy.
+        mean, std: [T] of the training targets, which losses are measured in.
+    """
+
+    examples, placed, prior, draw, metric = "graphs", False, 0.0, None, None
+    static_steps, timed_inference, title, weights = False, False, "scores", "last"
+    widths = ("node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype")
+
+    def __init__(self, args, path, say=print):
+        self.store = graphs = GraphDataset.open(path)
+        graphs.check_split()
+        if not graphs.split["train"].numel():
+            raise StoreError(f"{path} has no training graphs; build it with a split")
+        say_empty_parts(graphs.split, "graphs", say)
+
+    @staticmethod
+    def network(args, widths, own=None):
+        """See `NodeTask`."""
+        dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
+        return Regressor(
+            widths["node_dim"],
+            widths["edge_dim"],
+            args.hidden,
+            widths["target_dim"],
+            num_layers=args.num_layers,
+            dropout=args.dropout,
+            **dtypes,
+        )
+
+    def attach(self, ranks, args, *_):
+        """Learn the scale of the targets; on a GPU prepare to copy batches there."""
+        self.copies = None
+        if ranks.gpus:
+            self.copies = CudaCopies(ranks.device, args.sample_threads)
+        graphs = self.store
+        y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
+        self.binary = bool(((y == 0) | (y == 1)).all())
+        self.mean, self.std = y.mean(0).float(), y.std(0, correction=0).clamp(min=1e-12).float()
+        self.scale = self.std.to(ranks.device)
+
+    def prepare(self, network):
+        """See `NodeTask`: the scale of the targets."""
+        if not self.binary:
+            network.mean.copy_(self.mean), network.std.copy_(self.std)
+
+    def load(self, batch, slot):
+        """The graphs numbered batch.seeds, on the training device -> Fetched; nothing is drawn."""
+        graph = self.store.batch(batch.seeds)
+        if not self.copies:
+            return Fetched([graph], graph.x, graph.y)
+        with self.copies.stream(slot):
+            graph = GraphBatch(*(self.copies.copy(tensor.pin_memory()) for tensor in graph))
+            return Fetched([graph], graph.x, graph.y, self.copies.event())
+
+    def output(self, run, network, batch, key):
+        """Targets, or logits, of a batch's graphs [G, T]."""
+        return network(batch.blocks[0])
+
+    def loss(self, network, output, y):
+        """Summed over the graphs, a mean over the targets of each: cross-entropy, or squared error in units of the
+        targets' standard deviation."""
+        if self.binary:
+            return binary_cross_entropy(output, y)
+        return ((output - y) / self.scale).square().mean(1).sum()
+
+    @torch.no_grad()
+    def scores(self, run, part):
+        """Figures for the graphs of a part, on rank 0 -> {name: value}; None without graphs."""
+        args, ids = run.args, self.store.split[part]
+        if not ids.numel() or not run.ranks.leads:
+            return None
+        run.model.eval()
+        options = {"depth": args.prefetch, "threads": args.sample_threads, "load": self.load}
+        output, y = [], []
+        for batch in NodeLoader(
+            None, ids, [], batch_size=args.batch_size, shuffle=False, **options
+        ):
+            output.append(run.model(batch.blocks[0]).float().cpu())
+            y.append(batch.y.float().cpu())
+        output, y = torch.cat(output), torch.cat(y)
+        if self.binary:
+            return {"roc_auc": roc_auc(output.flatten(), y.flatten())}
+        return errors(output, y, self.mean)
+
+    def validate(self, run):
+        """See `NodeTask`."""
+        return {"valid": self.scores(run, "valid")}, None
+
+    def finish(self, run, report):
+        """Report the scores of every part."""
+        scores = {part: self.scores(run, part) for part in self.store.split}
+        if run.ranks.leads:
+            report.scores(scores)
+
+    def lines(self, args, split, parameters):
+        """What is trained, in lines."""
+        return (
+            f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}",
+            f"model   edge-gated regressor, {args.num_layers} layers, hidden {args.hidden}, {parameters}",
+        )

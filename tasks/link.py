@@ -1,0 +1,708 @@
+"""Link prediction: edges as examples. Splits of edges, negatives, scorers, losses, evaluation.
+
+    graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges; graph.pairs has the rest
+    links = Links(graph, graph.indptr, graph.indices, negatives=1, seed=0)
+    net.scorer = Scorer("dot", width)
+    for batch in NodeLoader(graph, graph.split["train"], [10, 10], sampler=..., ring=..., draw=links.draw):
+        loss = links.loss(net.scorer, net(batch.blocks, batch.x), batch.y)
+    figures = Evaluation(graph)(net.scorer, embeddings, "test")     # MRR, Hits@K, ROC-AUC, average precision
+
+    python train.py --task link --dataset cora
+
+A positive is a pair of nodes with an edge from the first to the second. Where the reverse edge is there too the two are
+one pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its
+positives and their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn
+is a function of the seed, the step and the pair's number: the same for any number of processes, checked against the
+graph. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
+
+P pairs of a batch have K negatives each; D is the width of an embedding.
+"""
+
+import argparse
+import copy
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from disk.files import SPLITS, StoreError
+from loader import from_edge_index
+from sampler import DamagedGraph, mix, number_before, random_bits
+from tasks.metrics import average_precision, ranking, roc_auc
+from tasks.node import NodeTask, described, gnn, open_graph
+
+RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
+SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
+MOST = 1 << 17  # pairs of a part that are evaluated
+MOST_TIMED = 1 << 13  # where they have times, and each needs embeddings of its own
+CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a time
+TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
+EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
+EDGE_COLUMNS = ("edge_weight", "edge_time", "edge_features")
+
+
+def bits(key, numbers, which):
+    """53 random bits for int64 tensors of one shape: draw `which` of `numbers`, by the hash of the sampling law."""
+    return random_bits(key, numbers, which, bits=53)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which edges there are
+
+
+class Edges:
+    """Look-ups of many edges at once in a CSC graph, by binary search in its neighbour lists.
+
+    Args:
+        indptr: int64 [V+1], indices: [M], on one device. Where a list is not ascending (edges sorted by time, say), a
+            sorted copy is searched.
+
+    Attributes:
+        sources: [M], ascending in each list. order: [M], where each of them is in `indices`; None where that ascends.
+    """
+
+    def __init__(self, indptr, indices):
+        self.indptr, self.sources, self.order = indptr, indices, None
+        falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
+        if falls.numel() and not torch.isin(falls, indptr).all():
+            keys = torch.repeat_interleave(indptr.diff()) * (indptr.numel() - 1) + indices
+            self.order = keys.argsort(stable=True)
+            self.sources = indices[self.order]
+
+    def first(self, source, destination):
+        """Look up edges source -> destination, int64 of one shape -> (where each is, or would be, among the sorted
+        edges; whether it is there), of that shape."""
+        low, wanted = self.indptr[destination].flatten(), source.flatten()
+        degree = self.indptr[destination + 1].flatten() - low
+        below = number_before(self.sources, low, degree, wanted, strict=True)
+        found, place = below < degree, low + below
+        found[found.clone()] = self.sources[place[found]] == wanted[found]
+        return place.view_as(source), found.view_as(source)
+
+    def has(self, source, destination):
+        """Whether there are edges source -> destination, int64 of one shape -> bool of that shape."""
+        return self.first(source, destination)[1]
+
+    def ids(self, source, destination):
+        """The places in `indices` of the edges source -> destination [n], all of them where there are several alike."""
+        first, found = self.first(source, destination)
+        first, source, past = first[found], source[found], self.indptr[destination[found] + 1]
+        counts = number_before(self.sources, first, past - first, source, strict=False)
+        before = counts.cumsum(0) - counts
+        places = torch.repeat_interleave(first - before, counts)
+        places += torch.arange(len(places), device=places.device)
+        return places if self.order is None else self.order[places]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# splits
+
+
+def split_type(text):
+    """The argparse type of --edge-split -> the text, checked."""
+    if text != "none" and not text.endswith(".npz") and not shares(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write the percent of train/valid/test, as in 85/5/10, or "
+            "time:85/5/10, the name of an .npz file with valid and test, or none"
+        )
+    return text
+
+
+def shares(text):
+    """'time:85/5/10' -> [85, 5, 10]; None for what has not this form or does not add up to 100."""
+    found = re.fullmatch(r"(?:time:)?(\d{1,3})/(\d{1,3})/(\d{1,3})", text, re.ASCII)
+    numbers = [int(number) for number in found.groups()] if found else [0]
+    return numbers if sum(numbers) == 100 and numbers[0] else None
+
+
+def split_edges(store, how, seed=0, timed=False):
+    """A view of a store for link prediction: a part of its edges to train on, the others to be predicted.
+
+    Args:
+        store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
+        how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are
+            for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
+            integers [n, 2], source and destination; "none": all pairs are for training.
+        timed: give each pair the time of the first edge between its nodes, in either direction.
+
+    Returns:
+        A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
+        without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
+        pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
+        graph.
+
+    It takes about 60 bytes of memory for each edge, and the view holds a copy of the edges.
+
+    Raises:
+        StoreError: where that cannot be done. DamagedGraph: for a list or a node outside of the graph.
+    """
+    if timed and getattr(store, "edge_time", None) is None:
+        raise StoreError(
+            f"--temporal goes by the times of edges, and {getattr(store, 'path', 'the graph')} has none"
+        )
+    check_graph(store)
+    graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
+    if how.endswith(".npz"):
+        pairs = given_pairs(how, store.num_nodes)
+    else:
+        pairs = drawn_pairs(store, edges, how, seed)
+    held = torch.cat([pairs["valid"], pairs["test"]])
+    keep = torch.ones(store.indices.numel(), dtype=torch.bool)
+    for source, destination in (held.unbind(1), held.flip(1).unbind(1)):
+        keep[edges.ids(source, destination)] = False
+    graph.known = edges
+    # given, and not in the graph: no negative is to be one of them
+    if not edges.has(*held.unbind(1)).all():
+        both = torch.stack([edges.sources.long(), torch.repeat_interleave(store.indptr.diff())])
+        graph.known = Edges(*from_edge_index(torch.cat([both, held.t()], 1), store.num_nodes))
+    if len(held):
+        graph.indptr = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[store.indptr]
+        graph.indices, graph.num_edges = store.indices[keep], int(graph.indptr[-1])
+        graph.sampled_indices, graph.sampling_threads = graph.indices, None
+        for name in EDGE_COLUMNS:
+            if getattr(store, name, None) is not None:
+                setattr(graph, name, getattr(store, name)[keep])
+    if "train" not in pairs:
+        rest = positives(graph.indptr, Edges(graph.indptr, graph.indices))
+        pairs["train"] = turned(*rest, seed)
+    elif not Edges(graph.indptr, graph.indices).has(*pairs["train"].unbind(1)).all():
+        raise StoreError(
+            f"--edge-split {how}: `train` has pairs that are no edges of the graph, or in valid or test"
+        )
+    if not len(pairs["train"]):
+        raise StoreError(
+            f"--edge-split {how}: {getattr(store, 'path', 'the graph')} has no edges left to train on"
+        )
+    graph.pairs, graph.pair_times = {name: pairs[name] for name in SPLITS}, None
+    if timed:
+        graph.pair_times = {
+            name: times_of(edges, store.edge_time, pairs[name], how) for name in SPLITS
+        }
+    graph.split = {name: torch.arange(len(pairs[name])) for name in SPLITS}
+    return graph
+
+
+def check_graph(store):
+    """Raise DamagedGraph unless the lists of a store are lists of its nodes: all of them are read for a split."""
+    rise, indices = store.indptr.diff() >= 0, store.indices
+    if not rise.all():
+        v = int((~rise).nonzero()[0])
+        raise DamagedGraph(
+            f"indptr falls from {store.indptr[v]} to {store.indptr[v + 1]} at node {v}"
+        )
+    low, high = map(int, indices.aminmax()) if indices.numel() else (0, 0)
+    if low < 0 or high >= store.num_nodes:
+        raise DamagedGraph(
+            f"indices holds {low if low < 0 else high}: node ids lie in [0, {store.num_nodes})"
+        )
+
+
+def positives(indptr, edges):
+    """Every pair of different nodes with an edge, once -> (int64 [P, 2], whether its reverse is an edge too [P])."""
+    destination, source = torch.repeat_interleave(indptr.diff()), edges.sources.long()
+    both = edges.has(destination, source)
+    keep = (source < destination) | ((source > destination) & ~both)
+    # of equal edges the first
+    keep[1:] &= (source[1:] != source[:-1]) | (destination[1:] != destination[:-1])
+    return torch.stack([source[keep], destination[keep]], 1), both[keep]
+
+
+def times_of(edges, edge_time, pairs, how):
+    """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
+    times, known = (
+        torch.full((len(pairs),), torch.iinfo(torch.int64).max),
+        torch.zeros(len(pairs), dtype=torch.bool),
+    )
+    for ends in (pairs, pairs.flip(1)):
+        place, found = edges.first(*ends.unbind(1))  # of edges alike the first: lists rise in time
+        place = place[found] if edges.order is None else edges.order[place[found]]
+        times[found] = torch.minimum(times[found], edge_time[place])
+        known |= found
+    if not known.all():
+        bad = pairs[~known][0].tolist()
+        raise StoreError(
+            f"--edge-split {how}: the pair {bad} has no time, for it is no edge; --temporal off takes it"
+        )
+    return times
+
+
+def bits_of(pairs, key):
+    """53 random bits for each pair [P, 2], the same for a pair and its reverse -> int64 [P]."""
+    return bits(mix(key), pairs.amin(1), pairs.amax(1))
+
+
+def turned(pairs, both, seed):
+    """Pairs [P, 2]; those whose reverse is an edge too (`both` [P]) are turned around by the toss of a coin."""
+    turn = both & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
+    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
+
+
+def drawn_pairs(store, edges, how, seed):
+    """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for "none"."""
+    if how == "none":
+        return {
+            "valid": torch.zeros(0, 2, dtype=torch.int64),
+            "test": torch.zeros(0, 2, dtype=torch.int64),
+        }
+    pairs, percent = turned(*positives(store.indptr, edges), seed), shares(how)
+    if how.startswith("time:"):
+        if getattr(store, "edge_time", None) is None:
+            where = getattr(store, "path", "the graph")
+            raise StoreError(f"--edge-split {how} goes by the time of edges, and {where} has none")
+        order = times_of(edges, store.edge_time, pairs, how).argsort(stable=True)
+    else:
+        order = bits_of(pairs, mix(seed)).argsort(stable=True)
+    valid, test = (len(pairs) * share // 100 for share in percent[1:])
+    train, valid, test = pairs[order].split([len(pairs) - valid - test, valid, test])
+    return {"train": train, "valid": valid, "test": test}
+
+
+def given_pairs(file, num_nodes):
+    """The pairs of an .npz file -> {part: int64 [n, 2]}; "train" only where it is there."""
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            arrays = {name: content[name] for name in content.files}
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"--edge-split {file} cannot be read: {str(error).splitlines()[0]}"
+        ) from error
+    if unknown := set(arrays) - set(SPLITS):
+        known = ", ".join(SPLITS)
+        raise StoreError(
+            f"--edge-split {file} has an array {min(unknown)!r}: its arrays are {known}, each [n, 2]"
+        )
+    none = np.zeros((0, 2), np.int64)
+    arrays = {"valid": none, "test": none, **arrays}
+    return {
+        name: checked_pairs(f"--edge-split {file}: {name}", pairs, num_nodes)
+        for name, pairs in arrays.items()
+    }
+
+
+def checked_pairs(name, pairs, num_nodes):
+    """Integers [n, 2] below V as an int64 tensor; StoreError for anything else."""
+    pairs = np.asarray(pairs)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        found = f"{list(pairs.shape)} {pairs.dtype}"
+        raise StoreError(f"{name} is {found}: integers [n, 2] are needed, source and destination")
+    bad = np.argwhere((pairs < 0) | (pairs >= num_nodes))
+    if len(bad):
+        raise StoreError(
+            f"{name}[{bad[0][0]}] is {pairs[bad[0][0]].tolist()}: node ids lie in [0, {num_nodes})"
+        )
+    return torch.from_numpy(pairs.astype(np.int64))
+
+
+def read_pairs(file, num_nodes):
+    """The pairs of --pairs FILE.npy -> int64 [n, 2]."""
+    try:
+        pairs = np.load(Path(file), allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"--pairs {file} cannot be read: {str(error).splitlines()[0]}") from error
+    return checked_pairs(f"--pairs {file}", pairs, num_nodes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# negatives
+
+
+class Negatives:
+    """Nodes for pairs that are no edges, each a function of a key, the number of its pair and its own number.
+
+    Args:
+        edges: Edges in which no negative occurs; None: nothing is checked but that a node is not paired with itself.
+        num_nodes: V.
+        degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
+    """
+
+    def __init__(self, edges, num_nodes, degrees=None):
+        self.edges, self.num_nodes, self.upto = edges, num_nodes, None
+        if degrees is not None:  # whole numbers add up to the same sum on every device
+            self.upto = (degrees.double().pow(0.75) * 1024).long().cumsum(0)
+            self.total = int(self.upto[-1])
+        if num_nodes < 2 or self.upto is not None and not self.total:
+            raise StoreError(f"the graph has {num_nodes} nodes, and none of them can be a negative")
+
+    def _node(self, key, numbers, which):
+        """The node drawn `which`-th, int64, for pairs of these numbers, int64; both of one shape."""
+        drawn = bits(key, numbers, which)
+        if self.upto is None:
+            return (drawn >> 21) * self.num_nodes >> 32
+        place = (drawn.double() * (self.total / 2**53)).long()
+        return torch.searchsorted(self.upto, place, right=True)
+
+    def _bad(self, source, node):
+        same = source == node
+        return same if self.edges is None else same | self.edges.has(source, node)
+
+    def draw(self, key, numbers, source, count):
+        """Destinations for `count` negatives of each pair.
+
+        Args:
+            key: int of 64 bits. numbers: int64 [P]. source: int64 [P] nodes.
+
+        Returns:
+            int64 [P, count]: from source there is no edge to any of them.
+
+        Raises:
+            StoreError: for a source that has an edge to every node.
+        """
+        which = torch.arange(count, device=source.device).expand(len(source), count)
+        numbers, source = (
+            numbers.unsqueeze(1).expand_as(which),
+            source.unsqueeze(1).expand_as(which),
+        )
+        node = self._node(key, numbers, which)
+        bad = self._bad(source, node)
+        for attempt in range(1, TRIES + self.num_nodes):
+            places = bad.nonzero(as_tuple=True)
+            if not len(places[0]):
+                return node
+            if attempt < TRIES:
+                node[places] = self._node(key, numbers[places], which[places] + attempt * count)
+            else:
+                node[places] = (node[places] + 1) % self.num_nodes
+            bad[places] = self._bad(source[places], node[places])
+        at = int(source[bad][0])
+        raise StoreError(
+            f"node {at} has an edge to every node, so it has no negative: --unchecked-negatives takes any"
+        )
+
+    def pairs(self, key, count):
+        """`count` pairs of nodes without an edge between them -> int64 [count, 2]; the sources are drawn, too."""
+        numbers = torch.arange(count)
+        source = (bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21) * self.num_nodes >> 32
+        return torch.stack([source, self.draw(key, numbers, source, 1).squeeze(1)], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+
+def at_times(nodes, times, num_nodes):
+    """The distinct pairs of a node and a time -> (nodes [S], times [S], where each of those given is there).
+
+    Args:
+        nodes, times: int64 of one shape, which is that of the third.
+    """
+    values, rank = times.unique(return_inverse=True)
+    both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
+    return both % num_nodes, values[both // num_nodes], place
+
+
+class Scorer(nn.Module):
+    """How likely an edge is between two embeddings, as a logit: "dot", the dot product; "distmult", with a weight for
+    each column (arXiv 1412.6575); "mlp", a network of one hidden layer on their product, column by column."""
+
+    def __init__(self, kind, width):
+        super().__init__()
+        self.kind = kind
+        if kind == "distmult":
+            self.relation = nn.Parameter(torch.ones(width))
+        elif kind == "mlp":
+            self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, source, destination):
+        """source [..., D] and destination [..., D], which broadcast -> logits [...]."""
+        if self.kind == "mlp":
+            return self.mlp(source * destination).squeeze(-1)
+        return ((source * self.relation if self.kind == "distmult" else source) * destination).sum(
+            -1
+        )
+
+    def against_all(self, source, table):
+        """Logits [n, V] of source [n, D] with every row of a table [V, D]."""
+        if self.kind == "mlp":
+            return self(source.unsqueeze(1), table)
+        return (source * self.relation if self.kind == "distmult" else source) @ table.t()
+
+
+class Links:
+    """Training pairs as the examples of a `NodeLoader`: which nodes are sampled for a batch of them, and the loss.
+
+    Args:
+        graph: of `split_edges`. indptr, indices: its edges that carry messages, on the device of the sampler.
+        negatives: K. seed: decides on them. by_degree: draw them by degree^0.75. checked: against the training edges.
+        softmax: the loss is the cross-entropy of a pair among its negatives; else that of each alone.
+        exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
+    """
+
+    def __init__(
+        self,
+        graph,
+        indptr,
+        indices,
+        *,
+        negatives=1,
+        seed=0,
+        by_degree=False,
+        checked=True,
+        softmax=False,
+        exclude=True,
+    ):
+        self.count, self.softmax, self.exclude = negatives, softmax, exclude
+        self.key, device = mix(mix(seed) ^ 2), indices.device
+        self.pairs, self.edges = graph.pairs["train"].to(device), Edges(indptr, indices)
+        self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
+        degrees = indptr.diff() if by_degree else None
+        self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
+
+    def draw(self, batch):
+        """The `draw` of a `NodeLoader` over the numbers of training pairs: the ends of the batch's pairs and their
+        negatives are sampled for.
+
+        Returns:
+            (nodes, options of the sampler: the edges of the whole step's pairs are excluded, y). y int64 [P, 2 + K]:
+            where, among the nodes, the source, the destination and the negatives of each pair are.
+        """
+        seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
+        source, destination = self.pairs[seeds].unbind(1)
+        key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
+        negatives = self.negatives.draw(key, seeds, source, self.count)
+        nodes = torch.cat([source.unsqueeze(1), destination.unsqueeze(1), negatives], 1)
+        options = {}
+        if self.times is None:
+            nodes, y = nodes.unique(return_inverse=True)
+        else:
+            times = self.times[seeds].unsqueeze(1).expand_as(nodes)
+            nodes, options["times"], y = at_times(nodes, times, self.negatives.num_nodes)
+        if self.exclude:
+            ends = self.pairs[step_seeds].unbind(1)
+            options["exclude"] = torch.cat([self.edges.ids(*ends), self.edges.ids(*reversed(ends))])
+        return nodes, options, y
+
+    def loss(self, scorer, h, y):
+        """Summed over pairs: cross-entropy, of the pair and, averaged, its negatives in equal parts, or of a softmax.
+
+        Args:
+            h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it.
+        """
+        source = h.index_select(0, y[:, 0])
+        others = h.index_select(0, y[:, 1:].flatten()).view(len(y), -1, h.shape[1])
+        logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
+        if self.softmax:
+            return F.cross_entropy(logits, torch.zeros_like(y[:, 0]), reduction="sum")
+        return (F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)).sum() / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation
+
+
+class Evaluation:
+    """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the
+    same source, ROC-AUC and average precision against as many random pairs without an edge.
+
+    A pair is ranked against all nodes where there are at most SMALL, leaving out other edges of the source, else
+    against RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole
+    graph and are the same in every run. Of more than MOST pairs the first are taken.
+
+    Where pairs have times, both ends and all negatives have embeddings at the time of the pair, those that `seen` asks
+    for; then a pair is ranked against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
+
+    Args:
+        graph: of `split_edges`.
+    """
+
+    def __init__(self, graph):
+        self.graph, self.negatives = graph, Negatives(graph.known, graph.num_nodes)
+        self.timed = graph.pair_times is not None
+        self.fixed, self.asked, self.lists = {}, {}, None
+        if graph.num_nodes <= SMALL and not self.timed:  # destinations of each source
+            order = graph.known.sources.long().argsort(stable=True)
+            counts = graph.known.sources.long().bincount(minlength=graph.num_nodes)
+            self.lists = (
+                counts,
+                counts.cumsum(0) - counts,
+                torch.repeat_interleave(graph.known.indptr.diff())[order],
+            )
+
+    @torch.no_grad()
+    def __call__(self, scorer, h, part, ranks=None):
+        """Figures {name: number}, the same on every rank; None for a part without pairs.
+
+        Args:
+            h: float [V, D] embeddings of all nodes, in host memory; where pairs have times, [n, D] of what `seen` says.
+            part: "valid", say. ranks: share the work out.
+        """
+        if not len(self.graph.pairs[part]):
+            return None
+        scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
+        pairs, random, others = (
+            self._at_times(part)[2].tensor_split([2, 4], 1) if self.timed else self._nodes(part)
+        )
+        mine = ranks.part(len(pairs)) if ranks else slice(None)
+        positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
+        place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
+        found = torch.stack([positive, negative, place], 1)
+        positive, negative, place = (ranks.rows(found) if ranks else found).unbind(1)
+        both = (
+            torch.cat([positive, negative]),
+            torch.cat([torch.ones_like(positive), torch.zeros_like(negative)]),
+        )
+        return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
+
+    def seen(self, part):
+        """Where pairs have times: the nodes and the times of which embeddings are asked for -> int64 [n], int64 [n]."""
+        return self._at_times(part)[:2]
+
+    def _at_times(self, part):
+        """What `seen` says, and the places there of what `_nodes` says, side by side, int64 [pairs, 4 + K]."""
+        if part not in self.asked:
+            nodes = torch.cat(self._nodes(part), 1)
+            times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
+            self.asked[part] = at_times(nodes, times, self.graph.num_nodes)
+        return self.asked[part]
+
+    def _nodes(self, part):
+        """The pairs [n, 2] of a part, as many random ones [n, 2], and what the former are ranked against: [n, K], or
+        None for all nodes."""
+        pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
+        if part not in self.fixed:
+            key = mix(EVALUATION ^ SPLITS.index(part))
+            numbers, others = torch.arange(len(pairs)), None
+            if not self.lists:
+                others = self.negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
+            self.fixed[part] = self.negatives.pairs(mix(key), len(pairs)), others
+        return pairs, *self.fixed[part]
+
+    def _ranks(self, scorer, h, pairs, others):
+        """The rank of each pair [n, 2], from 1 -> [n]."""
+        width, found = self.graph.num_nodes if others is None else others.shape[1], []
+        if others is not None or scorer.kind == "mlp":
+            width *= h.shape[1]
+        for some in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
+            source, destination = pairs[some].unbind(1)
+            if others is None:
+                scores = scorer.against_all(h[source], h)
+                sums = scores.sum(1)
+                own = scores.gather(1, destination.unsqueeze(1))
+                scores[self._known(source)] = -torch.inf
+                scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
+            else:
+                own = scorer(h[source], h[destination]).unsqueeze(1)
+                scores = scorer(h[source].unsqueeze(1), h[others[some]])
+                sums = scores.sum(1)
+            place = 1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2
+            # NaN is never above another score: such a pair would come first
+            found.append(torch.where(sums.isfinite(), place, torch.nan))
+        return torch.cat(found) if found else h.new_zeros(0)
+
+    def _known(self, source):
+        """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
+        counts, first, destinations = self.lists
+        counts, first = counts[source], first[source]
+        row = torch.repeat_interleave(counts)
+        place = torch.arange(len(row)) + torch.repeat_interleave(
+            first - (counts.cumsum(0) - counts), counts
+        )
+        rows = torch.arange(len(source))
+        return torch.cat([row, rows]), torch.cat([destinations[place], source])
+
+
+@torch.no_grad()
+def score_pairs(scorer, h, pairs):
+    """Logits [n] of pairs int64 [n, 2] for embeddings h [V, D] and a scorer, both in host memory."""
+    parts = [scorer(*(h[ends] for ends in some.unbind(1))) for some in pairs.split(1 << 16)]
+    return torch.cat(parts) if parts else h.new_zeros(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the task
+
+
+class LinkTask(NodeTask):
+    """Learn embeddings of nodes that tell which pairs are edges; see `NodeTask`."""
+
+    examples, timed_inference, prior, title = "edges", False, 0.0, "scores"
+    weights = "last"
+    widths = ("feature_dim", "edge_dim")
+    static_steps = False
+
+    def __init__(self, args, path, say=print):
+        store = open_graph(path, say)
+        self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
+        self.store.num_classes = args.hidden  # the width of embeddings
+        if args.pairs:
+            read_pairs(args.pairs, store.num_nodes)  # refused before anything is trained
+        self.metric = args.metric or "mrr"
+
+    @staticmethod
+    def network(args, widths, own=None):
+        """See `NodeTask`: with a scorer of pairs."""
+        network = own or gnn(args, widths, args.hidden)
+        network.scorer = Scorer(args.scorer, args.hidden)
+        return network
+
+    def sampled_for(self, args):
+        return 2 + args.negatives
+
+    def seeds(self):
+        return torch.arange(self.store.num_nodes)
+
+    def attach(self, ranks, args, used, indptr, indices):
+        """See `NodeTask`."""
+        self.links = Links(
+            self.store,
+            indptr,
+            indices,
+            negatives=args.negatives,
+            by_degree=args.negatives_by == "degree",
+            seed=args.seed,
+            checked=not args.unchecked_negatives,
+            softmax=args.link_loss == "softmax",
+        )
+        self.draw, self.evaluation = self.links.draw, Evaluation(self.store)
+
+    def loss(self, network, output, y):
+        """Summed over the pairs of a batch; see `Links.loss`."""
+        return self.links.loss(network.scorer, output, y)
+
+    def scores(self, run, part, h=None):
+        """MRR, ROC-AUC and so on of the pairs of a part; None where there are none. h: exact embeddings [V, D]."""
+        if not len(self.store.split[part]):
+            return None
+        if self.evaluation.timed:
+            h = run.sampled(*self.evaluation.seen(part))
+        return self.evaluation(run.model.scorer, run.exact() if h is None else h, part, run.ranks)
+
+    def validate(self, run):
+        """See `NodeTask`."""
+        scores = self.scores(run, "valid")
+        return {"valid": scores}, scores and scores[self.metric]
+
+    def finish(self, run, report):
+        """Report scores, write embeddings or the logits of --pairs -> {"part name": score}."""
+        args = run.args
+        h = None if self.evaluation.timed and not args.predict else run.exact()
+        scores = {part: self.scores(run, part, h) for part in ("valid", "test")}
+        exact = report.scores(scores)
+        if args.predict:
+            if args.pairs:
+                scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
+                h = score_pairs(scorer, h, read_pairs(args.pairs, self.store.num_nodes))
+            report.write(h)
+        return exact
+
+    def lines(self, args, split, parameters):
+        """What is trained, in lines."""
+        (graph, network, fanout), pairs = (
+            described(args, self.store),
+            len(self.store.split["train"]),
+        )
+        unchecked = ", unchecked" * args.unchecked_negatives
+        negatives = f"{args.negatives} negatives a pair, {args.negatives_by}{unchecked}"
+        yield (
+            f"{graph} that carry messages, {self.store.feature_dim} features; pairs: {split} ({args.edge_split})"
+        )
+        yield (
+            f"model   {network}, scorer {args.scorer}, {parameters}; {fanout}; {negatives}, {args.link_loss}"
+        )
+        if args.total_batch * 2 > pairs:
+            yield (
+                f"advice  a step leaves the {args.total_batch:,} pairs that it is to predict out of the messages, and "
+                f"there are {pairs:,}: give a smaller --batch-size"
+            )

@@ -1,0 +1,147 @@
+"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, RMSE, MAE.
+
+    score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
+    roc_auc(score, y), average_precision(score, y)
+    ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
+
+Every figure depends on the pairs of score and target alone, not on their order, and agrees with scikit-learn's of the
+same name, ties included. n examples, C classes or labels.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+HITS = (1, 10)  # the K of Hits@K
+
+
+class NotFinite(ValueError):
+    """A loss, a weight or a score is NaN or infinite."""
+
+
+def check_scores(scores, what="scores"):
+    """Raise NotFinite for scores that cannot be compared: NaN is neither above nor below any other."""
+    if bad := scores.numel() - int(scores.isfinite().sum()):
+        raise NotFinite(f"{bad:,} of {scores.numel():,} {what} are not finite")
+
+
+def score(metric, logits, y):
+    """A figure from 0 to 1 for logits [n, C]; None without examples.
+
+    Args:
+        metric: "accuracy": the share of right classes, of several labels a node the share of right entries. "f1": of
+            classes the mean of each one's F1 (macro), of labels that of all entries together (micro). "roc_auc": the
+            mean over labels, or over classes of one against the rest; those that are the same in all of y are left out.
+        y: int64 [n] classes, or [n, C] of 0 and 1.
+
+    Raises:
+        ValueError: for another metric. NotFinite: for a logit that is NaN or infinite.
+    """
+    if metric not in ("accuracy", "f1", "roc_auc"):
+        raise ValueError(f"metric {metric!r} is unknown: choose accuracy, f1 or roc_auc")
+    if not len(y):
+        return None
+    check_scores(logits)
+    if metric == "roc_auc":
+        return mean_roc_auc(logits, y)
+    found = logits.argmax(1) if y.dim() == 1 else logits > 0
+    return (found == y).double().mean().item() if metric == "accuracy" else f1(found, y)
+
+
+def f1(found, y):
+    """F1 = 2 TP / (2 TP + FP + FN): of classes [n] the mean over those that occur in either; of 0 and 1 [n, C] one of
+    all entries, 0 where there is no 1 in either."""
+    if y.dim() == 2:
+        hit, ones = (found.bool() & y.bool()).sum(), found.bool().sum() + y.bool().sum()
+        return (2 * hit / ones.clamp(min=1)).item()
+    size = int(max(found.max(), y.max())) + 1
+    both = (torch.bincount(values, minlength=size) for values in (y[found == y], found, y))
+    hit, ours, theirs = (counts.double() for counts in both)
+    there = ours + theirs > 0
+    return (2 * hit / (ours + theirs))[there].mean().item()
+
+
+def mean_roc_auc(logits, y):
+    """ROC-AUC of each column, one class against the rest where y is [n], averaged; nan where no column has both."""
+    if y.dim() == 1:
+        logits = F.softmax(logits.double(), 1)
+        if logits.shape[1] == 2:
+            return roc_auc(logits[:, 1], y)
+        y = F.one_hot(y, logits.shape[1])
+    values = [roc_auc(column, target) for column, target in zip(logits.unbind(1), y.unbind(1))]
+    values = [value for value in values if not math.isnan(value)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _counts(score, y):
+    """Counts of targets 1 and 0 at each distinct score, ascending -> two float64 tensors."""
+    check_scores(score)
+    values, rank = score.double().unique(return_inverse=True)
+    ones = torch.zeros(len(values), dtype=torch.float64, device=score.device).index_add_(
+        0, rank, y.double()
+    )
+    return ones, rank.bincount(minlength=len(values)) - ones
+
+
+def roc_auc(score, y):
+    """Chance that an example with target 1 scores higher than one with 0, ties counting half; nan without both.
+
+    Args:
+        score: [n] numbers. y: [n] of 0 and 1.
+    """
+    ones, zeros = _counts(score, y)
+    below = zeros.cumsum(0) - zeros / 2
+    return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
+
+
+def average_precision(score, y):
+    """Precision at each distinct score, weighed by how much recall rises there; nan without a target 1.
+
+    Args:
+        score: [n] numbers. y: [n] of 0 and 1.
+    """
+    ones, zeros = (counts.flip(0) for counts in _counts(score, y))
+    hit = ones.cumsum(0)
+    return ((ones * hit / (hit + zeros.cumsum(0))).sum() / ones.sum()).item()
+
+
+def binary_cross_entropy(logits, y):
+    """Cross-entropy of logits [n, C] and targets 0 and 1 [n, C], a mean over C, summed over n."""
+    return (
+        F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none")
+        .mean(1)
+        .sum()
+    )
+
+
+def ranking(ranks):
+    """Mean reciprocal rank and Hits@K for ranks [n], counted from 1 -> {name: figure}; nan without ranks."""
+    check_scores(ranks)
+    found = {"mrr": ranks.double().reciprocal().mean().item()}
+    return found | {f"hits@{k}": (ranks <= k).double().mean().item() for k in HITS}
+
+
+def errors(output, y, mean):
+    """RMSE and MAE of numbers [n, T], and the RMSE of predicting the mean [T] instead -> {name: figure}."""
+    check_scores(output)
+    error, plain = output - y, mean - y
+    return {
+        "rmse": error.square().mean().sqrt().item(),
+        "mae": error.abs().mean().item(),
+        "rmse_of_the_mean": plain.square().mean().sqrt().item(),
+    }
+
+
+def scores_line(scores):
+    """{'rmse': 0.71, 'hits@1': 0.5} -> 'RMSE 0.7100  Hits@1 0.5000'; None -> 'n/a'."""
+    if scores is None:
+        return "n/a"
+    words = {"rmse": "RMSE", "mae": "MAE", "mrr": "MRR", "ap": "AP", "hits": "Hits"}
+
+    def word(name):
+        for short, long in words.items():
+            name = name.replace(short, long) if name.startswith(short) else name
+        return name.replace("_", " ")
+
+    return "  ".join(f"{word(name)} {value:.4f}" for name, value in scores.items())

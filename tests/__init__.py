@@ -1,0 +1,1 @@
+"""Tests, a file for each module; common.py has what several use."""

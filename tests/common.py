@@ -1,0 +1,718 @@
+"""What several test files use: graphs, processes, runs."""
+
+import os
+
+# before torch: its idle threads shall not take the cores of others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tqdm import tqdm
+
+import sampler
+import train
+from disk import files as disk
+from disk.graphs import block_diagonal
+from native import build, sampler_gpu
+from sources import prepare as datasets
+from store import build_store
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+DATA = HERE.parent / "shared" / "data"
+
+
+_IMPORTED_BY = os.getpid()
+
+
+@functools.cache
+def _forkserver():
+    """A process that has imported everything: what it forks begins at once, where a new interpreter imports for 3
+    seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_all", "torch._dynamo"])  # Adam imports the second
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # as train.py sets them
+        patch.setenv("LRU_CACHE_CAPACITY", "1")
+        # importing this file asks for a GPU, forks shall use it
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _in_fork(output, cwd, function, args):
+    assert _IMPORTED_BY != os.getpid(), "the fork server has not imported test_all"
+
+    def end_with_the_tests():
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_the_tests, daemon=True).start()
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    # its own is a semaphore of the system, which a kill would leave
+    tqdm.set_lock(threading.RLock())
+    os.chdir(cwd)
+    torch.multiprocessing.spawn = functools.partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
+    try:
+        sys.exit(function(*args))
+    finally:
+        atexit._run_exitfuncs()  # a fork leaves without them
+
+
+def _fork(output, function, *args, cwd="."):
+    """Start function(*args) in a process of its own, whose ranks are forked as well -> the process; it prints into the
+    file `output`."""
+    process = _forkserver().Process(
+        target=_in_fork, args=(output, os.path.abspath(cwd), function, args)
+    )
+    process.output = Path(output)
+    process.output.touch()
+    process.start()
+    return process
+
+
+def _end(process, *codes):
+    """Wait until a fork ends, demand one of these exit codes (none given: 0) -> what it printed."""
+    try:
+        process.join(240)
+    finally:
+        process.kill()
+        process.join()
+    printed = process.output.read_text()
+    assert process.exitcode in (codes or (0,)), printed
+    return printed
+
+
+_BESIDE = {}  # test -> function of a folder that starts the process it looks at
+
+
+def _beside(start):
+    """A decorator: start(folder, the test's parameters) starts the process that the test looks at, some time before it;
+    the other tests need not wait for it."""
+
+    def register(test):
+        _BESIDE[test.__name__] = start
+        return test
+
+    return register
+
+
+class _Queue:
+    """The processes of such tests, in the tests' order, three at a time: more would starve the tests on 2 cores."""
+
+    def __init__(self, items, new_folder):
+        self.waiting = {
+            item.name: item for item in items if getattr(item, "originalname", None) in _BESIDE
+        }
+        # name -> (process, folder), or the error of its start
+        self.started, self.new_folder = {}, new_folder
+
+    def start(self, name):
+        item, folder = self.waiting.pop(name), self.new_folder("beside")
+        try:
+            process = _BESIDE[item.originalname](
+                folder, **(item.callspec.params if hasattr(item, "callspec") else {})
+            )
+            self.started[name] = process, folder
+        except (Exception, pytest.fail.Exception) as error:  # is for the test that asks
+            self.started[name] = error
+
+    def processes(self):
+        return [entry[0] for entry in self.started.values() if isinstance(entry, tuple)]
+
+    def top_up(self):
+        while self.waiting and sum(map(_is_running, self.processes())) < 3:
+            self.start(next(iter(self.waiting)))
+
+    def get(self, name):
+        if name in self.waiting:
+            self.start(name)
+        if isinstance(self.started[name], BaseException):
+            raise self.started[name]
+        return self.started[name]
+
+
+def _is_running(process):
+    return process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
+
+
+@pytest.fixture(scope="module")
+def _queue(request, tmp_path_factory):
+    queue = _Queue(request.session.items, tmp_path_factory.mktemp)
+    yield queue
+    for process in queue.processes():
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _before_each_test(_queue):
+    torch.manual_seed(0)  # a test draws the same whichever ran before it
+    _queue.top_up()
+
+
+@pytest.fixture
+def beside(request, _queue):
+    """(process, folder) of the test that asks."""
+    return _queue.get(request.node.name)
+
+
+def _random_graph(rng, num_nodes, mean_degree, dtype=torch.int32):
+    """A CSC graph with empty rows, self-loops and multi-edges."""
+    degree = rng.poisson(mean_degree, num_nodes) * (rng.random(num_nodes) > 0.2)
+    degree[rng.integers(num_nodes)] += 3 * mean_degree
+    indptr = np.concatenate([[0], np.cumsum(degree)])
+    indices = rng.integers(0, num_nodes, indptr[-1])
+    return torch.from_numpy(indptr), torch.from_numpy(indices).to(dtype)
+
+
+def _mix(z):
+    z = (z + 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def _as_lists(blocks):
+    return [tuple(None if t is None else t.tolist() for t in block) for block in blocks]
+
+
+_EMULATOR = r"""
+#include <math.h>
+#include <stdlib.h>
+#include <setjmp.h>
+typedef struct { long x; } dim;
+static __thread dim blockIdx;  // threads of the host launch kernels beside each other
+static dim blockDim = {1}, threadIdx;
+__attribute__((no_sanitize("thread"), noinline)) static void be(long number) { blockIdx.x = number; }
+#define atomicMin(p, value) \
+  do { \
+    int new_ = value, old_ = __atomic_load_n(p, 0); \
+    while (new_ < old_ && !__atomic_compare_exchange_n(p, &old_, new_, 0, 0, 0)); \
+  } while (0)
+void begin_launch(char *frame, jmp_buf *stop);
+void begin_thread(long number);
+"""
+
+# With `checked` the compiler calls these at every access to memory, where it is unaligned and where a signed number
+# overflows. Threads of a launch have no order: what one writes, no other may read or write but by atomics.
+_CHECKER = r"""
+#include <setjmp.h>
+enum { NOBODY, MANY = -1, CELLS = 1 << 20 };
+typedef struct { unsigned long address, launch; long writer, reader, atomic; } cell_t;
+static cell_t cells[CELLS];
+static unsigned long launch;
+static long thread, used;
+static char *top;
+static jmp_buf *leave;
+static const char *fault;
+void begin_launch(char *frame, jmp_buf *stop) { launch++; used = 0; fault = 0; top = frame; leave = stop; }
+void begin_thread(long number) { thread = number + 1; }
+const char *what_failed(void) { return fault; }
+static void fail(const char *what) { fault = what; longjmp(*leave, 1); }
+static int other(long who) { return who != NOBODY && who != thread; }
+enum { READ, WRITE, ATOMIC };
+static void touch(char *p, int size, int how) {
+  if ((char *)__builtin_frame_address(0) < p && p < top) return;  // the thread's own stack
+  for (unsigned long a = (unsigned long)p / 2; a < ((unsigned long)p + size + 1) / 2; a++) {
+    unsigned long at = a * 0x9e3779b97f4a7c15UL >> 44;
+    while (cells[at].launch == launch && cells[at].address != a) at = (at + 1) % CELLS;
+    cell_t *c = &cells[at];
+    if (c->launch != launch) {
+      if (++used > CELLS / 2) fail("the launch is too large to be checked");
+      *c = (cell_t){a, launch, NOBODY, NOBODY, NOBODY};
+    }
+    if (other(c->writer)) fail("two threads share memory that one of them writes without an atomic");
+    if (how == WRITE && (other(c->reader) || other(c->atomic)))
+      fail("a thread writes without an atomic what another one uses");
+    long *who = how == READ ? &c->reader : how == WRITE ? &c->writer : &c->atomic;
+    *who = other(*who) ? MANY : thread;
+  }
+}
+#define ACCESS(n) \
+  void __tsan_read##n(void *p) { touch(p, n, READ); } \
+  void __tsan_write##n(void *p) { touch(p, n, WRITE); } \
+  void __tsan_unaligned_read##n(void *p) { touch(p, n, READ); } \
+  void __tsan_unaligned_write##n(void *p) { touch(p, n, WRITE); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+void __tsan_read_range(void *p, long n) { touch(p, (int)n, READ); }
+void __tsan_write_range(void *p, long n) { touch(p, (int)n, WRITE); }
+void __tsan_init(void) {}
+void __tsan_func_entry(void *p) {}
+void __tsan_func_exit(void) {}
+#define ATOMICS(n, type) \
+  type __tsan_atomic##n##_load(type *p, int o) { return *p; } \
+  type __tsan_atomic##n##_fetch_add(type *p, type v, int o) { \
+    touch((char *)p, n / 8, ATOMIC); return __sync_fetch_and_add(p, v); } \
+  type __tsan_atomic##n##_fetch_or(type *p, type v, int o) { \
+    touch((char *)p, n / 8, ATOMIC); return __sync_fetch_and_or(p, v); } \
+  int __tsan_atomic##n##_compare_exchange_strong(type *p, type *e, type v, int o, int f) { \
+    touch((char *)p, n / 8, ATOMIC); return __atomic_compare_exchange_n(p, e, v, 0, 0, 0); }
+ATOMICS(32, int) ATOMICS(64, long long)
+#define UNDEFINED(name, what) void __ubsan_handle_##name(void *d, void *a, void *b) { fail(what); }
+UNDEFINED(type_mismatch_v1, "an access is not aligned")
+UNDEFINED(out_of_bounds, "an index is outside of its array")
+UNDEFINED(add_overflow, "a signed sum overflows")
+UNDEFINED(sub_overflow, "a signed difference overflows")
+UNDEFINED(mul_overflow, "a signed product overflows")
+UNDEFINED(negate_overflow, "a signed negation overflows")
+"""
+_ONE_LAUNCH = threading.Lock()  # of the checker's state there is one
+_SANITIZED = "-fsanitize=thread,alignment,signed-integer-overflow,bounds"
+
+
+_compiled = {}  # source -> library; tests that run in one process share them
+
+
+def _compile(code, folder, checked):
+    """Compile C in a folder -> the library, loaded."""
+    if (code, checked) in _compiled:
+        return _compiled[code, checked]
+    cc = ["cc", "-O1", "-ffp-contract=off", "-fPIC", "-x", "c", "-"]
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        library, objects = f"{made}/kernels.so", [f"{made}/kernels.o", f"{made}/checker.o"]
+        if checked:
+            for text, output, flag in zip((code, _CHECKER), objects, (_SANITIZED, "-O2")):
+                subprocess.run([*cc, flag, "-c", "-o", output], input=text, text=True, check=True)
+            subprocess.run(["cc", "-shared", "-o", library, *objects, "-lm"], check=True)
+        else:
+            subprocess.run(
+                [*cc, "-shared", "-o", library, "-lm"], input=code, text=True, check=True
+            )
+        return _compiled.setdefault((code, checked), ctypes.CDLL(library))
+
+
+class _EmulatedKernels:
+    """build.Kernels by cc on CPU tensors; of each launch every thread runs, one at a time, in shuffled order.
+
+    checked: also demand that no thread depends on another, that accesses are aligned, and that nothing overflows.
+    """
+
+    def __init__(self, source, folder, seed=0, checked=False):
+        self.device, self.rng, self.launched = torch.device("cpu"), np.random.default_rng(seed), []
+        self.signatures, self.checked, self.source = build.signatures(source), checked, source
+        self.bound = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
+        code = _EMULATOR + source
+        for name, arguments in self.signatures.items():
+            passed = ", ".join(f"*({c_type}*)a[{i}]" for i, (c_type, _) in enumerate(arguments))
+            check = "jmp_buf stop; begin_launch(__builtin_frame_address(0), &stop); if (setjmp(stop)) return;"
+            code += f"""void run_{name}(const long *order, long n, void **a) {{
+                {check if checked else ""}
+                for (long q = 0; q < n; q++) {{
+                    {"begin_thread(order[q]);" if checked else ""}
+                    be(order[q]);
+                    {name}({passed});
+                }} }}\n"""
+        library = _compile(code, folder, checked)
+        self._functions = {name: getattr(library, f"run_{name}") for name in self.signatures}
+        self._driver = types.SimpleNamespace(cuLaunchKernel=self._launch)
+        if checked:
+            library.what_failed.restype = ctypes.c_char_p
+            self.what_failed = library.what_failed
+
+    def _launch(self, function, grid, _y, _z, block, *rest):
+        assert block <= self.bound, f"{block} threads a block, the kernels are for {self.bound}"
+        assert rest[3] == self.stream(), "a launch on another stream than the current one"
+        order = torch.from_numpy(self.rng.permutation(grid * block))
+        with _ONE_LAUNCH if self.checked else nullcontext():
+            function(ctypes.c_void_p(order.data_ptr()), ctypes.c_long(grid * block), rest[-2])
+            failed = self.checked and self.what_failed()
+        self.launched.append(function.__name__[4:])
+        self.seen(self.launched[-1], rest[-2], rest[3])
+        assert not failed, f"kernel {self.launched[-1]}: {failed.decode()}"
+        return 0
+
+    def prepare(self, kernel, *values):
+        return build.Launch(self, kernel, values)
+
+    def run(self, kernel, threads, *values):
+        self.prepare(kernel, *values)(threads, self.stream())
+
+    def seen(self, name, arguments, stream):
+        """Called at each launch."""
+
+    def stream(self):
+        return 0x57EA
+
+    def wait(self):
+        pass
+
+    def current(self):
+        return nullcontext()
+
+
+def _emulated(s, folder, seed=0, checked=False):
+    """Put the CUDA backend on emulated kernels into a sampler of a graph in host memory -> the backend."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    compiled = lambda name, source: _EmulatedKernels(source, folder, seed, checked)  # noqa: E731
+    return sampler_gpu.Backend(s.engine.task, s.fanouts, s.seed, compiled)
+
+
+def _chi_square_limit(df, z=4.75):
+    """The quantile of chi-square by Wilson and Hilferty; z = 4.75 leaves one in a million above it."""
+    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
+
+
+def _dgl():
+    pytest.importorskip("scipy")
+    try:
+        return sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+
+
+def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
+    """Keyword arguments of build_store for a random graph with self-loops, repeats and nodes without edges."""
+    random = np.random.default_rng(seed)
+    ids = random.permutation(num_nodes)
+    return {
+        "edge_index": random.integers(0, num_nodes - 3, (2, num_edges)),
+        "features": random.standard_normal((num_nodes, width), np.float32),
+        "labels": random.integers(0, classes, num_nodes),
+        "num_classes": classes,
+        "split": {"train": ids[:50], "valid": ids[50:80], "test": ids[80:150]},
+    }
+
+
+def _edges(graph):
+    """(source, destination) pairs of an open store, as a sorted list."""
+    dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
+    return sorted(zip(graph.indices.tolist(), dst.tolist()))
+
+
+def _sums(path):
+    return {
+        f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(Path(path).iterdir())
+    }
+
+
+def _rewrite_meta(path, **changes):
+    """Change fields of meta.json and keep its own checksum right."""
+    meta = json.loads((path / "meta.json").read_text())
+    meta.update(changes)
+    (path / "meta.json").write_bytes(
+        disk.dump_meta({k: v for k, v in meta.items() if v is not Ellipsis})
+    )
+
+
+def _run(script, *args):
+    return subprocess.run(
+        [
+            sys.executable,
+            *([HERE / script] if script.endswith(".py") else ["-m", script]),
+            *map(str, args),
+        ],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _save_npz(file, seed=0, **entries):
+    args = _graph(seed=seed)
+    content = {
+        "edge_index": args["edge_index"],
+        "x": args["features"],
+        "y": args["labels"],
+    } | entries
+    np.savez(file, **{k: v for k, v in content.items() if v is not None})
+    return content
+
+
+def _mask(ids, *shape, kind=bool):
+    mask = np.zeros(shape or 200, kind)
+    mask[ids] = 1
+    return mask
+
+
+def _graphs(count, first=0, seed=0):
+    """A GraphBatch of `count` random graphs; the one numbered `first + i` has that number as its target."""
+    random = np.random.default_rng([seed, first, count])
+    nodes = random.integers(1, 9, count)
+    edges = random.integers(0, 12, count)
+    edge_index = random.integers(0, np.repeat(nodes, edges), (2, edges.sum()))
+    x, e = (
+        random.integers(0, 9, (nodes.sum(), 2), np.uint8),
+        random.standard_normal((edges.sum(), 3), np.float32),
+    )
+    y = np.stack([np.arange(first, first + count), nodes], 1).astype(np.float32)
+    return block_diagonal(nodes, edges, edge_index, x, e, y)
+
+
+def _in_child(work, kill_after=None):
+    """Run work() in a forked process -> its wait status; with kill_after, SIGKILL comes after that many seconds."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            # its own is shared with the parent, and would die with the child
+            tqdm.set_lock(threading.RLock())
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _molecules(file, count=40, **extra):
+    random = np.random.default_rng(0)
+    nodes, bonds = random.integers(2, 9, count), random.integers(0, 9, count)
+    ends = np.stack([np.zeros(bonds.sum()), random.integers(1, np.repeat(nodes, bonds))]).astype(
+        np.uint16
+    )
+    entries = dict(
+        node_offsets=[0, *nodes.cumsum()],
+        bond_offsets=[0, *bonds.cumsum()],
+        bond_index_local=ends,
+        atom_feat=random.integers(0, 9, (nodes.sum(), 9), np.uint8),
+        bond_feat=np.arange(bonds.sum() * 3, dtype=np.uint8).reshape(-1, 3),
+        targets=nodes.astype(np.float32),
+        **extra,
+    )
+    np.savez(file, **entries)
+    return entries
+
+
+TINY = "synthetic:nodes=3000,degree=10,features=16,classes=4,train=600"
+
+
+def _split(words):
+    """The words of a command line: a text may hold several."""
+    parts = (word.split() if isinstance(word, str) else [str(word)] for word in words)
+    return [word for part in parts for word in part]
+
+
+def _start(*words, launcher=(), **options):
+    """Start the real script -> Popen; every output line goes to one pipe."""
+    command = [sys.executable, *launcher, str(HERE / "train.py"), *_split(words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def _ended(process, code=0):
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == code, output
+    return output
+
+
+def _start_fork(output, *words, cwd="."):
+    """Start train.py's main in a fork -> the process."""
+    return _fork(output, train.main, _split(words), cwd=cwd)
+
+
+def _train(*words, code=0, cwd="."):
+    """Run train.py's main in a fork to its end, demand the exit code -> its output."""
+    with tempfile.NamedTemporaryFile() as file:
+        return _end(_start_fork(file.name, *words, cwd=cwd), code)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A small store -> its path."""
+    return str(datasets.prepare(TINY, tmp_path_factory.mktemp("tiny"), progress=False))
+
+
+def _log(path):
+    """The entries of --log without the first of each run, which says what it was."""
+    return [
+        entry
+        for entry in map(json.loads, Path(path).read_text().splitlines())
+        if "flags" not in entry
+    ]
+
+
+def _running_below(pid):
+    """Process ids of a process and all below it."""
+    found = [pid]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += _running_below(int(entry.name))
+    return found
+
+
+def _gone(pids, seconds=10):
+    """Whether all of these processes end before long."""
+    deadline = time.monotonic() + seconds
+    while _alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _alive(pids)
+
+
+def _alive(pids):
+    def state(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return "gone"
+
+    return [pid for pid in pids if state(pid) not in ("gone", "Z")]
+
+
+def _parameters(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def _same_weights(*files):
+    """Whether the models in checkpoints are equal, bit for bit."""
+    first, *others = map(_parameters, files)
+    return all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def _wait_for(condition, process, seconds=180, pause=0.02):
+    """Wait until condition() holds while a process runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        ended = (
+            process.poll() is not None
+            if isinstance(process, subprocess.Popen)
+            else not process.is_alive()
+        )
+        if ended or time.monotonic() > deadline:
+            process.kill()
+            printed = (
+                process.communicate()[0]
+                if isinstance(process, subprocess.Popen)
+                else process.output.read_text()
+            )
+            pytest.fail(f"{'it has ended' if ended else f'waited {seconds} s in vain'}: {printed}")
+        time.sleep(pause)
+
+
+def _run_here(tmp_path, *words):
+    """Run train.py in this process -> (log entries, the model in its checkpoint)."""
+    log, checkpoint = tmp_path / "log", tmp_path / "here.pt"
+    log.unlink(missing_ok=True)
+    assert (
+        train.main(
+            [
+                *_split(words),
+                "--log",
+                str(log),
+                "--checkpoint",
+                str(checkpoint),
+                "--root",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
+    return _log(log), torch.load(checkpoint, weights_only=True)["model"]
+
+
+def _code(*words):
+    """Run train.py in this process -> its exit code."""
+    try:
+        return train.main(_split(words))
+    except SystemExit as stop:
+        return stop.code
+
+
+COMMON = ["--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--gpus", 0]
+
+
+def _readme_blocks(language):
+    """The blocks of a language in README and docs/, README first."""
+    pages = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+OWN_MODELS = {
+    block.split()[1]: block for block in _readme_blocks("python") if block.startswith("# my")
+}
+
+
+OWN_LAYERS = OWN_MODELS["mymodel.py"]
+
+
+def _events(num_nodes, num_edges):
+    """What the edges of a graph carry, and when its nodes are classified."""
+    rng = np.random.default_rng(5)
+    return {
+        "edge_weight": rng.random(num_edges),
+        "edge_time": rng.integers(0, 100, num_edges),
+        "node_time": rng.integers(0, 100, num_nodes),
+        "edge_features": rng.random((num_edges, 3)).astype(np.float32),
+    }
+
+
+def _told_by_the_future(path, nodes=400, **columns):
+    """Every node has eight neighbours that say nothing before its time, and eight that have its class after it."""
+    rng = np.random.default_rng(0)
+    labels, when = rng.integers(0, 2, nodes), rng.integers(20, 80, nodes)
+    sign = np.append(labels, [0, 1] * 100)  # 200 more nodes carry a sign
+    past = nodes + rng.integers(0, 200, (8, nodes))
+    future = nodes + 2 * rng.integers(0, 100, (8, nodes)) + labels
+    src, dst = np.concatenate([past, future]).ravel(), np.tile(np.arange(nodes), 16)
+    times = np.concatenate(
+        [when - rng.integers(0, 20, (8, nodes)), when + rng.integers(1, 20, (8, nodes))]
+    ).ravel()
+    x = np.zeros((nodes + 200, 2), np.float32)
+    x[nodes:, 0] = 2 * sign[nodes:] - 1
+    x[:nodes, 1] = rng.standard_normal(nodes)
+    return build_store(
+        path,
+        edge_index=np.stack([src, dst]),
+        features=x,
+        labels=np.append(labels, np.full(200, -1)),
+        split={
+            "train": np.arange(200),
+            "valid": np.arange(200, 280),
+            "test": np.arange(280, nodes),
+        },
+        edge_time=times,
+        node_time=np.append(when, np.full(200, 100)),
+        **columns,
+    )

@@ -1,0 +1,7 @@
+"""Fixtures of all tests; test_all.py takes them too."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.common")
+
+from tests.common import _before_each_test, _queue, beside, tiny  # noqa: E402, F401

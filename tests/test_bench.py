@@ -1,0 +1,451 @@
+"""Tests: attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; python -m bench attack does more; python -m bench and README.md."""
+
+import collections
+import importlib.util
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench import __main__ as bench
+from bench import accuracy as bench_accuracy
+from bench import attack, gpu_speed, harm, picture
+from bench import gpu as bench_gpu
+from bench import sampler as bench_sampler
+from bench import step as bench_step
+from disk.graphs import block_diagonal
+from run import flags
+from tests.common import (
+    DATA,
+    HERE,
+    OWN_MODELS,
+    TINY,
+    _beside,
+    _dgl,
+    _end,
+    _events,
+    _fork,
+    _readme_blocks,
+    _save_npz,
+    _train,
+)
+
+# -------------------------------------------------------------------------------------------------
+# attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; python -m bench attack does more
+
+
+@_beside(
+    lambda folder: _fork(folder / "out", bench.main, ["attack", "--rounds", "6", "--minutes", "30"])
+)
+def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(beside):
+    table = dict(re.findall(r"^\| (?:all )?(\w+) +\| (\d+) ", _end(beside[0]), re.MULTILINE))
+    groups = ("stores", "inputs", "checkpoints", "kills")
+    assert [int(table[group]) for group in groups] == [120, 60, 60, 6]
+
+
+@pytest.mark.parametrize(
+    "expected, code, printed, notes",
+    [
+        ("fine", 0, "", {"result": 7}),
+        ("fine", 0, "", {"result": 8, "forged": True}),
+        ("silent", 0, "", {"result": 8}),
+        ("silent", 0, "", {"result": 7, "wrong": ["labels.npy"]}),
+        ("named", 0, "", {"result": 8, "verified": 1}),
+        ("refused", 0, "train.py: graph/meta.json: its checksum is wrong", {"code": 2}),
+        ("refused", 0, "train.py: the loss is nan", {"code": 1}),
+        ("silent", 0, "train.py: what verify had not seen", {"code": 2, "verified": 0}),
+        ("unsaid", 0, "", {"code": 2}),
+        ("traceback", 1, "Traceback (most recent call last)\nKeyError: 'x'", {}),
+        ("crash", -11, "", {}),
+        ("sigbus", -7, "", {"verified": 1}),
+        ("hang", None, "", {}),
+        ("memory", 0, "MemoryError", {}),
+        ("memory", 0, "", {"result": 7, "peak": 10 << 30}),
+        ("strewn", 0, "", {"result": 7, "strewn": ["x"]}),
+        ("strewn", 0, "", {"result": 7, "victim": b"\xde overwritten"}),
+    ],
+)
+def test_attack_tells_the_ends_of_a_case_apart(expected, code, printed, notes, tmp_path):
+    case = attack.Case("lmdb", 3, tmp_path, tmp_path)
+    (tmp_path / "victim").write_bytes(notes.pop("victim", b"untouched"))
+    (tmp_path / "printed").write_text(f"before\n{printed}\n")
+    case.note(**{"code": 0, **notes})
+    assert attack.judge(case, code, {"result": 7}, 1 << 28)[0] == expected
+
+
+def test_attack_changes_one_thing_and_the_same_one_each_time(tmp_path):
+    """Every way of changing bytes is drawn, a link to a file outside is planted, and a seed stands for one change."""
+    draws = [harm.other_bytes(b"1,2\n" * 3000, np.random.default_rng(i)) for i in range(300)]
+    assert draws[7] == harm.other_bytes(b"1,2\n" * 3000, np.random.default_rng(7))
+    assert len({what.partition(" at ")[0] for _, what in draws}) == 9
+    assert sum(data != b"1,2\n" * 3000 for data, _ in draws) > 250
+    assert harm.other_bytes(b"", np.random.default_rng(0))[1]
+    kinds = set()
+    for i in range(60):
+        kinds.add(harm.put_in_its_place(tmp_path / f"file{i}", np.random.default_rng(i)))
+    assert {what.partition(" as ")[0] for what in kinds} == set(harm.IN_PLACE)
+
+
+# -------------------------------------------------------------------------------------------------
+# python -m bench and README.md
+
+
+def test_bench_inference_equals_dgls_loop(tmp_path):
+    _dgl()
+    words = (
+        f"inference --dataset {TINY} --root {tmp_path} --hidden 8 --fanout 1,1 --rounds 1".split()
+    )
+    for conv in ("sage", "gat", "gin"):
+        out = tmp_path / f"{conv}.json"
+        assert bench.main([*words, "--model", conv, "--json", str(out)]) == 0
+        figures = json.loads(out.read_text())
+        assert len(figures["median_s"]) == 4 and max(figures["logits_apart"].values()) < 1e-3
+    torch.set_num_threads(2)
+
+
+def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
+    """Two components of three and two nodes and one alone: the largest is kept, with its features and labels."""
+    words = dict(
+        feat_indptr=[0, 1, 3, 3, 4, 5, 6], feat_indices=[0, 1, 2, 3, 0, 1], feat_shape=[6, 4]
+    )
+    edges, labels = [[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]], [0, 1, 2, 3, 4, 5]
+    six, three = tmp_path / "six.npz", tmp_path / "three.npz"
+    np.savez(six, edge_index=edges, labels=labels, **words)
+    bench_accuracy.write_graph(six, three, component=True, edges=True)
+    assert {name: array.tolist() for name, array in np.load(three).items()} == {
+        "edge_index": [[0, 2, 1], [2, 1, 0]],
+        "labels": [0, 2, 4],
+        "feat_indptr": [0, 1, 1, 2],
+        "feat_indices": [0, 0],
+        "feat_shape": [3, 4],
+    }
+    if not DATA.is_dir():
+        pytest.skip(f"{DATA} is not there")
+    settings = [("", "--lr 0.02 --weight-decay 5e-4"), (":row_normalize=0", "--lr 1e-6")]
+    real = ("--hidden 16 --epochs 40", *bench_accuracy.REAL["cora"][1:3], settings)
+    monkeypatch.setitem(bench_accuracy.REAL, "cora", real)
+    out = tmp_path / "out.json"
+    words = f"accuracy --dataset cora --data {DATA} --runs 2 --threads 1 --json {out}".split()
+    assert bench.main([*words, "--models", "mlp,gcn"]) == 0
+    torch.set_num_threads(2)
+    for bad, complaint in (
+        (["--runs", "1"], "--runs 1: a standard"),
+        (["--models", "gcm"], "--models gcm: choose from mlp,sage"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.main([*words, *bad])
+        assert complaint in capsys.readouterr().err
+    figures = json.loads(out.read_text())["accuracy"]
+    assert 40 < figures["cora, mlp, no edges"]["test"] < 65
+    for how in ("all neighbours", "sampled"):
+        figure = figures[f"cora, gcn, {how}"]
+        assert figure["test"] > 76 and "--lr 0.02" in figure["flags"] and len(figure["trials"]) == 2
+
+
+def test_bench_picture_draws_what_is_committed(tmp_path, monkeypatch, capsys):
+    """Without files named, the ones of the tables; a chart that is in two files is refused."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(HERE)
+    assert bench.main(["picture", "--png", str(tmp_path / "speed.png")]) == 0
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    two = ["results/sampler-cpu.json", "results/sampler-edges-cpu.json"]
+    assert bench.main(["picture", *two, "--png", str(tmp_path / "two.png")]) == 2
+    assert "sampler-edges-cpu.json: sampling a batch is in a file before" in capsys.readouterr().err
+
+
+def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
+    """The bars of throughput.png are those of results/sampler-cpu.json and step-cpu.json, and so are the tables."""
+    charts = {}
+    for name in ("sampler", "step"):
+        charts |= picture.times_in(json.loads((HERE / f"results/{name}-cpu.json").read_text()))
+    sampling, step = charts["sampling a batch"], charts["a training step, dropout 0.5"]
+    readme, results = (HERE / "README.md").read_text(), (HERE / "results/README.md").read_text()
+    drawn = {
+        "native": sampling["ringblock"],
+        "torch ops": sampling["ringblock, torch ops"],
+        "DGL fused, int64": sampling["DGL fused, int64"],
+        "DGL unfused, int64": sampling["DGL unfused, int64"],
+    }
+    for name, ms in drawn.items():
+        assert f"\n| {name} | {ms:.1f} |" in results
+    for name, ms in {"all tricks": "ringblock, fp32", "bf16": "ringblock, bf16"}.items():
+        assert f"\n| {name} | {step[ms]:.0f} |" in results
+    ours, theirs = sampling["ringblock"], sampling["DGL fused, int64"]
+    assert f"| {ours:.1f} ms | {theirs:.1f} ms | {theirs / ours:.1f} |" in readme
+    ours, theirs = step["ringblock, fp32"], step["DGL, malloc kept"]
+    assert f"| {ours:.0f} ms | {theirs:.0f} ms | {theirs / ours:.1f} |" in readme
+
+
+def test_bench_gpu_without_a_gpu_is_one_sentence_and_the_others_say_cpu(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(["gpu", "--root", str(tmp_path), "--threads", "2"]) == 2
+    said = capsys.readouterr()
+    assert (
+        not said.out
+        and said.err.startswith("python -m bench: gpu needs a CUDA GPU")
+        and said.err.count("\n") == 1
+    )
+    monkeypatch.setattr(bench_sampler, "bench_sampler", lambda args: {})
+    assert bench.main(["sampler", "--threads", "2", "--json", str(tmp_path / "s.json")]) == 0
+    assert re.match("measured on the CPU  cpu ", capsys.readouterr().out.splitlines()[0])
+    assert "gpu" not in json.loads((tmp_path / "s.json").read_text())["machine"]
+
+
+def _part_that_keeps(args, record):
+    record.keep(
+        median_ms={"native": 1.5, "torch operations": 6.0},
+        summary=f"{args.batch_size} seeds in 1.5 ms",
+    )
+    with record.attempt("PyG", optional=True):
+        raise ImportError("no PyG here")
+
+
+def _part_that_raises(args, record):
+    with record.attempt("one contender"):
+        raise ValueError("of two things the first\nand the second")
+    record.keep(half=1)
+    raise RuntimeError("the other half")
+
+
+def _part_that_dies(args, record):
+    os._exit(7)
+
+
+def _part_that_hangs(args, record):
+    subprocess.run(["sleep", "600"])
+
+
+def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
+    """An exception, a crash and a time limit are written into the part's entry, and the others run."""
+    if not torch.cuda.is_available():
+        # spawning takes seconds each
+        monkeypatch.setattr(bench_gpu, "PROCESSES", multiprocessing.get_context("fork"))
+    parts = {
+        "raises": (_part_that_raises, 60),
+        "dies": (_part_that_dies, 60),
+        "hangs": (_part_that_hangs, 1),
+        "sampling": (_part_that_keeps, 60),
+    }
+    monkeypatch.setattr(bench_gpu, "PARTS", parts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = ["gpu", "--threads", "2", "--out", str(tmp_path / "out"), "--batch-size", "7"]
+    assert bench.main(words) == 1
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["gpu.json"]
+    written = lambda: json.loads((tmp_path / "out" / "gpu.json").read_text())  # noqa: E731
+    assert written()["machine"]["cpu"] and written()["arguments"]["batch_size"] == 7
+    files = written()["parts"]
+    assert list(files) == list(parts)
+    for entry in files.values():
+        assert {"finished", "failed", "left_out", "seconds"} <= entry.keys()
+    assert files["raises"]["half"] == 1 and files["raises"]["failed"] == [
+        "one contender: ValueError: of two things the first",
+        "raises: RuntimeError: the other half",
+    ]
+    assert files["dies"]["failed"] == ["its process ended with exit code 7"]
+    assert files["hangs"]["failed"] == ["stopped after 1 s"] and files["hangs"]["seconds"] < 30
+    good = files["sampling"]
+    assert good["finished"] and not good["failed"] and good["left_out"] == ["PyG: no PyG here"]
+    text = capfd.readouterr().out
+    assert "FAILED  one contender: ValueError" in text
+    assert re.search(r"sampling +\| \d+ +\| 1 left out +\| 7 seeds in 1.5 ms", text)
+    assert bench.main([*words, "--parts", "sampling"]) == 0
+    assert bench.main([*words, "--parts", "sampling,x"]) == 2
+    assert "--parts x: choose from raises" in capfd.readouterr().err
+    assert bench.main([*words, "--parts", "sampling", "--minutes", "0"]) == 1
+    assert written()["parts"]["sampling"]["failed"] == ["no time left of --minutes 0"]
+    # those that were not run again
+    assert written()["parts"]["dies"] == files["dies"]
+
+
+def test_bench_gpu_times_whole_epochs_where_steps_are_fast(monkeypatch):
+    """20 steps of 5 ms or more are enough; of faster ones the start of an epoch would be a large part."""
+    took = []
+    monkeypatch.setattr(gpu_speed, "on_gpu", lambda run, epoch, steps: (run(epoch, steps), None))
+
+    def contender(step_s):
+        def run(epoch, steps):
+            took.append((epoch, steps))
+            return 2e-4 + step_s * steps
+
+        return lambda: run
+
+    slow = gpu_speed.steps_timed(contender(0.01), 192)
+    assert [steps for _, steps in took] == [5, 20, 20, 20] and slow["epoch_s"] is None
+    took.clear()
+    fast = gpu_speed.steps_timed(contender(0.001), 192)
+    assert [steps for _, steps in took] == [5, 20, 20, 20, 192, 192, 192]
+    assert len({epoch for epoch, _ in took}) == 7  # each its own
+    assert fast["steps_timed"] == 192 and fast["epoch_s"] == pytest.approx(0.1922)
+
+
+def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch, capsys):
+    """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
+    losses, took = collections.defaultdict(list), bench_step.interleave
+    monkeypatch.setattr(
+        bench_step, "as_shipped", lambda kind, args, **options: kind(args, **options)
+    )
+    monkeypatch.setattr(
+        bench_step,
+        "interleave",
+        lambda runs, *a, **k: took(
+            runs, *a, **k, note=lambda name, loss: losses[name].append(loss)
+        ),
+    )
+    words = f"link --dataset {TINY} --root {tmp_path} --rounds 2 --fanout 3,3 --hidden 8"
+    words += f" --batch-size 50 --threads 1 --json {tmp_path}/l.json"
+    assert bench.main(words.split()) == 0
+    found = json.loads((tmp_path / "l.json").read_text())
+    assert {"ours", "ours, nothing excluded"} <= found["median_ms"].keys() == losses.keys()
+    assert all(0.3 < loss < 1.5 for some in losses.values() for loss in some)
+    if _has_dgl():
+        assert found["ratios"].keys() == {"DGL as shipped", "DGL, malloc kept"}
+        assert "times as fast as DGL" in capsys.readouterr().out
+
+
+def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
+    pytest.importorskip("matplotlib")
+    parts = {
+        "sampling": {"median_ms": {"native": 0.2}},
+        "products": {"contenders": {"cuda-cuda fp32 eager": {"step_ms": 2.5}}},
+        "trace": {},
+    }
+    for name, drawn in (("gpu", parts), ("none", {"trace": {}})):
+        content = {"machine": {"gpu": "some GPU"}, "parts": drawn}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    png = ["--png", str(tmp_path / "speed.png")]
+    assert bench.main(["picture", str(tmp_path / "gpu.json"), *png]) == 0
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    # nothing of it can be drawn
+    assert bench.main(["picture", str(tmp_path / "none.json"), *png]) == 2
+
+
+def _has_dgl():
+    return importlib.util.find_spec("dgl") is not None
+
+
+def _has_pyg():
+    return importlib.util.find_spec("torch_geometric") is not None
+
+
+def _readme_commands():
+    """README's shell commands that need no GPU, no download and no second graph, without their comments."""
+    lines = [
+        line.split("  #")[0].strip()
+        for block in _readme_blocks("bash")
+        for line in block.splitlines()
+    ]
+    away = ("ogbn-", "cora", "--gpus 4", "pip install", "my_graph", "my_store", "other.npz", "PATH")
+    return [
+        line
+        for line in lines
+        if line.startswith("python ") and not any(word in line for word in away)
+    ]
+
+
+def test_readme_commands_run_word_for_word(tmp_path):
+    """All in one folder, in the order of README, with small settings behind them; train.py's in forks where it starts
+    no ranks."""
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    for folder in ("native", "disk", "sources", "tasks", "run", "bench", "results"):
+        shutil.copytree(HERE / folder, tmp_path / folder)
+    for name, text in OWN_MODELS.items():
+        (tmp_path / name).write_text(text)
+    _save_npz(tmp_path / "events.npz", **_events(200, 3000))
+    absent = [
+        name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there
+    ]
+    np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
+    commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
+    assert len(commands) > 4
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    for command in commands:
+        assert {
+            word for word in command.split() if word.startswith("--") and "train.py" in command
+        } <= known, command
+        if "python -m bench" in command and "picture" not in command:
+            continue  # they take hours; the tests above run them small
+        if any(name in command for name in absent):
+            continue
+        if any(
+            word in command for word in ("--timeline", "picture")
+        ) and not importlib.util.find_spec("matplotlib"):
+            continue
+        if "esol.npz" in command:
+            if not DATA.is_dir():
+                continue
+            shutil.copy(DATA / "esol.npz", tmp_path)
+            command += " --epochs 2"
+        elif "events.npz" in command:
+            command += " --epochs 2 --fanout 3,3"
+        elif "train.py" in command and "--resume" not in command and "--help" not in command:
+            command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (
+                " --runs 2" if "--runs" in command else ""
+            )
+        if "train.py" in command and "--procs" not in command:
+            _train(*shlex.split(command)[2:], cwd=tmp_path)
+            continue
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_readme_python_blocks_run(tmp_path, monkeypatch):
+    """README's Python, in its order, on a small graph under the names that it uses; DGL's and PyG's where they are."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    names = {
+        "edge_index": rng.integers(0, 400, (2, 4000)),
+        "x": rng.normal(size=(400, 8)).astype(np.float32),
+        "y": rng.integers(0, 3, 400),
+        "train_nodes": range(200),
+        "a": range(200),
+        "b": range(200, 300),
+        "c": range(300, 400),
+        "edge_times": torch.zeros(4000).long(),
+        "seeds": torch.arange(9),
+        "times": torch.arange(9),
+        "edge_ids": torch.arange(50),
+    }
+    data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names |= {
+        {"edge_weight": "w", "edge_time": "t", "edge_features": "e"}.get(name, name): values
+        for name, values in _events(400, 4000).items()
+    }
+    # the fields of PyG's Data that are read
+    names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)
+    blocks = _readme_blocks("python")
+    assert len(blocks) >= 4
+    for block in blocks:
+        if "dgl" in block and not _has_dgl() or "torch_geometric" in block and not _has_pyg():
+            continue
+        given = names
+        if "block_diagonal" in block:  # 400 graphs of two nodes and an edge
+            many = {
+                "num_nodes": [2] * 400,
+                "num_edges": [1] * 400,
+                "edge_index": [[0] * 400, [1] * 400],
+                "x": np.zeros((800, 3), np.float32),
+                "e": np.zeros((400, 2), np.uint8),
+                "y": np.zeros((400, 1), np.float32),
+            }
+            given = {**names, **many, "another_batch": block_diagonal(*many.values())}
+        exec(compile(block, "README.md", "exec"), given)

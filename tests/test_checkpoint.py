@@ -1,0 +1,516 @@
+"""Tests: what a checkpoint keeps, what it may be used for, and what it may not do; files are written where they were asked for, and nowhere else."""
+
+import copy
+import functools
+import io
+import math
+import os
+import pickle
+import re
+import resource
+import shlex
+import shutil
+import signal
+import stat
+import struct
+import threading
+import time
+import types
+import zipfile
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from disk import files as disk
+from disk.files import StoreError
+from disk.graphs import build_graphs
+from model import inference
+from run import checkpoint
+from sampler import Block
+from store import GraphStore, build_store
+from tests.common import (
+    COMMON,
+    _code,
+    _end,
+    _fork,
+    _graph,
+    _graphs,
+    _log,
+    _run_here,
+    _same_weights,
+    _start_fork,
+    _train,
+    _wait_for,
+)
+
+SMALL = " ".join(map(str, COMMON))
+
+# -------------------------------------------------------------------------------------------------
+# what a checkpoint keeps, what it may be used for, and what it may not do
+
+
+def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path, capsys):
+    kept = {"lr": 0.02, "lr_schedule": "cosine", "weight_decay": 1e-4, "early_stop": 30}
+    kept |= {"precision": "bf16", "epochs": 6}
+    words = " ".join(f"--{name} {value}" for name, value in kept.items())
+    words = f"--dataset {tiny} {SMALL} {words}"
+    log, straight = _run_here(tmp_path, words)
+    rates = [0.02 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6)]
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
+    _run_here(tmp_path, words, "--epochs 4 --lr-schedule constant --lr 0.01")
+    shutil.copy(tmp_path / "here.pt", tmp_path / "four.pt")
+    saved = train.parse_args(["--resume", str(tmp_path / "four.pt")])
+    expected = {**kept, "epochs": 4, "lr_schedule": "constant", "lr": 0.01}
+    assert expected == {name: getattr(saved, name) for name in kept}
+    assert (saved.batch_size, saved.fanout, saved.hidden, saved.seed) == (100, [3, 3], 16, 0)
+    # given again they count, from the next epoch on; the cosine falls over all epochs, those that are done as well
+    more = "--epochs 8 --lr 0.05 --lr-schedule cosine"
+    log, _ = _run_here(tmp_path, f"--resume {tmp_path}/four.pt", more)
+    changes = "lr 0.01 -> 0.05, lr-schedule constant -> cosine, epochs 4 -> 8"
+    assert f"\nchanged  {changes}\n" in capsys.readouterr().out
+    rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
+    assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
+    # a run in bf16 with a cosine goes on in bf16 with the cosine, to the last bit, without saying so again
+    files = f"--checkpoint {tmp_path}/half.pt --checkpoint-every 4"
+    process = _start_fork(tmp_path / "out", words, files)
+    _wait_for((tmp_path / "half.pt").is_file, process)
+    process.kill()
+    _end(process, 0, -signal.SIGKILL)
+    _, resumed = _run_here(tmp_path, f"--resume {tmp_path}/half.pt --lr 0.02")
+    assert "changed" not in capsys.readouterr().out
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
+    """The flags are the checkpoint's; the run goes on in the middle of K steps that draw alike as if it had not
+    stopped."""
+    words = f"--dataset {tiny} {SMALL} --sampler labor --layer-dependency --epochs 4"
+    words += " --batch-dependency"
+    _, straight = _run_here(tmp_path, words, "3")
+    _run_here(tmp_path, words, "3 --epochs 2")
+    shutil.copy(tmp_path / "here.pt", tmp_path / "two.pt")
+    saved = train.parse_args(["--resume", str(tmp_path / "two.pt")])
+    assert (saved.sampler, saved.layer_dependency, saved.batch_dependency) == ("labor", True, 3)
+    _, resumed = _run_here(tmp_path, f"--resume {tmp_path}/two.pt --epochs 4")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    _, other = _run_here(tmp_path, words, "1")
+    assert any(not torch.equal(straight[name], other[name]) for name in straight)
+    assert _code(f"--resume {tmp_path}/two.pt --epochs 4 --batch-dependency 2") == 2
+    assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
+
+
+def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path):
+    file = tmp_path / "run.pt"
+    _train(f"--dataset {tiny} {SMALL} --epochs 1 --checkpoint {file}")
+    state = torch.load(file, weights_only=True)
+    state["flags"]["precision"] = "tf32"  # as on a GPU
+    torch.save(state, file)
+    out = _train(f"--resume {file} --epochs 2 --gpus 0 --checkpoint {file}")
+    assert "fp32, for tf32 needs a GPU" in out and "epoch   2/2" in out
+    # for a GPU that takes it up again
+    assert checkpoint.read_checkpoint(file)["flags"]["precision"] == "tf32"
+    words = f"--resume {file} --epochs 3 --gpus 0 --precision tf32"
+    assert "needs a CUDA GPU" in _train(words, code=2)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_hint_after_ctrl_c_is_the_command_that_goes_on(resumed, tiny, tmp_path):
+    words = f"--dataset {tiny} {SMALL} --lr 0.01 --lr-schedule cosine --epochs 12"
+    words += f" --root {tmp_path}"
+    straight = "--checkpoint straight.pt --predict straight.npy"
+    again = "--checkpoint c.pt --predict c.npy --log log --prefetch 0"
+    if resumed:  # it began from another checkpoint
+        _train(words, "--epochs 2 --checkpoint first.pt", cwd=tmp_path)
+        straight, again = (f"--resume first.pt {more}" for more in (straight, again))
+    _train(words, straight, cwd=tmp_path)
+    process = _start_fork(tmp_path / "out", words, again, cwd=tmp_path)
+    _wait_for(lambda: "epoch   4" in (tmp_path / "out").read_text(), process)
+    os.kill(process.pid, signal.SIGINT)
+    printed = _end(process, 128 + signal.SIGINT)
+    hint = shlex.split(re.search(r"go on with: (.*)", printed)[1])
+    assert hint[:2] == ["python", "train.py"] and not (tmp_path / "c.npy").exists()
+    _train(*hint[2:], cwd=tmp_path)
+    epochs = [entry["epoch"] for entry in _log(tmp_path / "log") if "epoch" in entry]
+    assert epochs == list(range(3 if resumed else 1, 13))
+    assert _same_weights(tmp_path / "straight.pt", tmp_path / "c.pt")
+    assert np.array_equal(np.load(tmp_path / "straight.npy"), np.load(tmp_path / "c.npy"))
+
+
+def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
+    words = f"--dataset {tiny} {SMALL} --lr 0.01 --epochs 8 --checkpoint c.pt"
+    words += " --checkpoint-every 1 --resume auto --predict p.npy --log log"
+    process = _start_fork(tmp_path / "out", words, cwd=tmp_path)
+    _wait_for(lambda: "epoch   2" in (tmp_path / "out").read_text(), process)
+    process.kill()
+    _end(process, -signal.SIGKILL)
+    assert not (tmp_path / "p.npy").exists()
+    _train(words, cwd=tmp_path)
+    log, graph = _log(tmp_path / "log"), GraphStore.open(tiny)
+    assert [entry["epoch"] for entry in log if "epoch" in entry][-1] == 8
+    right = torch.from_numpy(np.load(tmp_path / "p.npy")) == graph.labels
+    assert right[graph.split["test"]].double().mean() > 0.7
+    # without more epochs, and from a file without --checkpoint, nothing is trained
+    for more in (words, predict := "--resume c.pt --predict q.npy"):
+        assert "nothing is trained" in _train(more, cwd=tmp_path)
+    refused = _train(predict, "--profile t.json", code=2, cwd=tmp_path)
+    assert "--profile t.json shows training" in refused
+    assert (tmp_path / "p.npy").read_bytes() == (tmp_path / "q.npy").read_bytes()
+
+
+def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, capsys):
+    graph = _graph(num_nodes=300, width=6, classes=4)
+    path = build_store(tmp_path / "g", **graph)
+    _run_here(tmp_path, f"--dataset {path}", *COMMON, "--epochs 1")
+    resume = [f"--resume {tmp_path}/here.pt"]
+    other = _graph(num_nodes=180, width=6, classes=4, seed=1)
+    other["labels"] = np.minimum(other["labels"], 2)  # one class does not occur
+    others = {
+        "labels": {**graph, "labels": np.roll(graph["labels"], 1)},
+        "features": {**graph, "features": graph["features"] + 1},
+        "width": _graph(num_nodes=300, width=7, classes=4),
+        "classes": _graph(num_nodes=300, width=6, classes=5),
+        "smaller": {**other, "num_classes": 3},
+    }
+    said = {
+        "labels": "labels.npy in .* is not the same",
+        "features": "features.npy in .* is not the same",
+        "width": "was trained on a graph with feature_dim 6, .* has 7",
+        "classes": "with num_classes 4, .* has 5",
+        "smaller": "with num_classes 4, .* has 3",
+    }
+    for name, arrays in others.items():
+        build_store(tmp_path / name, **arrays)
+        assert _code(*resume, "--dataset", tmp_path / name, "--epochs 2") == 2
+        assert re.search(said[name], capsys.readouterr().err), name
+        code = _code(*resume, "--dataset", tmp_path / name, f"--predict {tmp_path}/{name}.npy")
+        assert code == (2 if name in ("width", "classes") else 0), name
+    assert np.load(tmp_path / "smaller.npy").shape == (180,)
+    shutil.rmtree(path)
+    build_store(path, **others["labels"])  # under the same name
+    assert _code(*resume, "--epochs 2") == 2
+    assert "labels.npy" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_path):
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --precision bf16 --lr 0.02")
+    data = (tmp_path / "here.pt").read_bytes()
+    others = types.SimpleNamespace(world=2, rank=1, broadcast=lambda mine, source: data)
+    others.gather = lambda number: [1 << 28, number]
+    words = f"--dataset {tiny} --checkpoint {tmp_path}/none.pt --resume auto --lr 0.04"
+    args = train.parse_args(words.split())
+    state, path = checkpoint.common_state(others, args)
+    assert state["epoch"] == 1 and path == str(tmp_path / "none.pt")
+    kept = args.precision, args.lr, args.hidden, args.batch_size, args.dataset
+    assert kept == ("bf16", 0.04, 16, 100, tiny)
+
+
+def test_features_that_lmdb_has_changed_are_not_compared(tmp_path, capsys):
+    graph = _graph(num_nodes=300, width=6, classes=4)
+    path = build_store(tmp_path / "g", backend="lmdb", **graph)
+    _run_here(tmp_path, f"--dataset {path}", *COMMON, "--epochs 1")
+    # as trainers may see it happen
+    GraphStore.open(path).features.put_rows(torch.tensor([3]), torch.zeros(1, 6))
+    assert _code(f"--resume {tmp_path}/here.pt --epochs 2") == 0
+    build_store(tmp_path / "h", backend="lmdb", **{**graph, "features": graph["features"] + 1})
+    assert _code(f"--resume {tmp_path}/here.pt --epochs 2 --dataset {tmp_path}/h") == 2
+    assert "features.lmdb" in capsys.readouterr().err
+
+
+def test_what_is_read_from_a_checkpoint_names_no_file_to_write(tiny, tmp_path, capsys):
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1")
+    state, victim = torch.load(tmp_path / "here.pt", weights_only=True), tmp_path / "victim"
+    victim.write_text("mine")
+    for flag in ("checkpoint", "log", "predict", "root", "tensorboard"):
+        forged = {**state, "flags": {**state["flags"], flag: str(victim)}}
+        torch.save(forged, tmp_path / "forged.pt")
+        assert _code(f"--resume {tmp_path}/forged.pt --dataset {tiny} --epochs 2") == 2
+        assert "is not a checkpoint of train.py" in capsys.readouterr().err
+    assert victim.read_text() == "mine"
+    (tmp_path / "damaged.pt").write_bytes(b"nothing")  # looked at before the default graph is built
+    assert _code(f"--resume {tmp_path}/damaged.pt --root {tmp_path}/root") == 2
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1")
+    good, bad = (tmp_path / "here.pt").read_bytes(), tmp_path / "bad.pt"
+    with zipfile.ZipFile(tmp_path / "here.pt") as archive:
+        inside = max(archive.infolist(), key=lambda info: info.file_size)
+    flipped = bytearray(good)
+    flipped[inside.header_offset + 300] ^= 1  # in a tensor: torch.load would take it
+    for damaged in (bytes(flipped), good[: len(good) // 2], b""):
+        bad.write_bytes(damaged)
+        with pytest.raises(StoreError, match="bad.pt is not a checkpoint"):
+            checkpoint.read_checkpoint(bad)
+    expected, entries = checkpoint.read_checkpoint(bad, good), 0
+    for entry in re.finditer(b"PK\x01\x02", good):  # of the central directory
+        folder = bytearray(good)
+        folder[entry.start() + 38] |= 0x10  # torch.load takes a small tensor there for one of zeros
+        state = checkpoint.read_checkpoint(bad, bytes(folder))
+        weights = state["model"].items()
+        assert all(torch.equal(value, expected["model"][name]) for name, value in weights)
+        entries += 1
+    assert entries > 5
+
+
+def _forged(random, state, good):
+    """Bytes of a checkpoint that somebody has tampered with: a value anywhere in it, its pickle, its archive."""
+    weird = [None, True, -1, 0, 7, 2**40, 2**70, -(2**63), 0.5, 1e308, math.nan, math.inf, b"\0"]
+    weird += ["", "x", "../x", "\n\x1b[2J", "9" * 5000, [], [0], [-1], [5, 5], [10] * 1000, {}]
+    weird += [{"a": 1}, (), torch.zeros(()), torch.zeros(3), torch.zeros(1).expand(1 << 40)]
+    weird += [torch.ones(4, 4, dtype=torch.int64)]
+    weird += [functools.reduce(lambda inner, _: [inner, inner], range(60), [])]
+    how = random.integers(10)
+    if how < 7:  # a value, a key that is missing, a key too many
+        forged = copy.deepcopy(state)
+        for _ in range(1 if how < 5 else 3):
+            place = forged
+            while True:
+                key = list(place)[random.integers(len(place))]
+                if not isinstance(place[key], dict) or not place[key] or random.random() < 0.15:
+                    break
+                place = place[key]
+            action = random.integers(6)
+            if action == 0 and len(place) > 1:
+                del place[key]
+            elif action == 1:
+                place[["x", 3, "root", "checkpoint"][random.integers(4)]] = weird[
+                    random.integers(len(weird))
+                ]
+            else:
+                place[key] = weird[random.integers(len(weird))]
+        file = io.BytesIO()
+        torch.save(forged, file)
+        return file.getvalue()
+    with zipfile.ZipFile(io.BytesIO(good)) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    name = next(name for name in entries if name.endswith("data.pkl"))
+    if how == 7:  # other bytes in the pickle, under a checksum that fits
+        damaged = bytearray(entries[name])
+        for _ in range(random.integers(1, 4)):
+            damaged[random.integers(len(damaged))] = random.integers(256)
+        entries[name] = bytes(damaged)
+    elif how == 8:  # a pickle that does something
+        entries[name] = [
+            b"cos\nsystem\n(X\x08\x00\x00\x00touch /xtR.",
+            b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
+            b"ctorch\nFloatTensor\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
+        ][random.integers(3)]
+    else:  # bytes missing, changed or compressed
+        if random.random() < 0.5:
+            damaged = bytearray(
+                good[: random.integers(len(good))] if random.random() < 0.5 else good
+            )
+            for _ in range(5):
+                damaged[random.integers(max(len(damaged), 1)) - 1 :][:1] = b"\xff"
+            return bytes(damaged)
+        entries[name] = pickle.dumps(state["flags"], 2) if random.random() < 0.5 else entries[name]
+    file = io.BytesIO()
+    with zipfile.ZipFile(
+        file, "w", zipfile.ZIP_DEFLATED if how == 9 else zipfile.ZIP_STORED
+    ) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
+    """120 of them, mutated from good ones of all tasks with a fixed seed: trained on, or refused in one sentence."""
+    path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
+    many = build_graphs(
+        tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": range(30, 40)}
+    )
+    good = []
+    for words in (
+        [f"--dataset {path} --norm batch --early-stop 5", *COMMON],
+        [f"--task graph --dataset {many} --num-layers 2", *COMMON[2:]],
+        [f"--task link --dataset {path} --scorer mlp --early-stop 5 --negatives 2", *COMMON],
+    ):
+        _run_here(tmp_path, *words, "--epochs 1")
+        good.append((tmp_path / "here.pt").read_bytes())
+    states = [torch.load(io.BytesIO(data), weights_only=True) for data in good]
+    random, forged, codes = np.random.default_rng(0), tmp_path / "forged.pt", []
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(120):
+        which = [1, 2, 0, 0, 2, 0][i % 6]
+        forged.write_bytes(_forged(random, states[which], good[which]))
+        capsys.readouterr()
+        codes.append(_code(f"--resume {forged} --epochs 2 --checkpoint {tmp_path}/new.pt --gpus 0"))
+        errors = [
+            line for line in capsys.readouterr().err.splitlines() if not line.startswith("usage:")
+        ]
+        if codes[-1]:
+            assert (
+                codes[-1] == 2
+                and len(errors) == 1
+                and errors[0].isprintable()
+                and len(errors[0]) < 600
+            ), (i, errors)
+        else:
+            checkpoint.load_model(forged)
+    print(f"{codes.count(0)} of 120 were trained on")
+    assert 2 < codes.count(0) < 40
+    # KiB: no size in a file is believed
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 19
+    assert {p.name for p in tmp_path.iterdir()} <= {
+        "g",
+        "many",
+        "here.pt",
+        "log",
+        "forged.pt",
+        "new.pt",
+    }
+
+
+def _same_zip(state, zip64):
+    """A checkpoint, as torch writes it or without the directory of large files."""
+    file, plain = io.BytesIO(), io.BytesIO()
+    torch.save(state, file)
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(plain, "w") as copy:
+        for entry in archive.infolist():
+            copy.writestr(entry.filename, archive.read(entry))
+    return (file if zip64 else plain).getvalue()
+
+
+@pytest.mark.parametrize("zip64", [True, False])
+def test_what_is_checked_of_a_checkpoint_is_what_is_loaded(zip64):
+    """A file with two directories: zipfile takes one, torch the other."""
+    first, second = (_same_zip({"a": torch.full((9,), value)}, zip64) for value in (1.0, 2.0))
+    both = first + second
+    assert torch.load(io.BytesIO(both), weights_only=True)["a"][0] == 1
+    checked = torch.load(checkpoint.checked_archive(both), weights_only=True)
+    assert checked["a"].eq(2).all()
+    with zipfile.ZipFile(io.BytesIO(first)) as archive:
+        entry = archive.infolist()[-1]
+    size = struct.pack("<I", entry.file_size)
+    for damaged, message in (
+        (first.replace(size * 2, struct.pack("<II", 1 << 30, 1 << 30)), "larger than the file"),
+        (first[:-100], "zip|directory"),
+    ):
+        with pytest.raises(Exception, match=message):
+            checkpoint.checked_archive(damaged)
+
+
+def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
+    words = [f"--dataset {tiny} --model gat --residual --norm layer", *COMMON, "--epochs 2"]
+    _run_here(tmp_path, *words, f"--predict {tmp_path}/trained.npy --predict-what logits")
+    arrays = {}
+    for what in ("classes", "logits", "embeddings"):
+        file = tmp_path / f"{what}.npy"
+        assert _code(f"--resume {tmp_path}/here.pt --predict {file} --predict-what {what}") == 0
+        arrays[what] = np.load(file)
+    kinds = [(np.int64, (3000,)), (np.float32, (3000, 4)), (np.float32, (3000, 16))]
+    assert [(array.dtype, array.shape) for array in arrays.values()] == kinds
+    assert (arrays["logits"].argmax(1) == arrays["classes"]).all() and (
+        arrays["embeddings"] >= 0
+    ).all()
+    np.testing.assert_array_equal(arrays["logits"], np.load(tmp_path / "trained.npy"))
+    graph, net = GraphStore.open(tiny), checkpoint.load_model(tmp_path / "here.pt")
+    assert not net.training
+    logits = inference(net, graph.indptr, graph.indices, graph.features)
+    np.testing.assert_allclose(logits.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
+    block = Block(graph.indptr, graph.indices, torch.arange(3000), None)
+    with torch.no_grad():  # the last layer over the embeddings gives the logits
+        last = net.step(1, block, torch.from_numpy(arrays["embeddings"]))
+    np.testing.assert_allclose(last.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------
+# files are written where they were asked for, and nowhere else
+
+
+def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
+    file = tmp_path / "run.pt"
+    disk.write_whole(file, lambda out: out.write(b"one"))
+    file.chmod(0o600)
+    for name in (f".run.pt.{'0' * 16}.part", ".run.pt.notes", f".run.pt2.{'0' * 16}.part"):
+        (tmp_path / name).touch()  # the first is what a writer that was killed has left
+    with pytest.raises(StoreError, match="run.pt could not be written: no more"):
+        disk.write_whole(
+            file, lambda out: (out.write(b"half"), (_ for _ in ()).throw(RuntimeError("no more")))
+        )
+    assert file.read_bytes() == b"one"
+    disk.write_whole(file, lambda out: out.write(b"two"))
+    assert file.read_bytes() == b"two" and file.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".run.pt.notes",
+        f".run.pt2.{'0' * 16}.part",
+        "run.pt",
+    ]
+
+    def meanwhile(out):  # another writer of the same file leaves this one's part alone
+        disk.write_whole(file, lambda inner: inner.write(b"inner"))
+        out.write(b"outer")
+
+    disk.write_whole(file, meanwhile)
+    assert file.read_bytes() == b"outer" and len(list(tmp_path.iterdir())) == 3
+
+
+def _writes_for_ever(file):
+    while True:
+        disk.write_whole(file, lambda out: out.write(bytes(1 << 22)))
+
+
+def test_a_killed_writer_leaves_the_old_file_and_its_part_goes_at_the_next(tmp_path):
+    file, left = tmp_path / "run.pt", 0
+    for i in range(5):
+        process = _fork(tmp_path / "out", _writes_for_ever, str(file))
+        _wait_for(file.is_file, process)
+        time.sleep(0.003 * i)
+        process.kill()
+        process.join()
+        assert file.stat().st_size == 1 << 22
+        left += len(list(tmp_path.glob(".run.pt.*")))
+        disk.write_whole(file, lambda out: out.write(b"next"))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run.pt"]
+        file.unlink()
+    print(f"{left} of 5 left a part")
+
+
+def test_a_path_that_is_too_long_is_one_sentence(tiny, tmp_path, capsys):
+    for flag in ("checkpoint", "resume", "predict", "log"):
+        for name in ("y" * 4095, f"{tmp_path}/{'x/' * 2000}", f"{tmp_path}/{'y' * 256}"):
+            assert _code(f"--dataset {tiny} --{flag} {name}", *COMMON, "--epochs 1") == 2
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert re.search("no such file|bytes: [0-9,]+ are possible", said), said
+    disk.write_whole(tmp_path / ("é" * 127), lambda out: out.write(b"long"))
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [b"long"]
+
+
+def test_devices_pipes_and_links_stay_what_they_are(tmp_path):
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    disk.write_whole(pipe, lambda out: np.save(out, np.arange(3)))
+    reader.join(20)
+    assert np.load(io.BytesIO(got[0])).tolist() == [0, 1, 2] and pipe.is_fifo()
+    (tmp_path / "link").symlink_to("target")
+    disk.write_whole(tmp_path / "link", lambda out: out.write(b"through"))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"through"
+    if os.geteuid():
+        return
+    os.chown(tmp_path / "link", 12345, -1, follow_symlinks=False)  # planted by somebody else
+    with pytest.raises(StoreError, match="a symbolic link of another user"):
+        disk.write_whole(tmp_path / "link", lambda out: out.write(b"theirs"))
+    assert (tmp_path / "target").read_bytes() == b"through"
+    null = tmp_path / "null"
+    with suppress(PermissionError):
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        disk.write_whole(null, lambda out: out.write(b"away"))
+        assert null.is_char_device()
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_on_a_device_does_not_replace_it(tiny, tmp_path):
+    null = tmp_path / "null"
+    try:
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        null.write_bytes(b"x")
+    except PermissionError:
+        pytest.skip("making a device takes root")
+    _train(f"--dataset {tiny}", *COMMON, f"--epochs 1 --checkpoint {null}")
+    assert null.is_char_device()

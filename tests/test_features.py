@@ -1,0 +1,686 @@
+"""Tests: features.py; features.py: the ring; features.py: placement and shared memory; features.py: the cache."""
+
+import gc
+import mmap
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import queue
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import features
+from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
+from sampler import Block, NeighborSampler
+from tests.common import _as_lists, _random_graph
+
+# -------------------------------------------------------------------------------------------------
+# features.py
+
+
+def test_prefetch_gives_the_same_results_in_order_for_any_depth_and_threads():
+    indptr, indices = _random_graph(np.random.default_rng(4), 500, 10)
+    table, labels = torch.randn(500, 9), torch.arange(500)
+    s = NeighborSampler(indptr, indices, [5, 3])
+    batches = list(torch.randperm(500).split(33))
+    expected = None
+    for depth, threads in [(0, 1), (1, 1), (2, 1), (3, 2), (8, 4)]:
+        ring = FeatureRing(table, labels, slots=depth + 1)
+        got = []
+        for batch in prefetch(
+            lambda x, slot: ring.fetch(slot, s.sample(x, 1)), batches, depth=depth, threads=threads
+        ):
+            batch.wait()
+            time.sleep(0.001)  # workers run ahead meanwhile: a slot used too early would show
+            got.append((batch.x.clone(), batch.y, _as_lists(batch.blocks)))
+        for (x, y, blocks), seeds in zip(got, batches):
+            assert torch.equal(x, table[blocks[0][2]]) and torch.equal(y, labels[seeds])
+        expected = expected or got
+        assert all(torch.equal(a[0], b[0]) and a[2] == b[2] for a, b in zip(got, expected)) and len(
+            got
+        ) == len(batches)
+        kept = {buffer.data_ptr() for buffer in ring.buffers["rows"] if buffer is not None}
+        assert len(kept) <= depth + 1
+
+
+def test_prefetch_never_gives_one_slot_to_two_live_results():
+    rng, live, lock = np.random.default_rng(5), {}, threading.Lock()
+    delays = rng.random(200) * 0.002
+
+    def make(i, slot):
+        with lock:
+            assert slot not in live, f"slot {slot} still holds {live.get(slot)}"
+            live[slot] = i
+        time.sleep(delays[i])
+        return i, slot
+
+    for i, (item, slot) in enumerate(prefetch(make, range(200), depth=3, threads=3)):
+        assert item == i and live[slot] == i
+        time.sleep(delays[-i - 1])
+        del live[slot]
+
+
+def test_prefetch_hands_on_the_exception_with_the_workers_traceback():
+    def make(item, slot):
+        if item == 3:
+            raise KeyError("feature row 7")  # raised in the worker
+        return item
+
+    got = []
+    with pytest.raises(KeyError, match="feature row 7") as caught:
+        got.extend(prefetch(make, range(9), depth=2, threads=2))
+    assert "raised in the worker" in str(caught.traceback[-1].statement)
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_prefetch_closes_cleanly_and_runs_ahead_no_further_than_depth():
+    started = []
+
+    def make(item, slot):
+        started.append(item)
+        return item
+
+    stream = prefetch(make, iter(range(10**9)), depth=4, threads=2)
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    stream.close()
+    assert len(started) <= 3 + 4
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_ring_grows_and_keeps_its_buffers():
+    table = torch.randn(1000, 4)
+    ring = FeatureRing(table, torch.zeros(1000, dtype=torch.int64), slots=1)
+    block = lambda n: [Block(torch.zeros(1), torch.zeros(0), torch.arange(n))]  # noqa: E731
+    sizes, addresses = [10, 900, 700, 900, 5, 0], []
+    for n in sizes:
+        x = ring.fetch(0, block(n)).x
+        assert torch.equal(x, table[:n])
+        addresses.append(ring.buffers["rows"][0].data_ptr())
+    assert len(set(addresses[1:])) == 1
+
+
+# -------------------------------------------------------------------------------------------------
+# features.py: the ring
+
+
+class _SlowDevice:
+    """A device that copies later: a thread for each stream, random delays. It notes what the ring must never do."""
+
+    def __init__(self, rng, streams):
+        self.delays, self.local, self.faults = rng.random(4096) * 4e-4, threading.local(), []
+        self.under_way, self.count, self.lock = {}, 0, threading.Lock()
+        self.queues = [queue.SimpleQueue() for _ in range(streams)]
+        self.threads = [
+            threading.Thread(target=self._run, args=(q,), daemon=True) for q in self.queues
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, jobs):
+        while (job := jobs.get()) is not None:
+            job()
+
+    def close(self):
+        for jobs, thread in zip(self.queues, self.threads):
+            jobs.put(None)
+            thread.join()
+
+    @contextmanager
+    def stream(self, slot, blocks=()):
+        self.local.slot, self.local.jobs = slot, self.queues[slot % len(self.queues)]
+        yield
+
+    def buffer(self, size):
+        if self.under_way.get(self.local.slot):
+            self.faults.append(f"slot {self.local.slot} was grown under a copy")
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def copy(self, tensor):
+        with self.lock:
+            self.count += 1
+            delay, slot = self.delays[self.count % 4096], self.local.slot
+            is_row = tensor.ndim == 2
+            self.under_way[slot] = self.under_way.get(slot, 0) + is_row
+        result = torch.empty_like(tensor)
+
+        def later():
+            time.sleep(delay)
+            result.copy_(tensor)
+            with self.lock:
+                self.under_way[slot] -= is_row
+
+        self.local.jobs.put(later)
+        return result
+
+    def event(self):
+        done = threading.Event()
+        done.synchronize = done.wait
+        self.local.jobs.put(done.set)
+        return done
+
+
+class _InstantDevice(_SlowDevice):
+    def copy(self, tensor):
+        return tensor.clone()
+
+
+class _Forgets(list):
+    """A list of events that never has one."""
+
+    def __getitem__(self, i):
+        return None
+
+
+def _seed_blocks(ids):
+    return [Block(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), ids)]
+
+
+def _ring_faults(seed, broken=False):
+    """Push random batches through a ring with a slow device -> list of what went wrong."""
+    rng = np.random.default_rng(seed)
+    depth, threads, streams = (
+        int(n) for n in (rng.integers(0, 6), rng.integers(1, 5), rng.integers(1, 4))
+    )
+    table = torch.arange(200.0).repeat_interleave(3).view(200, 3)
+    device = _SlowDevice(rng, streams)
+    ring = FeatureRing(
+        table,
+        torch.arange(200),
+        slots=depth + 1,
+        streams=streams,
+        copies=device,
+        log=lambda line: None,
+    )
+    if broken:
+        ring.copied = _Forgets(ring.copied)
+    sizes = rng.integers(1, 40, 14) * rng.choice([1, 1, 1, 4], 14)  # some outgrow the buffers
+    items = [torch.from_numpy(rng.integers(0, 200, n)) for n in sizes]
+    got = []
+    for batch in prefetch(
+        lambda ids, slot: ring.fetch(slot, _seed_blocks(ids)), items, depth=depth, threads=threads
+    ):
+        got.append(batch)
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 4e-4)
+    for batch in got:
+        batch.ready.synchronize()
+    device.close()
+    same = lambda batch, ids: torch.equal(batch.x, table[ids]) and torch.equal(batch.y, ids[:1])  # noqa: E731
+    wrong = [
+        i for i, (batch, ids) in enumerate(zip(got, items, strict=True)) if not same(batch, ids)
+    ]
+    return device.faults + [
+        f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong
+    ]
+
+
+def _edge_faults(seed, slow, broken=False):
+    """Push blocks of random edges through a ring that has features of edges -> whether a batch came out wrong."""
+    rng = np.random.default_rng(seed)
+    depth, threads = int(rng.integers(0, 4)), int(rng.integers(1, 4))
+    table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
+    ring = FeatureRing(
+        torch.zeros(50, 2),
+        torch.arange(50),
+        slots=depth + 1,
+        copies=device,
+        edge_features=table,
+        reuse=bool(slow),
+    )
+    if broken:
+        ring.copied = _Forgets(ring.copied)
+    items = [
+        [
+            torch.from_numpy(rng.integers(0, 300, n * rng.choice([1, 8])))
+            for n in rng.integers(0, 30, 2)
+        ]
+        for _ in range(14)
+    ]
+
+    def load(item, slot):
+        blocks = [
+            Block(torch.tensor([0, len(ids)]), torch.zeros_like(ids), torch.arange(1), ids)
+            for ids in item
+        ]
+        return ring.fetch(slot, blocks)
+
+    batches = list(prefetch(load, items, depth=depth, threads=threads))
+    if slow:
+        batches[-1].ready.wait()
+        device.close()
+    return any(
+        not torch.equal(rows, table[ids])
+        for batch, item in zip(batches, items)
+        for rows, ids in zip(batch.edges, item, strict=True)
+    )
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_features_ring_brings_the_rows_of_each_blocks_edges(slow):
+    assert not any(_edge_faults(seed, slow) for seed in range(12))
+    assert not slow or any(_edge_faults(seed, slow, broken=True) for seed in range(40))
+
+
+def test_features_no_slot_is_refilled_before_its_copy_is_done():
+    assert [fault for seed in range(300) for fault in _ring_faults(seed)] == []
+
+
+def test_features_a_ring_that_ignores_its_events_is_caught():
+    caught = [_ring_faults(seed, broken=True) for seed in range(40)]
+    assert sum(map(bool, caught)) > 20
+    assert any("grown" in fault for faults in caught for fault in faults)
+
+
+def test_features_ring_grows_by_powers_of_two_and_says_so():
+    table, lines = torch.randn(1000, 16), []  # rows of 64 bytes
+    ring = FeatureRing(table, torch.zeros(1000, dtype=torch.int64), slots=2, log=lines.append)
+    for n in (0, 8, 300, 10, 512, 513, 600, 1000, 1):
+        for slot in (0, 1):
+            assert torch.equal(ring.fetch(slot, _seed_blocks(torch.arange(n))).x, table[:n])
+    rows = [8, 512, 1024]
+    assert [buffer.numel() for buffer in ring.buffers["rows"]] == [64 * 1024] * 2
+    assert len(lines) == 3
+    assert all(f"{64 * r:,} bytes" in line for r, line in zip(rows, lines))
+
+
+@pytest.mark.parametrize("device", [None, _InstantDevice])
+def test_features_ring_aggregates_the_first_hop(device):
+    indptr, indices, train = _skewed(200)
+    table, labels = torch.randn(200, 3), torch.arange(200)
+
+    def aggregate(indptr, indices, features, nodes, out):
+        sums = torch.zeros(len(nodes), 3).index_add_(
+            0, torch.arange(len(nodes)).repeat_interleave(indptr.diff()), features[indices.long()]
+        )
+        return out.copy_(torch.cat([features[nodes.long()], sums], 1))
+
+    copies = device and device(np.random.default_rng(0), 1)
+    ring = FeatureRing(
+        table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, copies=copies
+    )
+    assert (
+        ring.first_hop
+        and not FeatureRing(_Rows(table), labels, slots=1, aggregate=aggregate).first_hop
+    )
+    blocks = [
+        NeighborSampler(indptr, indices, [3, 2], backend="torch").sample(
+            train[:9] % 200, 5, relabel_outer=relabel
+        )
+        for relabel in (False, True)
+    ]
+    batch, (plain, _) = ring.fetch(0, blocks[0]), blocks[1]
+    dst = torch.arange(plain.num_dst).repeat_interleave(plain.indptr.diff())
+    sums = torch.zeros(plain.num_dst, 3).index_add_(
+        0, dst, table[plain.src_nodes.long()][plain.indices.long()]
+    )
+    expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
+    assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
+    assert torch.equal(batch.y, train[:9] % 200)
+    # without a buffer, as on a GPU that reads the features in place: in its own type from the start
+    if not copies:
+        kept = FeatureRing(
+            table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, reuse=False
+        ).fetch(0, blocks[0])
+        assert torch.equal(kept.x, batch.x)
+    if copies:
+        copies.close()
+
+
+# -------------------------------------------------------------------------------------------------
+# features.py: placement and shared memory
+
+
+class _Rows:
+    """Features behind a gather, as a store's are."""
+
+    def __init__(self, tensor):
+        self.rows, self.shape, self.dtype, self.asked = tensor, tensor.shape, tensor.dtype, []
+
+    def gather(self, ids, out=None):
+        self.asked += ids.tolist()
+        return torch.index_select(self.rows, 0, ids, out=out)
+
+
+def _arrays(dtype=torch.float32):
+    indptr, indices = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0], dtype=torch.int32)
+    return [indptr, indices, torch.tensor([0, 1, 1]), torch.randn(3, 5).to(dtype)]
+
+
+def test_features_place_keeps_or_copies(monkeypatch):
+    arrays = _arrays()
+    for mode in ("cpu-cpu", "cpu-cuda"):
+        assert all(a is b for a, b in zip(place(*arrays, mode, "cpu"), arrays))
+    monkeypatch.setattr(features, "CHUNK_BYTES", 40)  # two rows at a time
+    for source in (arrays[3], _Rows(arrays[3])):
+        # any device will do to see that it copies
+        placed = place(*arrays[:3], source, "cuda-cuda", "cpu")
+        for a, b in zip(placed, arrays):
+            assert torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() != b.data_ptr()
+    with pytest.raises(
+        ValueError, match="mode 'gpu' is unknown: choose one of cuda-cuda, pinned-cuda, cpu-cuda"
+    ):
+        place(*arrays, "gpu")
+
+
+def test_features_share_alone_keeps_values_and_types():
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        arrays = [*_arrays(dtype), torch.zeros(0, 4), _Rows(torch.randn(70, 9))]
+        shared = share(arrays)
+        for a, b in zip(shared, [*arrays[:-1], arrays[-1].rows]):
+            assert torch.equal(a, b) and a.dtype == b.dtype
+            assert not a.numel() or a.data_ptr() % mmap.PAGESIZE == 0  # a page has one owner
+
+
+class _Cudart:
+    """Records calls in the place of torch.cuda.cudart(); refuses the piece number `refuse`."""
+
+    cudaError = int
+
+    def __init__(self, refuse=None):
+        self.refuse, self.pieces, self.undone = refuse, [], []
+
+    def cudaHostRegister(self, start, size, flags):
+        assert flags == 2 and start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
+        if len(self.pieces) == self.refuse:
+            return 712
+        self.pieces.append((start, size))
+        return 0
+
+    def cudaHostUnregister(self, start):
+        self.undone.append(start)
+        return 0
+
+    def cudaGetErrorString(self, code):
+        return f"text of {code}"
+
+
+class _NoGuard:
+    def __init__(self, device):
+        pass
+
+    __enter__ = __exit__ = lambda self, *exc: None
+
+
+@pytest.mark.parametrize(
+    "spare, near", [(0, []), (87, []), (88, ["indptr"]), (208, ["indptr", "indices"])]
+)
+def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, near, monkeypatch):
+    arrays = {
+        "indptr": torch.arange(11),
+        "indices": torch.arange(30).int(),
+        "labels": torch.arange(10),
+        "features": torch.ones(10, 3),
+    }
+    viewed = []
+    monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
+    placed = place(*arrays.values(), "pinned-cuda", "cpu", spare=spare)
+    assert all(map(torch.equal, placed, arrays.values()))
+    assert [
+        name for name, array in arrays.items() if not any(array is view for view in viewed)
+    ] == near
+
+
+def test_features_registered_pieces_cover_memory_and_never_overlap(monkeypatch):
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host)
+    (memory,) = share([torch.zeros(13 * page, dtype=torch.uint8)])
+    for nbytes in (1, page - 1, page, page + 1, 5 * page, 12 * page + 7):
+        for piece in (page, 3 * page, 100 * page):
+            monkeypatch.setattr(features, "PIECE_BYTES", piece)
+            features.gpu_view(memory[:nbytes], "cpu", cudart := _Cudart())
+            ends = [start + size for start, size in cudart.pieces]
+            assert [start for start, _ in cudart.pieces] == [memory.data_ptr(), *ends[:-1]]
+            assert 0 <= ends[-1] - memory.data_ptr() - nbytes < page
+            assert all(0 < size <= piece for _, size in cudart.pieces)
+    with pytest.raises(ValueError, match=r"does not start on a page: copy it with share\(\) first"):
+        features.gpu_view(memory[8:], "cpu", cudart)
+
+
+def test_features_gpu_view_registers_and_checks_every_code(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
+    monkeypatch.setattr(features, "PIECE_BYTES", mmap.PAGESIZE)
+    rows, wide = share([torch.zeros(50, 30), torch.randn(6, 7).bfloat16()])
+    interface = features._HostArray(wide).__cuda_array_interface__
+    assert interface["shape"] == (6, 7) and interface["typestr"] == "<i2"
+    assert interface["data"] == (wide.data_ptr(), False) and interface.get("strides") is None
+    # a GPU without UVA
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host.clone())
+    with pytest.raises(RuntimeError, match="does not address host memory in place"):
+        features.gpu_view(rows, "cpu", good := _Cudart())
+    assert good.undone == [start for start, _ in good.pieces] and len(good.undone) == 2
+    bad = _Cudart(refuse=1)
+    with pytest.raises(
+        RuntimeError, match=r"cudaHostRegister of 4,096 bytes at 0x\w+ .* 712 \(text of 712\)"
+    ):
+        features.gpu_view(rows, "cpu", bad)
+    assert bad.undone == [rows.data_ptr()]
+
+
+def test_features_gpu_view_unregisters_before_the_memory_goes(monkeypatch):
+    """A later mapping of the same address could not be registered: CUDA error 712."""
+    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
+    monkeypatch.setattr(features, "PIECE_BYTES", mmap.PAGESIZE)
+    cudart, rows, done = _Cudart(), share([torch.zeros(50, 30)])[0], []
+
+    class View(torch.Tensor):  # keeps the array, as one of torch.as_tensor does
+        pass
+
+    def as_tensor(array, device):
+        view = array.host.as_subclass(View)
+        view.array, view.view = array, lambda dtype: view
+        return view
+
+    cudart.cudaHostUnregister = lambda start: done.append(Path("/proc/self/maps").read_text())
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    view, address = features.gpu_view(rows, "cpu", cudart), rows.data_ptr()
+    del rows
+    gc.collect()
+    assert len(cudart.pieces) == 2 and not done
+    del view
+    gc.collect()
+    waited, *maps = done
+    assert waited == "waited" and len(maps) == 2
+    assert all(f"{address:x}-" in text for text in maps)  # still mapped
+
+
+def _total(rank, table, barrier):
+    """An all-reduce of up to two numbers."""
+
+    def total(*values):
+        table[2 * rank : 2 * rank + len(values)] = values
+        barrier.wait(60)
+        sums = [sum(table[i::2]) for i in range(len(values))]
+        barrier.wait(60)
+        return sums
+
+    return total
+
+
+def _status(name, file):
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path(file).read_text().splitlines()
+        if line.startswith(name)
+    )
+
+
+def _shares(rank, table, barrier, results):
+    values = (
+        torch.arange(16 << 20, dtype=torch.int32).view(-1, 4)
+        if rank == 0
+        else torch.empty(4 << 20, 4).int()
+    )
+    shared, more = share(
+        [values, torch.ones(3)], leads=rank == 0, total=_total(rank, table, barrier)
+    )
+    del values
+    checksum = int(shared.sum(dtype=torch.int64)) + int(more.sum())  # reads every page
+    barrier.wait(60)
+    results.put((checksum, _status("Pss_Shmem:", "/proc/self/smaps_rollup")))
+    time.sleep(600)
+
+
+def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
+    before, files = _status("Shmem:", "/proc/meminfo"), set(os.listdir("/dev/shm"))
+    context = multiprocessing.get_context("spawn")
+    table, barrier, results = context.Array("d", 6, lock=False), context.Barrier(3), context.Queue()
+    processes = [
+        context.Process(target=_shares, args=(i, table, barrier, results), daemon=True)
+        for i in range(3)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        checksums, pss = zip(*(results.get(timeout=90) for _ in processes))
+        assert set(checksums) == {sum(range(16 << 20)) + 3}
+        assert 64 << 20 <= sum(pss) < 66 << 20  # three mappings of one copy of 64 MiB
+    finally:
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    deadline = time.monotonic() + 10
+    while _status("Shmem:", "/proc/meminfo") - before > 32 << 20 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _status("Shmem:", "/proc/meminfo") - before < 32 << 20
+    # barrier: named, not ours
+    mine = [f for f in set(os.listdir("/dev/shm")) - files if not f.startswith("sem.")]
+    assert mine == []
+
+
+# -------------------------------------------------------------------------------------------------
+# features.py: the cache
+
+
+def _skewed(num_nodes=2000, degree=12, seed=0):
+    """A graph whose sources are drawn by rank^-0.8, with a tenth of its nodes for training."""
+    rng = np.random.default_rng(seed)
+    degrees = rng.integers(0, 2 * degree, num_nodes)
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
+    weight = np.arange(1, num_nodes + 1) ** -0.8
+    indices = rng.permutation(num_nodes)[
+        rng.choice(num_nodes, int(indptr[-1]), p=weight / weight.sum())
+    ]
+    return (
+        indptr,
+        torch.from_numpy(indices.astype(np.int32)),
+        torch.from_numpy(rng.permutation(num_nodes)[:200]),
+    )
+
+
+def _sampled(indptr, indices, train, fanouts, batch_size, batches):
+    """The input nodes of batches, sampled."""
+    generator, s = (
+        torch.Generator().manual_seed(1),
+        NeighborSampler(indptr, indices, fanouts, backend="torch"),
+    )
+    for step in range(batches):
+        seeds = train[torch.randperm(len(train), generator=generator)[:batch_size]]
+        yield s.sample(seeds, step)[0].src_nodes
+
+
+@pytest.mark.parametrize("fanouts", [[4, 3], [2, 2, 2], [-1, 2]])
+def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch):
+    indptr, indices, train = _skewed()
+    monkeypatch.setattr(features, "CHUNK_EDGES", 1000)
+    visits, counts, batches = (
+        expected_visits(indptr, indices, train, fanouts, 20),
+        torch.zeros(2000),
+        600,
+    )
+    for ids in _sampled(indptr, indices, train, fanouts, 20, batches):
+        counts[ids.long()] += 1
+    seen = counts / batches
+    assert abs(visits.sum() / seen.sum() - 1) < 0.03
+    noise = (visits * (1 - visits) / batches).sqrt() + 1 / batches
+    assert ((visits - seen).abs() / noise).mean() < 1.5, ((visits - seen).abs() / noise).mean()
+    monkeypatch.setattr(features, "CHUNK_EDGES", 1 << 22)
+    assert torch.allclose(visits, expected_visits(indptr, indices, train, fanouts, 20), atol=1e-6)
+
+
+def test_features_expected_visits_by_hand():
+    # 0 <- 1, 2 (degree 2) and 1 <- 2 (degree 1); every batch is node 0, and takes one neighbour a hop
+    indptr, indices = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 2])
+    visits = expected_visits(indptr, indices, torch.tensor([0]), [1], 1)
+    assert visits.tolist() == [1, 0.5, 0.5]
+    # second hop: 0 draws again (3/4 that a given neighbour was taken in two draws), 1 takes 2 if it was there
+    visits = expected_visits(indptr, indices, torch.tensor([0]), [1, 1], 1)
+    assert torch.allclose(visits, torch.tensor([1, 0.75, 1 - 0.25 * 0.5]))
+
+
+def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
+    monkeypatch.setattr(features, "CHUNK_BYTES", 1000)  # several pieces
+    indptr, indices, train = _skewed(300)
+    table = torch.randn(300, 7)
+    visits, ids = (
+        expected_visits(indptr, indices, train % 300, [3, 2]),
+        torch.randint(300, (500,), dtype=torch.int32),
+    )
+    for budget in (0, 27, 28, 2800, 10**6):
+        behind = _Rows(table)
+        for source in (table, behind):
+            cached = CachedFeatures(source, visits, budget)
+            behind.asked.clear()
+            out = torch.empty(500, 7)
+            assert cached.gather(ids, out=out) is out and torch.equal(out, table[ids.long()])
+            assert torch.equal(cached.gather(ids[:0]), table[:0]) and cached.shape == (300, 7)
+        rows = min(300, budget // 28)
+        hot = set(visits.topk(rows).indices.tolist())
+        missed = [i for i in ids.tolist() if i not in hot]
+        assert behind.asked == missed  # the misses alone
+        assert cached.cache.shape[0] == rows and cached.hit_rate == pytest.approx(
+            1 - len(missed) / 500
+        )
+        # on the host; before the host, on a device
+        for device in (None, _InstantDevice(np.random.default_rng(0), 2)):
+            ring = FeatureRing(
+                CachedFeatures(behind, visits, budget), torch.arange(300), slots=2, copies=device
+            )
+            for slot in (0, 1, 0):
+                assert torch.equal(
+                    ring.fetch(slot, _seed_blocks(ids[slot:])).x, table[ids[slot:].long()]
+                )
+            if device:
+                # the slots hold misses alone
+                assert all(b.nbytes <= 2 * 28 * len(missed) for b in ring.buffers["rows"])
+                device.close()
+
+
+def test_features_cache_counts_hits_from_many_threads():
+    table = torch.randn(100, 2)
+    cached = CachedFeatures(table, torch.arange(100.0), 50 * 8)
+    list(
+        prefetch(
+            lambda ids, slot: cached.gather(ids), [torch.arange(100)] * 400, depth=8, threads=8
+        )
+    )
+    assert (cached.hits, cached.lookups) == (400 * 50, 400 * 100)
+
+
+def test_features_cache_by_visits_hits_more_than_by_chance_or_degree():
+    indptr, indices, train = _skewed(seed=3)
+    table = torch.zeros(2000, 1)
+    fanouts, budget = [4, 3], 4 * 200  # a tenth of the rows
+    scores = {
+        "visits": expected_visits(indptr, indices, train, fanouts, 20),
+        "in-degree": indptr.diff(),
+        "out-degree": torch.bincount(indices, minlength=2000),
+        "chance": torch.rand(2000),
+    }
+    caches = {name: CachedFeatures(table, score, budget) for name, score in scores.items()}
+    for ids in _sampled(indptr, indices, train, fanouts, 20, 100):
+        for cached in caches.values():
+            cached.gather(ids)
+    rates = {name: cached.hit_rate for name, cached in caches.items()}
+    assert rates["visits"] > 0.3 > 2 * rates["chance"]
+    assert rates["visits"] > max(rates["in-degree"], rates["out-degree"]) - 0.005, rates

@@ -1,0 +1,235 @@
+"""The house keeps its size and its shape; each leaf works alone. python tests/test_house.py prints the figures."""
+
+import ast
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1]
+# A number is raised only in a commit that says what the lines bought.
+LIMITS = {
+    "lines of product Python": 15000,
+    "lines of C and CUDA": 1900,
+    "lines of bench": 3850,
+    "lines of tests": 15650,
+    "lines of README": 200,
+    "longest file": 910,
+    "functions above 60 lines": 6,
+    "entries in the root": 21,
+    "floors of imports": 14,
+    "arrows": 165,
+    "private names read from outside": 0,
+    "fmt: skip": 0,
+}
+ALONE_WITH_NATIVE = ("sampler", "features", "model", "ddp")
+
+
+def _sources():
+    """{path relative to the root: text} of what git tracks, or of all files where this is no checkout."""
+    done = subprocess.run(["git", "-C", HERE, "ls-files"], capture_output=True, text=True)
+    names = done.stdout.splitlines() or [str(p.relative_to(HERE)) for p in HERE.rglob("*.*")]
+    kept = [n for n in names if n.endswith((".py", ".c", ".cu", ".h", ".md")) or "/" not in n]
+    return {n: (HERE / n).read_text(errors="replace") for n in kept if (HERE / n).is_file()}
+
+
+def _side(name):
+    folder = name.split("/")[0]
+    if folder in ("bench", "tests") or name == "test_all.py":
+        return "tests" if name == "test_all.py" else folder
+    return (
+        "product"
+        if name.endswith(".py")
+        else "native"
+        if name.endswith((".c", ".cu", ".h"))
+        else "text"
+    )
+
+
+def _imported(tree, modules):
+    """{name of one of our modules: names taken from it} of a syntax tree."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.setdefault(alias.name, set())
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner in modules:
+                    found.setdefault(inner, set())
+                else:
+                    found.setdefault(node.module, set()).add(alias.name)
+    return {name: names for name, names in found.items() if name in modules}
+
+
+def _private(tree):
+    """(the `_private` names that a syntax tree defines, those that it reads and does not define)."""
+    nodes = list(ast.walk(tree))
+    own = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    read = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    read |= {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+    return tuple({n for n in names if re.match("_[a-zA-Z]", n)} for names in (own, read - own))
+
+
+@functools.cache
+def _house():
+    """(figures as in LIMITS, {module: modules that it imports} of the product)."""
+    sources = _sources()
+    python = {n: ast.parse(text) for n, text in sources.items() if n.endswith(".py")}
+    modules = {n[:-3].replace("/", "."): n for n in python if not n.endswith("__init__.py")}
+    product = {m for m, n in modules.items() if _side(n) == "product"}
+    imports = {m: _imported(python[modules[m]], modules.keys()) for m in modules}
+    arrows = {m: set(imports[m]) & product - {m} for m in product}
+    lines = {side: 0 for side in ("product", "native", "bench", "tests", "text")}
+    for name, text in sources.items():
+        lines[_side(name)] += text.count("\n")
+    long = [
+        f"{name}:{node.name}"
+        for name, tree in python.items()
+        if _side(name) in ("product", "bench")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= 60
+        and node.name != "make_parser"
+    ]
+    private = {m: _private(python[modules[m]]) for m in product}
+    ours = set().union(*(own for own, _ in private.values()))
+    private = [f"{m}: {name}" for m in product for name in private[m][1] & ours]
+
+    @functools.cache
+    def floor(module):
+        return 1 + max(map(floor, arrows[module]), default=0)
+
+    figures = {
+        "lines of product Python": lines["product"],
+        "lines of C and CUDA": lines["native"],
+        "lines of bench": lines["bench"],
+        "lines of tests": lines["tests"],
+        "lines of README": sources["README.md"].count("\n"),
+        "longest file": max(
+            t.count("\n") for n, t in sources.items() if _side(n) in ("product", "bench", "native")
+        ),
+        "functions above 60 lines": len(long),
+        "entries in the root": len({n.split("/")[0] for n in sources if n[0] != "."}),
+        "floors of imports": max(map(floor, product)),
+        "arrows": sum(map(len, arrows.values())),
+        "private names read from outside": len(private),
+        "fmt: skip": sum(text.count("# fmt" + ": skip") for text in sources.values()),
+    }
+    return figures, arrows
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_the_house_does_not_grow(what):
+    assert _house()[0][what] <= LIMITS[what]
+
+
+def test_arrows_point_downwards():
+    arrows = _house()[1]
+    for module, below in arrows.items():
+        folder = module.split(".")[0]
+        assert "train" not in below, module
+        if module in ALONE_WITH_NATIVE or folder == "native":
+            assert all(n.startswith("native.") for n in below), (module, below)
+        if folder in ("disk", "sources"):
+            assert not any(name.startswith(("tasks.", "run.")) for name in below), (module, below)
+        if folder == "tasks":
+            assert not any(name.startswith("run.") for name in below), (module, below)
+
+
+SAMPLES = """
+import torch, warnings
+from sampler import NeighborSampler
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        s = NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2, 2])
+assert s.sample(torch.tensor([0]), 0)[-1].src_nodes.tolist() == [0, 1, 2]
+caught = [str(warning.message) for warning in caught]
+"""
+
+
+ALONE = {  # the files that are copied: what is done with them
+    "sampler": SAMPLES
+    + "assert s.backend == 'torch' and len(caught) == 1 and 'copy the folder native/' in caught[0], "
+    "caught",
+    "sampler native": SAMPLES + "assert s.backend == 'native' and not caught, caught",
+    "features": """
+import torch
+from collections import namedtuple
+from features import FeatureRing, prefetch
+Block = namedtuple("Block", "src_nodes num_dst")
+ring = FeatureRing(torch.eye(4), torch.arange(4), slots=3)
+blocks = [[Block(torch.tensor([i, 3 - i]), 1)] for i in range(4)]
+assert [b.y.item() for b in prefetch(lambda item, slot: ring.fetch(slot, item), blocks, depth=2)] == [0, 1, 2, 3]
+""",
+    "model": """
+import torch
+from model import GNN, SAGE, inference
+indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
+""",
+    "store": """
+import numpy as np, torch
+from store import GraphStore, build_store, verify
+split = {"train": [0], "valid": [1], "test": [2]}
+build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
+assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
+""",
+    "ddp": """
+import ddp
+def worker(ranks, expected):
+    assert ranks.sum(ranks.rank + 1) == [expected]
+if __name__ == "__main__":
+    ddp.launch(worker, 2, 3)
+    ddp.launch(worker, 1, 1)
+""",
+}
+
+
+# what the first lines of a file say it needs
+TAKEN_ALONG = {"store": ("disk", "native")}
+
+
+def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = "1"
+    runs = {}
+    for leaf, use in ALONE.items():
+        folder = tmp_path / leaf
+        folder.mkdir()
+        for name in (*leaf.split(), *TAKEN_ALONG.get(leaf, ())):
+            if (HERE / name).is_dir():
+                shutil.copytree(HERE / name, folder / name)
+            else:
+                shutil.copy(HERE / f"{name}.py", folder)
+        (folder / "use.py").write_text(use)
+        runs[leaf] = subprocess.Popen(
+            [sys.executable, "use.py"],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        printed = {leaf: process.communicate(timeout=120)[0] for leaf, process in runs.items()}
+    finally:
+        for process in runs.values():
+            process.kill()
+    assert {leaf: process.returncode for leaf, process in runs.items()} == dict.fromkeys(
+        ALONE, 0
+    ), printed
+
+
+if __name__ == "__main__":
+    for name, figure in _house()[0].items():
+        print(f"{name:34} {figure:7,}   of {LIMITS[name]:,}")

@@ -1,0 +1,252 @@
+"""Tests: store.py: what fits where."""
+
+import numpy as np
+import pytest
+import torch
+
+import ddp
+import store
+import train
+from disk import files as disk
+from disk.files import StoreError
+from features import MODES
+from run import data, plan
+from run.evaluate import open_run
+from run.plan import choose_mode, estimate
+from sampler import NeighborSampler
+from store import GraphStore, build_store
+from tests.common import _emulated, _graph
+
+
+def _plain_store(path):
+    """V = 1000, M = 5000, F = 16, C = 4, with 100 training nodes."""
+    rng = np.random.default_rng(0)
+    split = {"train": np.arange(100), "valid": np.arange(100, 110)}
+    return build_store(
+        path,
+        edge_index=rng.integers(0, 1000, (2, 5000)),
+        split=split,
+        labels=rng.integers(0, 4, 1000),
+        features=rng.standard_normal((1000, 16), np.float32),
+        num_classes=4,
+    )
+
+
+GIB = 1 << 30
+
+
+ARRAYS = 8 * 1001 + 4 * 5000 + 8 * 1000 + 64 * 1000  # indptr, indices, labels, features
+
+
+SMALL = {"fanout": [3, 2], "batch_size": 10, "hidden": 8}
+ROOM = {"free_gpu": 4 * GIB, "free_host": 8 * GIB}
+
+
+def test_store_estimate_adds_up(tmp_path):
+    path = _plain_store(tmp_path / "g")
+    modes, best = estimate(path, 2, **SMALL, prefetch=1, **ROOM)
+    nodes, edges = [10, 40, 120], [30, 80]
+    batch = 120 * 64 + 4 * (2 * sum(nodes) + sum(edges))
+    compute = 8 * (40 * (16 + 3 * 8) + 10 * (8 + 3 * 4)) + 32 * (16 * 8 + 8 * 4)
+    step, rank = 2 * batch + compute, GIB // 2
+    expected = {
+        "cuda-cuda": (GIB + ARRAYS + 4000, step, rank, 0, 0),
+        "pinned-cuda": (GIB + 4000, step, rank, 0, ARRAYS),
+        "cpu-cuda": (GIB, step, rank, 4 * batch, 0),
+        "cpu-cpu": (0, 0, rank, step, 0),
+    }
+    for mode, figures in expected.items():
+        assert modes[mode].placement == figures and modes[mode].fits, mode
+        assert modes[mode].largest_batch == 100
+    assert best == "cuda-cuda"
+    # edges carry 8 + 4 * 3 bytes each, and those of a batch take their features along; nodes have times
+    rng = np.random.default_rng(0)
+    timed = build_store(
+        tmp_path / "t",
+        **_graph(1000, 5000, 16),
+        edge_time=rng.integers(0, 9, 5000),
+        node_time=np.arange(1000),
+        edge_features=np.ones((5000, 3), np.float32),
+    )
+    modes, _ = estimate(timed, 2, **SMALL, prefetch=1, **ROOM)
+    assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
+    assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
+    # no hop has more than all nodes and edges
+    all_of_them = 1000 * 64 + 4 * (2 * 2010 + 2 * 5000) + 8 * (1000 * 40 + 10 * 20)
+    modes, _ = estimate(path, fanout=[-1, 900], batch_size=10, hidden=8, prefetch=0)
+    assert modes["cpu-cpu"].placement.rank_step == all_of_them + 32 * (16 * 8 + 8 * 4)
+
+
+def test_store_estimate_counts_what_sampling_and_training_take(tmp_path):
+    graph = GraphStore.open(_plain_store(tmp_path / "g"))
+    sampler = NeighborSampler(graph.indptr, graph.indices, [3, 2], backend="torch")
+    blocks = sampler.sample(graph.split["train"][:10], 0)
+    held = sum(t.numel() * t.element_size() for b in blocks for t in b[:3]) + blocks[0].num_src * 64
+    step, least = (
+        estimate(graph, **{**SMALL, "batch_size": n}, prefetch=0)[0]["cpu-cpu"].placement.rank_step
+        for n in (10, 5)
+    )
+    assert held < step < 2 * least  # an upper bound that grows with the batch
+
+
+def test_a_run_on_cpu_asks_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: 1 / 0)
+    path = _plain_store(tmp_path / "g")
+    assert choose_mode(path)[0] == choose_mode(path, mode="cpu-cpu")[0] == "cpu-cpu"
+
+
+def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
+    """Where the GPU reads features: at least what the frames and input pairs of all slots take, and a step again."""
+    graph = GraphStore.open(_plain_store(tmp_path / "g"))
+    options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
+    of = lambda graphs: estimate(graph, 1, graphs=graphs, **options, **ROOM)[0]  # noqa: E731
+    s = NeighborSampler(graph.indptr, graph.indices, options["fanout"], backend="torch")
+    without = of(0)
+    for hops, width in ((2, 2 * 16), (3, 16)):
+        counted, frame = of(hops), _emulated(s, tmp_path).frame(10, hops=hops)
+        assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
+        kept = (getattr(frame, name) for name in "memory given input sizes keys read".split())
+        rows = frame.shape[0]
+        slot = sum(t.nbytes for t in (*kept, *frame.kept.values()))
+        slot += torch.empty(rows[-1], width).nbytes
+        compute = sum(8 * n * (a + 3 * b) for n, a, b in zip(rows[2::-1], (16, 8, 8), (8, 8, 4)))
+        for mode in ("cuda-cuda", "pinned-cuda"):
+            tables, static = (
+                getattr(counted[mode].placement, name) - getattr(without[mode].placement, name)
+                for name in ("gpu", "gpu_step")
+            )
+            assert tables == 2 * frame.table.nbytes
+            assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
+    lines = plan.estimate_lines(tmp_path / "g", gpus=1, **options, **ROOM)
+    assert of(2)["cuda-cuda"].line in lines and "of static shapes" in lines
+    wide = plan.estimate_lines(tmp_path / "g", gpus=1, **{**options, "fanout": [3, 49]}, **ROOM)
+    assert "of the shapes of their batches" in wide
+
+
+@pytest.mark.parametrize(
+    "words, graphs", [("", 2), ("--model gcn", 3), ("--sampler labor", 0), ("--accumulate 2", 0)]
+)
+def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_path, monkeypatch):
+    sizes = "--fanout 3,2,2 --batch-size 10 --hidden 8 --prefetch 1"
+    args = train.parse_args([*sizes.split(), *words.split()])
+    args.gpus, args.precision, asked = 1, "tf32", []
+    monkeypatch.setattr(
+        data, "choose_mode", lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        open_run(ddp.Ranks(), args, _plain_store(tmp_path / "g"))
+    assert asked == [graphs]
+
+
+def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):
+    path = _plain_store(tmp_path / "g")
+    options = {"fanout": [3, 2], "hidden": 8, "free_host": GIB // 2 + 100_000}
+    fit = lambda **more: estimate(path, **{**options, **more})[0]["cpu-cpu"]  # noqa: E731
+    largest = fit(batch_size=1).largest_batch
+    assert 1 < largest < 100
+    assert fit(batch_size=largest).fits and not fit(batch_size=largest + 1).fits
+    # each rank has its own
+    assert fit(procs=2, batch_size=1, free_host=GIB + 200_000).largest_batch == largest
+
+
+def test_store_estimate_chooses_by_what_is_free(tmp_path):
+    path = _plain_store(tmp_path / "g")
+    options = {**SMALL, "prefetch": 1}
+    modes, _ = estimate(path, 2, **ROOM, **options)
+    placed = {mode: fit.placement for mode, fit in modes.items()}
+    need = {mode: p.gpu + p.gpu_step for mode, p in placed.items()}
+    host = {mode: 2 * (p.rank + p.rank_step) + p.shared for mode, p in placed.items()}
+    for free_gpu, free_host, mode in (
+        (need["cuda-cuda"], 8 * GIB, "cuda-cuda"),
+        (need["cuda-cuda"] - 1, 8 * GIB, "pinned-cuda"),
+        (need["cuda-cuda"] - 1, host["pinned-cuda"], "pinned-cuda"),
+        (need["cuda-cuda"] - 1, host["pinned-cuda"] - 1, "cpu-cuda"),
+        (need["cpu-cuda"], 8 * GIB, "cpu-cuda"),
+    ):
+        chosen, line = choose_mode(path, 2, free_gpu=free_gpu, free_host=free_host, **options)
+        assert chosen == mode and line.startswith(f"mode {mode}: each GPU 1.07 GB + ")
+        assert f"{disk.readable_size(free_gpu)} free" in line and "\n" not in line
+        assert "may be too large" not in line
+    chosen, line = choose_mode(path, 2, free_gpu=GIB, free_host=8 * GIB, **options)
+    assert chosen == "cpu-cuda" and "a batch may be too large; 0 seeds fit for certain" in line
+    large = {**options, "batch_size": 100, "fanout": [40, 10]}
+    large |= {"free_gpu": GIB + ARRAYS + 4000, "free_host": 8 * GIB}
+    # but no mode has room for such a batch
+    assert estimate(path, 2, **large)[0]["cuda-cuda"].possible
+    assert choose_mode(path, 2, **large)[0] == "cpu-cuda"
+    assert choose_mode(path, free_host=8 * GIB, **options)[0] == "cpu-cpu"
+    assert choose_mode(path, 2, "pinned-cuda", **ROOM, **options)[0] == "pinned-cuda"
+    kilobytes = r"100 KB shared = .* of 1.07 GB free: .* cannot .* cuda-cuda can"
+    alone = r"mode cpu-cpu: host 1 x \(537 MB .* of 537 MB free: this cannot work here$"
+    full = "1.07 GB .* of 1.07 GB free.*; mode pinned-cuda can"
+    none = "mode cpu-cuda: each GPU 1.07 GB .* cannot work here$"
+    for asked, gpus, free_gpu, free_host, words in (
+        ("cuda-cuda", 2, GIB + ARRAYS, 8 * GIB, full),
+        ("pinned-cuda", 2, 4 * GIB, GIB + ARRAYS - 1, kilobytes),
+        ("auto", 2, GIB - 1, 8 * GIB, none),
+        ("auto", 0, None, GIB // 2 - 1, alone),
+    ):
+        with pytest.raises(StoreError, match=words):
+            choose_mode(path, gpus, asked, free_gpu=free_gpu, free_host=free_host, **options)
+    assert estimate(path, fanout=[2], free_host=ARRAYS - 1)[1] is None
+    for free_host, said in (
+        (ARRAYS - 1, "behind --cache"),
+        (GraphStore.open(path).indices.nbytes, "neighbour lists as they are sampled"),
+    ):
+        lines = plan.estimate_lines(path, fanout=[2], free_host=free_host)
+        assert said in lines and "mode           none fits" in lines
+
+
+def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
+    def write(file, text):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
+    assert store.free_host_bytes("/") > 1 << 20
+    write("proc/self/cgroup", "0::/a/b\n")
+    assert store.free_host_bytes(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    write("sys/fs/cgroup/a/b/memory.current", "100\n")
+    write("sys/fs/cgroup/a/b/memory.stat", "anon 40\ninactive_file 50\n")
+    assert store.free_host_bytes(tmp_path) == 8000 * 1024
+    for folder, limit, free in (
+        ("a", 5_000_000, 4_999_950),
+        ("a/b", 4_000_000, 3_999_950),
+        ("", 3_000_000, 2_999_950),
+    ):
+        write(f"sys/fs/cgroup/{folder}/memory.max", f"{limit}\n")
+        write(f"sys/fs/cgroup/{folder}/memory.current", "100\n")
+        write(f"sys/fs/cgroup/{folder}/memory.stat", "anon 40\ninactive_file 50\n")
+        assert store.free_host_bytes(tmp_path) == free  # the tightest of a group and those above it
+    write("proc/self/cgroup", "4:memory:/job\n1:cpu:/x\n0::/nowhere/else\n")
+    (tmp_path / "sys/fs/cgroup/memory.max").unlink()
+    write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "7000\n")
+    write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "6000\n")
+    write("sys/fs/cgroup/memory/job/memory.stat", "inactive_file 7\ntotal_inactive_file 70\n")
+    assert store.free_host_bytes(tmp_path) == 1070
+    write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "8000\n")
+    assert store.free_host_bytes(tmp_path) == 0
+
+
+def test_store_estimate_command_line(tmp_path, capsys):
+    path = _plain_store(tmp_path / "g")
+    words = ["estimate", str(path), "--fanout", "3,2", "--hidden", "8", "--batch-size", "10"]
+    assert store.main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
+    if not torch.cuda.is_available():
+        assert text.count("no GPU here") == 3
+    assert (
+        "\nmode           cpu-cpu\n" in text
+        and "\nfeatures       mmap: graph and features take 100 KB" in text
+    )
+    assert store.main([*words, "--gpus", "2", "--free-gpu", "80"]) == 0
+    text = capsys.readouterr().out
+    assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text
+    assert store.main(["estimate", str(tmp_path / "none")]) == 2
+    for bad in ("3,x", "0", "3,-2", ""):
+        with pytest.raises(SystemExit):
+            store.main(["estimate", str(path), "--fanout", bad])
+        assert "--fanout" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""Tests: what a run tells."""
+
+import json
+import resource
+import signal
+import types
+
+import pytest
+import torch
+
+import ddp
+import train
+from run import report
+from store import build_store
+from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split, _train
+
+
+def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
+    log = tmp_path / "log"
+    for seed in (3, 4):
+        assert _code(f"--dataset {tiny}", *COMMON, f"--epochs 2 --seed {seed} --log {log}") == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [("flags" in line, line.get("epoch")) for line in lines]
+    assert kinds == [(True, None), (False, 1), (False, 2), (False, None)] * 2
+    first, second = ({line["run"] for line in part} for part in (lines[:4], lines[4:]))
+    assert len(first) == len(second) == 1 and first != second
+    head, flags = lines[4], {"seed": 4, "fanout": [3, 3], "lr": 0.003}
+    assert head["flags"].items() >= flags.items()
+    assert head["versions"]["torch"] == torch.__version__ and head["hardware"]["processes"] == 1
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tiny, tmp_path):
+    files = f"--log /dev/full --checkpoint {tmp_path}/c.pt"
+    output = _train(f"--dataset {tiny} --epochs 3", *COMMON, files)
+    assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output
+    assert "Traceback" not in output
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
+
+
+def _with_small_files(*words):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # stands for a full disk
+    return train.main(_split(words))
+
+
+def test_a_trace_that_cannot_be_written_is_no_success(tiny, tmp_path):
+    words = f"--dataset {tiny} --epochs 3 --profile {tmp_path}/t.json --checkpoint {tmp_path}/c.pt"
+    output = _end(_fork(tmp_path / "out", _with_small_files, words, *COMMON), 2)
+    assert output.count("--profile") == 1 and "training goes on" in output
+    assert "exact layer-wise accuracy" in output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
+
+
+def test_a_trace_names_the_stages_on_every_thread(tiny, tmp_path):
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, f"--epochs 2 --profile {tmp_path}/trace.json")
+    events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
+    threads = {
+        event["name"]: event["tid"] for event in events if event.get("cat") == "user_annotation"
+    }
+    assert {"sample", "fetch", "forward", "backward", "optimizer"} <= set(threads)
+    assert threads["sample"] == threads["fetch"] != threads["forward"] == threads["optimizer"]
+
+
+def test_the_line_of_an_epoch_fits_the_screen():
+    args, seconds = types.SimpleNamespace(epochs=100), dict.fromkeys(report.STAGES, 12345.67)
+    figures = {"epoch": 99, "loss": 1234.56789, "seconds": 12345.678, "exchange": 12345.67}
+    figures |= {"seeds_per_s": 1.2e7, "peak_bytes": 1e12}
+    regression = {"valid": {"rmse": 1234.5, "mae": 1234.5, "rmse_of_the_mean": 1234.5}}
+    for more in ({"valid_sampled": 0.99999}, {"valid_sampled": None}, regression, {"valid": None}):
+        for first in (0, 123_456):
+            line = report.epoch_line(args, {**figures, **more, **seconds, "first_step": first})
+            assert len(line) <= 120 and "\n" not in line, line
+    usual = {"first_step": 0, "valid_sampled": 0.9, "loss": 0.5, "seconds": 12.5}
+    usual |= {"seeds_per_s": 17_000, "peak_bytes": 1e9, "exchange": 0.5}
+    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual})
+    assert all(stage in line for stage in ("stall", "sample", "fetch"))
+    assert "90.00% (sampled)" in line
+
+
+@pytest.mark.parametrize(
+    "world, local, gpus, exchange, one_is_as_fast",
+    [
+        (2, 2, 0, 0.1, True),  # on the same cores
+        (4, 1, 0, 1, False),  # four machines
+        (4, 1, 0, 7.6, True),
+        (4, 4, 4, 7.4, False),
+        (4, 4, 4, 7.6, True),
+        (1, 1, 0, 0, False),
+    ],
+)
+def test_advice_says_when_one_process_would_be_as_fast(
+    world, local, gpus, exchange, one_is_as_fast
+):
+    ranks = ddp.Ranks(0, world, 0, local, gpus)
+    line = report.advice(ranks, {"seconds": 10, "exchange": exchange})
+    said = f"advice  {world} processes spend {exchange:.2f} of 10.00 s on the exchange of gradients"
+    assert line.startswith(said) if one_is_as_fast else not line
+
+
+def test_two_runs_are_drawn_in_one_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    laps = [
+        (stage, i + 0.1 * j, i + 0.1 * j + 0.05, "t")
+        for i in range(10)
+        for j, stage in enumerate(report.STAGES)
+    ]
+    report.draw_timeline({"one": laps, "none": [], "two": laps[:21]}, tmp_path / "two.png")
+    report.draw_timeline({"one": laps}, tmp_path / "one.png")
+    one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
+    height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
+    assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
+
+
+def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_of_nodes_without_labels(
+    tmp_path, capsys
+):
+    graph = _graph(width=6)
+    path = build_store(tmp_path / "g", **graph)
+    unlabelled = {"features": graph["features"], "edge_index": graph["edge_index"]}
+    plain = build_store(tmp_path / "plain", **unlabelled, labels=None, split={}, num_classes=4)
+    for task, array in (("node", "int64 [200]"), ("link", "float32 [200, 16]")):
+        _run_here(tmp_path, f"--task {task} --dataset {path}", *COMMON, "--epochs 1")
+        resume = [f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy --gpus 0"]
+        for dataset, exact in ((path, True), (plain, task == "link")):
+            capsys.readouterr()
+            edges = ["--edge-split none"] if task == "link" and dataset is plain else []
+            assert _code(*resume, f"--dataset {dataset}", *edges) == 0
+            output = capsys.readouterr().out
+            assert output.endswith(f"\nwrote {tmp_path}/p.npy: {array}\n") and "n/a" not in output
+            assert ("exact" in output or "MRR" in output) == (exact and not edges), output

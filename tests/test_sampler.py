@@ -1,0 +1,1347 @@
+"""Tests: sampler.py: the law, read slowly."""
+
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import model
+import sampler
+from native import build, sampler_gpu
+from native import layers as fused
+from sampler import Block, NeighborSampler
+from tests.common import (
+    HERE,
+    _as_lists,
+    _beside,
+    _chi_square_limit,
+    _emulated,
+    _end,
+    _fork,
+    _mix,
+    _random_graph,
+)
+
+
+def _law_picks(neighbours, v, k, key, replace, method, weights):
+    """Section 4 of the design for one node: positions in its neighbour list."""
+
+    def draw(node, j):
+        return _mix(_mix(key ^ node) ^ j) >> 32
+
+    d = len(neighbours)
+    if replace:
+        return [draw(v, j) * d >> 32 for j in range(k)] if d else []
+    if method == "labor":
+        return [p for p in range(d) if k == -1 or draw(neighbours[p], 0) * d <= k * 2**32]
+    if weights is not None:
+        alive = [p for p in range(d) if weights[p] > 0]
+        heaviest = sorted(alive, key=lambda p: -math.log((draw(v, p) + 0.5) / 2**32) / weights[p])
+        return sorted(heaviest if k == -1 else heaviest[:k])
+    if k == -1 or d <= k:
+        return list(range(d))
+    if method == "latest":
+        return list(range(d - k, d))
+    picks = []
+    for j in range(k):
+        t = draw(v, j) * (d - k + j + 1) >> 32
+        picks.append(d - k + j if t in picks else t)
+    return picks
+
+
+def _law(
+    indptr,
+    indices,
+    fanouts,
+    seeds,
+    step,
+    times=None,
+    *,
+    seed=0,
+    replace=False,
+    method="uniform",
+    weights=None,
+    exclude=(),
+    edge_times=None,
+    strict=False,
+    layer_dependency=False,
+    batch_dependency=1,
+):
+    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists,
+    outermost hop first. A source is a pair of a node and a time, which is None where there are none."""
+    excluded = set(
+        exclude.nonzero().squeeze(1).tolist()
+        if getattr(exclude, "dtype", 0) == torch.bool
+        else list(map(int, exclude))
+    )
+    indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
+    src = list(zip(seeds.tolist(), [None] * len(seeds) if times is None else times.tolist()))
+    weights = None if weights is None else weights.double().tolist()
+    when, blocks = None if edge_times is None else edge_times.tolist(), []
+    for hop, k in enumerate(fanouts):
+        key = _mix(
+            _mix(_mix(seed % 2**64) ^ (step // batch_dependency % 2**64))
+            ^ (0 if layer_dependency else hop)
+        )
+        offsets, edge_ids, ends = [0], [], []
+        for v, t in src:
+            row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
+            row = [e for e in row if t is None or when[e] < t or (when[e] == t and not strict)]
+            w = None if weights is None else [weights[e] for e in row]
+            taken = [
+                row[p] for p in _law_picks([indices[e] for e in row], v, k, key, replace, method, w)
+            ]
+            edge_ids += taken
+            ends += [(indices[e], t) for e in taken]
+            offsets.append(len(edge_ids))
+        number = {pair: i for i, pair in enumerate(src)}
+        local = [number.setdefault(pair, len(number)) for pair in ends]
+        src = list(number)
+        blocks.append(
+            (
+                offsets,
+                local,
+                [v for v, _ in src],
+                edge_ids,
+                None if times is None else [t for _, t in src],
+            )
+        )
+    return blocks[::-1]
+
+
+METHODS = {
+    "uniform": {},
+    "replace": {"replace": True},
+    "labor": {"method": "labor"},
+    "weighted": {"weights": True},
+}
+
+
+def _law_case(i, method):
+    """The i-th random case of a method -> (indptr, indices, fanouts, seeds, step, options)."""
+    rng = np.random.default_rng([i, len(method)])
+    num_nodes = int(rng.integers(1, 60))
+    indptr, indices = _random_graph(
+        rng, num_nodes, int(rng.integers(1, 12)), [torch.int32, torch.int64][i % 2]
+    )
+    choices = [1, 2, 3, 5, 10, 100] + ([] if method == "replace" else [-1])
+    fanouts = [int(k) for k in rng.choice(choices, int(rng.integers(1, 4)))]
+    seeds = torch.from_numpy(rng.permutation(num_nodes)[: rng.integers(0, num_nodes + 1)])
+    options = dict(METHODS[method], seed=int(rng.integers(-(2**62), 2**62)))
+    if method == "weighted":
+        weights = torch.from_numpy(
+            rng.exponential(1.0, indices.numel()) * (rng.random(indices.numel()) > 0.2)
+        )
+        options["weights"] = weights.to([torch.float32, torch.float64][i % 3 > 0])
+    return indptr, indices, fanouts, seeds, int(rng.integers(-5, 2**40)), options
+
+
+def _excluded(i, indptr, indices):
+    """Edges to exclude in the i-th case: none, one, some, whole lists, all but a few; ids in any order, twice, or a
+    mask."""
+    rng, M = np.random.default_rng([i, 7]), indices.numel()
+    share = [0, 1 / max(M, 1), 0.1, 0.5, 0.97][i % 5]
+    edges = np.flatnonzero(rng.random(M) < share)
+    if M and i % 3 == 0:
+        v = int(rng.integers(len(indptr) - 1))
+        edges = np.union1d(edges, np.arange(int(indptr[v]), int(indptr[v + 1])))
+    if i % 2:
+        twice = rng.permutation(np.concatenate([edges, edges[:3]]))
+        return torch.from_numpy(twice).to([torch.int32, torch.int64][i // 2 % 2])
+    mask = torch.zeros(M, dtype=torch.bool)
+    mask[edges] = True
+    return mask
+
+
+BY_TIME = {**METHODS, "latest": {"method": "latest"}}
+
+
+def _timed_case(i, method):
+    """The i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): lists with many edges
+    of one time, times of either sign and at both ends of int64, nodes that are seeds at several times."""
+    indptr, indices, fanouts, seeds, step, options = _law_case(
+        i, "uniform" if method == "latest" else method
+    )
+    rng = np.random.default_rng([i, 11])
+    spread, ends = [3, 20, 10**6][i % 3], np.iinfo(np.int64)
+    when = rng.integers(-spread, spread, indices.numel())
+    when = when[np.lexsort((when, np.repeat(np.arange(len(indptr) - 1), indptr.diff())))]
+    times = rng.integers(-spread - 1, spread + 1, len(seeds))
+    times[rng.random(len(seeds)) < 0.1] = ends.max
+    times[rng.random(len(seeds)) < 0.05] = ends.min
+    if i % 7 == 0:
+        times[:] = times[:1]  # one for all
+        when[when == when.max(initial=0)] = ends.max
+        when[when == when.min(initial=0)] = ends.min
+    pairs = np.stack([np.append(seeds, seeds[:5]), np.append(times, times[:5] - 1)])
+    pairs = torch.from_numpy(rng.permutation(np.unique(pairs, axis=1), axis=1))
+    options |= {
+        "edge_times": torch.from_numpy(when),
+        "strict": bool(i % 2),
+        **(BY_TIME[method] if method == "latest" else {}),
+    }
+    return indptr, indices, fanouts, *pairs.clone(), step, options
+
+
+def _dependent_case(i, method):
+    """The i-th random case of LABOR whose hops or steps share draws."""
+    *case, options = _law_case(i, method)
+    options |= {"layer_dependency": i % 3 > 0, "batch_dependency": [1, 2, 7][i % 3 - 1]}
+    return *case, options
+
+
+CASES = [
+    *((_law_case, method) for method in METHODS),
+    *((_timed_case, method) for method in BY_TIME),
+    (_dependent_case, "labor"),
+]
+_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+# "kernels": those of the GPU, emulated, with their threads in any order
+WAYS = ["torch", "native", "kernels", pytest.param("gpu", marks=_GPU)]
+
+
+def _sampling(way, folder, i, indptr, indices, fanouts, options):
+    """NeighborSampler.sample of a graph on a backend."""
+    if way == "gpu":
+        indptr, indices = indptr.cuda(), indices.cuda()
+        options = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+    backend = {"kernels": "torch", "gpu": "native"}.get(way, way)
+    options = dict(options, edge_ids=True, backend=backend, threads=1 + i % 8)
+    s = NeighborSampler(indptr, indices, fanouts, **options)
+    assert s.backend == backend
+    if way != "kernels":
+        return s.sample
+    kernels = _emulated(s, folder, seed=i, checked=i % 6 == 0)
+
+    def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
+        exclude = None if exclude is None else s._edge_set(exclude)
+        blocks = kernels.sample(seeds, step // s.steps_alike, relabel_outer, exclude, times)
+        if blocks is None:
+            raise ValueError("kernels found a seed that is no node or comes twice")
+        return [Block(*fields) for fields in reversed(blocks)]
+
+    return sample
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make, method", CASES)
+def test_sampler_follows_the_law(make, method, way, tmp_path, monkeypatch):
+    nodes_at_several_times = cut = 0
+    for i in range(40 if way == "kernels" else 80):
+        indptr, indices, fanouts, seeds, *times, step, options = make(i, method)
+        when, strict = options.get("edge_times"), options.get("strict")
+        if when is not None:  # 0: kernels have too little room at first
+            monkeypatch.setattr(sampler_gpu, "ROOM", [1 << 12, 0][i % 4 == 3])
+        sample = _sampling(way, tmp_path, i, indptr, indices, fanouts, options)
+        exclude, gone = _excluded(i, indptr, indices), torch.zeros(len(indices), dtype=torch.bool)
+        gone[exclude if exclude.dtype == torch.bool else exclude.long()] = True
+        expected, less = (
+            _law(indptr, indices, fanouts, seeds, step, *times, exclude=edges, **options)
+            for edges in ((), exclude)
+        )
+        for _ in range(2):  # what an earlier batch left behind does not count
+            blocks = [block.to("cpu") for block in sample(seeds, step, *times)]
+            assert _as_lists(blocks) == expected, (i, fanouts)
+            without = [b.to("cpu") for b in sample(seeds, step, *times, exclude=exclude)]
+            assert _as_lists(without) == less, (i, fanouts)
+        none = exclude[:0] if i % 2 else torch.zeros_like(gone)
+        again = sample(seeds.int(), step, *times, exclude=none)  # the same seeds
+        assert _as_lists(again) == expected
+        assert not any(gone[block.edge_ids].any() for block in without)
+        for block in blocks + without:
+            assert {t.dtype for t in block[:3]} == {indices.dtype}
+            assert block.edge_ids.dtype == torch.int64
+            assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
+            if when is None:
+                continue
+            until = block.src_times[: block.num_dst].repeat_interleave(block.indptr.diff())
+            taken = when[block.edge_ids]  # no edge from the future
+            assert bool(((taken < until) if strict else (taken <= until)).all())
+            assert torch.equal(block.src_times[block.indices.long()], until)
+            nodes_at_several_times += block.src_nodes.unique().numel() < block.num_src
+            cut += block.num_edges < indptr.diff()[block.src_nodes[: block.num_dst].long()].sum()
+        bare, outer = sample(seeds, step, *times, relabel_outer=False)[0].to("cpu"), blocks[0]
+        assert torch.equal(bare.indices, indices[outer.edge_ids]) and bare.num_src == bare.num_dst
+        assert torch.equal(bare.src_nodes, outer.src_nodes[: outer.num_dst])
+        if times:
+            assert torch.equal(bare.src_times, outer.src_times[: outer.num_dst])
+        for wrong in [-1, len(indptr) - 1, *seeds[:1].tolist()]:
+            more = [torch.cat([seeds, torch.tensor([wrong])])]
+            more += [torch.cat([t, t[:1] if len(t) else torch.tensor([0])]) for t in times]
+            with pytest.raises((IndexError, ValueError)):
+                sample(more[0], step, *more[1:])
+        if "batch_dependency" in options:
+            for step in (6, 7, -1, -8):
+                law = _law(indptr, indices, fanouts, seeds, step, **options)
+                assert _as_lists(sample(seeds, step)) == law, (i, fanouts, step)
+    assert make is not _timed_case or (nodes_at_several_times > 20 and cut > 20)
+
+
+def test_half_of_the_seeds_at_one_time_take_no_longer():
+    """The native table sets aside as much room for each time; what does not fit must be found as quickly."""
+    rng, rows, degree = np.random.default_rng(0), 300_000, 20
+    indptr, indices = (
+        torch.arange(rows + 1) * degree,
+        torch.from_numpy(rng.integers(0, rows, rows * degree)),
+    )
+    when, seeds = torch.arange(degree).repeat(rows), torch.arange(1024)
+    times = torch.where(seeds < 512, 2000, 100 + seeds)
+    mine, slow = (
+        NeighborSampler(indptr, indices, [20, 20], edge_times=when, backend=backend, edge_ids=True)
+        for backend in ("native", "torch")
+    )
+    mine.sample(seeds[:2], 0, times[:2])  # compiled by then
+    start = time.perf_counter()
+    blocks = mine.sample(seeds, 0, times)
+    assert time.perf_counter() - start < 2
+    for block, expected in zip(blocks, slow.sample(seeds, 0, times)):
+        assert all(map(torch.equal, block, expected))
+    assert blocks[0].num_src > 300_000
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_seed_that_comes_twice_at_one_time_is_named(backend):
+    s = NeighborSampler(**_small(backend=backend, edge_times=torch.tensor([1, 2, 0])))
+    with pytest.raises(ValueError, match="seeds contains node 2 at time -5 more than once"):
+        s.sample(torch.tensor([2, 1, 2, 2]), 0, torch.tensor([3, -5, -5, -5]))
+    assert s.sample(torch.tensor([2, 1, 2]), 0, torch.tensor([3, -5, -5]))[
+        0
+    ].src_times.tolist() == [3, -5, -5]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", BY_TIME)
+def test_times_that_cut_nothing_change_nothing_but_the_numbers(method, backend):
+    """With one time for all, later than every edge, the blocks are those of a sampler without times."""
+    indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
+    options = dict(BY_TIME[method])
+    if method == "weighted":
+        options["weights"] = torch.rand(indices.numel())
+    seeds, when = torch.arange(0, 60, 2), torch.zeros(indices.numel(), dtype=torch.int64)
+    with_times = NeighborSampler(
+        indptr, indices, [4, 3], edge_ids=True, backend=backend, edge_times=when, **options
+    )
+    blocks = with_times.sample(seeds, 5, torch.zeros(30, dtype=torch.int64))
+    if method == "latest":
+        last = [
+            indptr[v + 1] - blocks[1].edge_ids[blocks[1].indptr[i + 1] - 1]
+            for i, v in enumerate(seeds)
+            if indptr[v] < indptr[v + 1]
+        ]
+        assert set(map(int, last)) == {1}
+        return
+    plain = NeighborSampler(
+        indptr, indices, [4, 3], edge_ids=True, backend=backend, **options
+    ).sample(seeds, 5)
+    assert [lists[:4] for lists in _as_lists(blocks)] == [lists[:4] for lists in _as_lists(plain)]
+    assert plain[0].src_times is None and not blocks[0].src_times.any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hub_that_loses_many_edges(method, backend):
+    """The blocks are those of the graph that was built without the edges; edge ids apart, which count the others."""
+    rng = np.random.default_rng(9)
+    degree = rng.poisson(5, 2000)
+    degree[77] = 10**5
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degree)]))
+    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
+    gone = torch.from_numpy(rng.random(indices.numel()) < 0.3)
+    row = torch.arange(2000).repeat_interleave(indptr.diff())
+    options = dict(METHODS[method])
+    kept = dict(options)
+    if method == "weighted":
+        options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+        kept["weights"] = options["weights"][~gone]
+    fewer = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), torch.bincount(row[~gone], minlength=2000).cumsum(0)]
+    )
+    seeds = torch.tensor([5, 77, 1500])
+    for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, **options)
+        blocks = s.sample(seeds, 2, exclude=gone)
+        theirs = NeighborSampler(
+            fewer, indices[~gone], fanouts, edge_ids=True, backend=backend, **kept
+        ).sample(seeds, 2)
+        for block, same in zip(blocks, theirs):
+            assert all(torch.equal(a, b) for a, b in zip(block[:3], same[:3]))
+            assert torch.equal(block.edge_ids, (~gone).nonzero().squeeze(1)[same.edge_ids])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_sampler_takes_tensors_with_gaps(backend):
+    """What is not contiguous, columns of a table say, is sampled as its copy would be."""
+    rng = np.random.default_rng(21)
+    indptr, indices = _random_graph(rng, 50, 6)
+    weights, seeds = torch.rand(indices.numel()), torch.randperm(50)
+    strided = [torch.stack([t, torch.full_like(t, 7)], 1)[:, 0] for t in (indptr, indices, weights)]
+    assert not any(t.is_contiguous() for t in strided)
+    for weighted in (False, True):
+        samplers = [
+            NeighborSampler(p, i, [3, 2], backend=backend, weights=w if weighted else None)
+            for p, i, w in ((indptr, indices, weights), strided)
+        ]
+        expected = _as_lists(samplers[0].sample(seeds[::3].clone(), 0))
+        assert expected == _as_lists(samplers[1].sample(seeds[::3], 0))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_batches_without_room_are_made_again(method, tmp_path, monkeypatch):
+    """Where the edges of a hop are not known to fit, too little room is noticed and enlarged, and the batch is the
+    same."""
+    monkeypatch.setattr(sampler_gpu, "ROOM", 0)
+    repeated = 0
+    for i in range(30):
+        indptr, indices, fanouts, seeds, step, options = _law_case(i, method)
+        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend="torch", **options)
+        backend = _emulated(s, tmp_path, seed=i)
+        backend.most = [1 + (i + hop) % 7 for hop in range(len(fanouts))]
+        for _ in range(2):
+            blocks = backend.sample(seeds, step)
+            repeated += backend.kernels.launched.count("begin") > 1
+            assert _as_lists(blocks[::-1]) == _law(
+                indptr, indices, fanouts, seeds, step, **options
+            ), (i, fanouts)
+            backend.kernels.launched.clear()
+    assert 10 < repeated < 40
+
+
+def test_cuda_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampler_gpu, "ROOM", 0)
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    s = NeighborSampler(indptr, indices, [-1, 3], backend="torch")
+    backend = _emulated(s, tmp_path)
+    rows, _ = backend.shapes(20)
+    monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1]))
+    with pytest.raises(
+        RuntimeError, match=r"batch of 20 seeds asked for more room 4 times, .*\[\d"
+    ):
+        backend.sample(torch.arange(20), 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_notices_a_damaged_graph(method, tmp_path):
+    rng = np.random.default_rng(3)
+    for damage in (2**30, -(2**30), 50, -1):
+        for what in ("indices", "indptr"):
+            indptr, indices = _random_graph(rng, 50, 12)
+            options = dict(METHODS[method], check=False)
+            if method == "weighted":
+                options["weights"] = torch.ones(indices.numel())
+            (indices if what == "indices" else indptr)[3::7] = (
+                damage if what == "indices" else damage * 1000
+            )
+            for fanouts in ([20, 20, 20], [100] if method == "replace" else [-1, 2]):
+                s = NeighborSampler(indptr, indices, fanouts, backend="torch", **options)
+                backend = _emulated(s, tmp_path)
+                for relabel_outer in (True, False):
+                    with pytest.raises(IndexError, match="the graph is damaged"):
+                        backend.sample(torch.arange(50), 0, relabel_outer)
+            if method in sampler_gpu.COUNTED:
+                frame = _emulated(
+                    NeighborSampler(indptr, indices, [1, 20], backend="torch", **options), tmp_path
+                ).frame(50, hops=1)
+                x, out = torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8)
+                assert frame.aggregate(x, out)
+                frame.fill(torch.arange(50), 0)
+                frame.start()
+                assert frame.trouble == sampler_gpu.DAMAGED
+
+
+def test_cuda_tables_are_used_up(tmp_path):
+    """Positions count down from batch to batch; the table is filled anew when they reach the end."""
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
+    backend, seeds, bases = _emulated(s, tmp_path), torch.arange(20), []
+    for step in range(5):
+        blocks = backend.sample(seeds, step)[::-1]
+        assert _as_lists(blocks) == _as_lists(s.sample(seeds, step))
+        (frame,) = backend.resting
+        bases.append(frame.base)
+        if step == 0:
+            frame.base = 2 * frame.positions + 1  # two batches more
+    fresh, used = sampler_gpu.NONE - frame.positions, frame.positions
+    assert bases == [fresh, used + 1, 1, fresh, fresh - used]
+
+
+def test_a_cuda_batch_of_three_hops_is_eleven_launches(tmp_path):
+    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
+    backend = _emulated(NeighborSampler(indptr, indices, [4, 3, 2], backend="torch"), tmp_path)
+    for relabel_outer, launches in ((True, 11), (False, 9)):
+        backend.kernels.launched.clear()
+        backend.sample(torch.arange(20), 0, relabel_outer)
+        assert len(backend.kernels.launched) == launches, backend.kernels.launched
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
+    """What a CUDA graph replays: the same launches make batches of any number of seeds, in blocks that stay in
+    place."""
+    for i in range(12):
+        rng = np.random.default_rng(i)
+        indptr, indices = _random_graph(rng, 80, 9, [torch.int32, torch.int64][i % 2])
+        options = dict(METHODS[method], seed=i)
+        if method == "weighted":
+            options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+        s = NeighborSampler(indptr, indices, [3, 20, 2], backend="torch", **options)
+        room = dict(rows=[12, 70, 80], places=[70, 300]) if method == "labor" else {}
+        frame = _emulated(s, tmp_path, seed=i).frame(12, hops=2, **room)
+        blocks, steps = frame.blocks, frame.steps
+        for step, S in enumerate((12, 5, 1, 12)):
+            seeds = torch.from_numpy(rng.permutation(80)[:S])
+            frame.fill(seeds, step)
+            frame.start()
+            want = s.sample(seeds, step)[:0:-1]  # without the outermost hop
+            assert frame.trouble == 0 and frame.steps is steps
+            assert [tuple(map(torch.Tensor.tolist, block[:3])) for block in frame.cut()] == [
+                tuple(map(torch.Tensor.tolist, block[:3])) for block in want
+            ]
+            for (offsets, local, src, *_), block in zip(blocks, want):
+                S, E, N = block.num_dst, block.num_edges, block.num_src
+                assert torch.equal(offsets[: S + 1], block.indptr) and (offsets[S:] == E).all()
+                assert torch.equal(local[:E], block.indices) and torch.equal(
+                    src[:N], block.src_nodes
+                )
+                assert ((src >= 0) & (src < 80)).all() and (local[E:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "room", [dict(rows=[30, 90, 140]), dict(places=[120, 750]), dict(places=[180, 400])]
+)
+def test_a_cuda_frame_that_is_too_small_says_so(room, tmp_path):
+    indptr, indices = _random_graph(np.random.default_rng(4), 150, 9)
+    s = NeighborSampler(indptr, indices, [6, 5], seed=2, backend="torch")
+    frame, seen = _emulated(s, tmp_path).frame(30, **room), set()
+    for step in range(20):
+        seeds = torch.from_numpy(np.random.default_rng(step).permutation(150)[: 30 - step])
+        frame.fill(seeds, step)
+        frame.start()
+        want = s.sample(seeds, step)[::-1]
+        rows, places = frame.shape[:2]
+        fits = all(b.num_src <= n and b.num_edges <= e for b, n, e in zip(want, rows[1:], places))
+        assert frame.trouble == (0 if fits else sampler_gpu.FULL)
+        if fits:
+            assert _as_lists(frame.cut()) == _as_lists(want)
+        seen.add(fits)
+    assert seen == {True, False}
+    frame.fill(torch.tensor([5, 5, 150]), 0)
+    frame.start()
+    assert frame.trouble & ~sampler_gpu.FULL == sampler_gpu.REPEATED | sampler_gpu.UNKNOWN
+
+
+@pytest.mark.parametrize("k", [1, 5, 15])
+def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
+    """pick_aggregate against self_and_mean of the same hop: the same bits, in any order of threads, and zeros
+    beyond."""
+    for i in range(8):
+        rng = np.random.default_rng(i)
+        indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
+        s = NeighborSampler(indptr, indices, [4, k], seed=i, backend="torch", replace=i % 4 == 3)
+        dtype, out_dtype = [
+            (torch.float32,) * 2,
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16,) * 2,
+        ][i % 3]
+        x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
+        # and at an address that is no multiple of 16 bytes
+        x = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape) if i % 4 == 1 else x
+        frame = _emulated(s, tmp_path, seed=i, checked=True).frame(10, hops=1)
+        out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
+        assert frame.aggregate(x, out)
+        for step, S in enumerate((10, 3)):
+            seeds = torch.from_numpy(rng.permutation(90)[:S])
+            frame.fill(seeds, step)
+            frame.start()
+            outer = s.sample(seeds, step, relabel_outer=False)[0]
+            want = out.new_empty(outer.num_dst, out.shape[1])
+            fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
+
+
+def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
+    """Of the first rows there is no memory, and a 32-bit product of number and width would be another address."""
+    width, far, n = 1 << 12, 1 << 21, 6
+    rows = torch.randn(n, width)
+    memory = (ctypes.c_float * ((far + n) * width)).from_address(rows.data_ptr() - 4 * far * width)
+    x = torch.frombuffer(memory, dtype=torch.float32).view(-1, width)
+    indptr = torch.cat([torch.zeros(far, dtype=torch.int64), 2 * torch.arange(n + 1)])
+    indices = ((torch.arange(2 * n) + 2) % n + far).int()  # two seeds and their neighbours are all
+    s = NeighborSampler(indptr, indices, [2, 2], backend="torch")
+    frame = _emulated(s, tmp_path, checked=True).frame(2, hops=1)
+    out = torch.empty(frame.shape[0][1], 2 * width)
+    assert frame.aggregate(x, out)
+    frame.fill(torch.tensor([far, far + 1]), 0)
+    frame.start()
+    mean = rows[(indices[:2] - far).long()].mean(0)
+    torch.testing.assert_close(out[0], torch.cat([rows[0], mean]))
+
+
+class _Driver:
+    """libcuda of a GPU: notes the launches."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getattr__(self, name):
+        return lambda *args: 0
+
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, arguments, extra):
+        self.launches.append((gx * gy * gz, bx * by * bz, shared, stream))
+        return 0
+
+
+def test_cuda_launches_are_on_the_current_stream_in_blocks_that_fit(tmp_path, monkeypatch):
+    driver, current = _Driver(), types.SimpleNamespace(cuda_stream=7, query=lambda: True)
+    monkeypatch.setattr(build, "_driver", lambda: driver)
+    image = tmp_path / "image"
+    image.touch()
+    monkeypatch.setattr(build, "cached", lambda *key: nullcontext(image))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(build, "_raw_stream", lambda index: current.cuda_stream)
+    source = build.read_source("base.h") + "KERNEL nothing(int n) { }\n"
+    kernels = build.Kernels("a test", source, torch.device("cuda", 1))
+    bound = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
+    for stream, n in ((7, 1), (8, 1000), (0, 10**6)):
+        current.cuda_stream = stream
+        kernels.run("nothing", n, 1)
+        kernels.prepare("nothing", 1)(n, kernels.stream())
+        for blocks, threads, shared, on in driver.launches:
+            assert on == stream and shared == 0 and threads <= bound
+            assert (blocks - 1) * threads < n <= blocks * threads
+        assert len(driver.launches) == 2
+        driver.launches.clear()
+
+
+def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(build, "_nvrtc", lambda: ctypes.CDLL("libnvrtc.so.none"))
+    source, gpu = (
+        build.read_source("base.h") + "KERNEL nothing(int n) { }\n",
+        torch.device("cuda", 0),
+    )
+    with pytest.warns(
+        UserWarning,
+        match="the CUDA kernels of a test cannot be used, .* Reason: libnvrtc.so.none: cannot open",
+    ):
+        assert build.load_cuda("a test", source, gpu) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert build.load_cuda("a test", source + "\n", gpu) is None
+
+
+def _cuda_resources(source, arch, folder):
+    """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
+    try:
+        log = build.compile_cuda(source, arch, ["--ptxas-options=-v"])[1]
+    except OSError:
+        if not shutil.which("nvcc"):
+            pytest.skip("neither NVRTC nor nvcc is installed")
+        Path(folder, "kernels.cu").write_text(source)
+        # 177: unused functions
+        options = ["-Xptxas", "-v", "-Werror", "all-warnings", "-diag-suppress", "177"]
+        command = ["nvcc", "-cubin", f"-arch={arch}", *options, "-o", "kernels.cubin", "kernels.cu"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        log = done.stderr
+    pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
+    found = {
+        name: tuple(map(int, (used, stack, spilled)))
+        for name, stack, spilled, used in re.findall(pattern, log, re.DOTALL)
+    }
+    assert found.keys() == build.signatures(source).keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    "dtype, arch",
+    [*((torch.int32, arch) for arch in ("sm_80", "sm_90", "sm_100")), (torch.int64, "sm_90")],
+)
+def test_cuda_sampler_kernels_stay_in_registers(dtype, arch, tmp_path):
+    found = _cuda_resources(sampler_gpu.source("sampler.cu", dtype), arch, tmp_path)
+    like = [torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)]
+    source, _ = sampler_gpu.aggregate_source(
+        dtype, sampler_gpu.AGGREGATED, like[arch == "sm_80"], like[dtype == torch.int64]
+    )
+    found |= _cuda_resources(source, arch, tmp_path)
+    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
+
+
+def test_ids_above_two_to_the_31(tmp_path):
+    """A graph of 2^31 + 1000 nodes: all edges belong to the last thousand, so that indptr is a file with a hole."""
+    num_nodes, last = 2**31 + 1000, 2**31
+    rng = np.random.default_rng(8)
+    degree = rng.integers(0, 40, 1000)
+    indptr = np.memmap(tmp_path / "indptr", np.int64, "w+", shape=(num_nodes + 1,))
+    indptr[last:] = np.concatenate([[0], np.cumsum(degree)])
+    indices = rng.integers(last - 50, num_nodes, int(indptr[-1]))
+    seeds = torch.from_numpy(last + rng.permutation(1000)[:64])
+    for method in METHODS:
+        options = dict(METHODS[method])
+        if method == "weighted":
+            options["weights"] = torch.from_numpy(rng.exponential(1.0, len(indices)))
+        arguments = (torch.from_numpy(indptr), torch.from_numpy(indices), [5, 3])
+        s = NeighborSampler(*arguments, edge_ids=True, backend="native", check=False, **options)
+        blocks = _as_lists(s.sample(seeds, 1))
+        assert blocks == _law(indptr, arguments[1], [5, 3], seeds, 1, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hub_of_degree_a_million(method):
+    rng = np.random.default_rng(9)
+    degree = rng.poisson(5, 2000)
+    degree[77] = 10**6
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degree)]))
+    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
+    options = dict(METHODS[method])
+    if method == "weighted":
+        options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+    seeds = torch.tensor([5, 77, 1500])
+    for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
+        native, plain = (
+            NeighborSampler(
+                indptr, indices, fanouts, edge_ids=True, backend=backend, **options
+            ).sample(seeds, 2)
+            for backend in ("native", "torch")
+        )
+        assert all(torch.equal(a, b) for x, y in zip(native, plain) for a, b in zip(x[:4], y[:4]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_damaged_graph_is_an_error_and_no_crash(method, backend):
+    """Unchecked, as a store is opened: ids and lists outside of the graph are met while sampling."""
+    rng = np.random.default_rng(3)
+    for damage in (2**30, -(2**30), 50, -1):
+        for what in ("indices", "indptr"):
+            indptr, indices = _random_graph(rng, 50, 12)
+            options = dict(METHODS[method], check=False)
+            if method == "weighted":
+                options["weights"] = torch.ones(indices.numel())
+            (indices if what == "indices" else indptr)[3::7] = (
+                damage if what == "indices" else damage * 1000
+            )
+            s = NeighborSampler(indptr, indices, [20, 20, 20], backend=backend, **options)
+            with pytest.raises(sampler.DamagedGraph, match="the graph is damaged"):
+                s.sample(torch.arange(50), 0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_any_bytes_in_indptr_are_an_error_and_no_crash(backend, tmp_path):
+    """Numbers whose difference overflows among them: the length of a list may look right."""
+    rng = np.random.default_rng(4)
+    for pair in ([2**63 - 1, -(2**62)], *rng.integers(-(2**63), 2**63 - 1, (40, 2)).tolist()):
+        indptr, indices = _random_graph(rng, 50, 12)
+        indptr[3:5] = torch.tensor(pair)
+        s = NeighborSampler(
+            indptr, indices, [3], backend="torch" if backend == "cuda" else backend, check=False
+        )
+        if backend == "cuda":
+            s = _emulated(s, tmp_path)
+        with pytest.raises(IndexError, match="the graph is damaged"):
+            s.sample(torch.tensor([3]), 0, relabel_outer=True)
+
+
+def test_the_outermost_hop_can_keep_global_ids():
+    indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
+    for backend in ("native", "torch"):
+        s = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend=backend)
+        full, bare = (
+            s.sample(torch.arange(30), 5),
+            s.sample(torch.arange(30), 5, relabel_outer=False),
+        )
+        assert _as_lists(full[1:]) == _as_lists(bare[1:])
+        assert torch.equal(bare[0].indices, full[0].src_nodes[full[0].indices.long()])
+        assert torch.equal(bare[0].src_nodes, full[1].src_nodes)
+        assert torch.equal(bare[0].indptr, full[0].indptr) and torch.equal(
+            bare[0].edge_ids, full[0].edge_ids
+        )
+
+
+def _positions(degree, k, rows=100_000, step=0, **options):
+    """Which of its `degree` neighbours each of many nodes took -> bool [rows, degree]."""
+    indptr = torch.arange(rows + 1) * degree
+    indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
+    s = NeighborSampler(indptr, indices, [k], edge_ids=True, seed=11, **options)
+    taken = torch.zeros(rows, degree, dtype=torch.bool)
+    taken.view(-1)[s.sample(torch.arange(rows), step)[0].edge_ids] = True
+    return taken
+
+
+def _uniformity(taken, k):
+    """Chi-square of how often each position was taken, corrected for drawing without replacement."""
+    rows, n = taken.shape
+    p = k / n
+    return float(((taken.sum(0) - rows * p) ** 2).sum() / (rows * p * (1 - p)) * (n - 1) / n)
+
+
+def test_neighbours_and_pairs_of_neighbours_are_equally_likely():
+    taken = _positions(50, 10)
+    assert (taken.sum(1) == 10).all()
+    assert _uniformity(taken, 10) < _chi_square_limit(49)
+    assert _uniformity(taken.T.reshape(50, -1).T, 10) < _chi_square_limit(49)
+    x = taken.float()
+    q = 10 * 9 / (50 * 49)
+    pairs = (x.T @ x)[torch.triu_indices(50, 50, 1).unbind()]
+    z = (pairs - len(x) * q) / math.sqrt(len(x) * q * (1 - q))
+    assert z.abs().max() < 6 and 0.8 < (z**2).mean() < 1.25
+    # the same statistic rejects torch-sparse 0.6's mistake, which takes the last positions at 0.84 of their share
+    rng = np.random.default_rng(0)
+    p = np.where(np.arange(50) < 45, 1.0, 0.84)
+    skewed = np.zeros((20_000, 50), bool)
+    keys = np.log(rng.random(skewed.shape)) / p
+    np.put_along_axis(skewed, np.argsort(-keys, 1)[:, :10], True, 1)
+    assert _uniformity(torch.from_numpy(skewed), 10) > _chi_square_limit(49)
+
+
+def test_draws_of_one_node_over_steps_are_uniform():
+    indptr, indices = torch.tensor([0, 20] + [20] * 20), torch.arange(1, 21)
+    s = NeighborSampler(indptr, indices, [5], edge_ids=True)
+    taken = torch.zeros(20_000, 20, dtype=torch.bool)
+    for step in range(len(taken)):
+        taken[step, s.sample(torch.tensor([0]), step)[0].edge_ids] = True
+    assert _uniformity(taken, 5) < _chi_square_limit(19)
+
+
+def test_draws_with_replacement_are_uniform():
+    rows, degree, k = 50_000, 30, 8
+    s = NeighborSampler(
+        torch.arange(rows + 1) * degree,
+        (torch.arange(rows * degree) % rows).int(),
+        [k],
+        replace=True,
+        edge_ids=True,
+    )
+    counts = torch.bincount(
+        s.sample(torch.arange(rows), 0)[0].edge_ids % degree, minlength=degree
+    ).double()
+    expected = rows * k / degree
+    assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_allowed_neighbours_are_equally_likely_and_no_other_is_taken(backend, strict):
+    """By time, and without the excluded edges: rows of three kinds see 50, 37 and 24 places, but for six of them."""
+    rows, degree, k = 60_000, 50, 10
+    row, place = torch.arange(rows * degree) // degree, torch.arange(rows * degree) % degree
+    sees, gone = torch.tensor([50, 37, 24]), torch.isin(place, torch.tensor([0, 1, 7, 20, 35, 49]))
+    indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
+    s = NeighborSampler(
+        torch.arange(rows + 1) * degree,
+        indices,
+        [k],
+        edge_ids=True,
+        backend=backend,
+        seed=12,
+        edge_times=place,
+        strict=strict,
+    )
+    seeds = torch.arange(rows)
+    block = s.sample(seeds, 0, sees[seeds % 3] - int(not strict), gone.nonzero().squeeze(1))[0]
+    taken, allowed = torch.zeros(2, rows, degree, dtype=torch.bool)
+    taken.view(-1)[block.edge_ids] = True
+    allowed.view(-1)[:] = (place < sees[row % 3]) & ~gone
+    assert (taken.sum(1) == k).all() and not (taken & ~allowed).any()
+    for kind in range(3):
+        of_kind, n = taken[kind::3][:, allowed[kind]], int(allowed[kind].sum())
+        assert _uniformity(of_kind, k) < _chi_square_limit(n - 1)
+        # the next allowed one in the place of one that is not, as a sampler might do, would be found out
+        pushed = _positions(n + 1, k, rows=rows // 3)
+        pushed[:, 6] |= pushed[:, 5]
+        assert _uniformity(pushed[:, torch.arange(n + 1) != 5], k) > _chi_square_limit(n - 1)
+
+
+def test_dependent_labor_reads_fewer_rows():
+    """Layer dependency: fewer sources in a batch. Batch dependency: more of the sources of the batch before."""
+    rng = np.random.default_rng(12)
+    indptr, indices = (
+        torch.arange(5001) * 40,
+        torch.from_numpy(rng.integers(0, 5000, 200_000).astype(np.int32)),
+    )
+    sources = {}
+    for name, options in {
+        "plain": {},
+        "layer": {"layer_dependency": True},
+        "batch": {"batch_dependency": 4},
+    }.items():
+        s = NeighborSampler(indptr, indices, [5, 5], method="labor", **options)
+        sources[name] = [
+            set(s.sample(torch.arange(100) + 100 * step, step)[0].src_nodes.tolist())
+            for step in range(8)
+        ]
+    first = {name: sum(map(len, sets)) for name, sets in sources.items()}
+    # steps 1 and 2 draw alike
+    again = {name: len(sets[1] & sets[2]) / len(sets[2]) for name, sets in sources.items()}
+    # steps 3 and 4 do not
+    across = {name: len(sets[3] & sets[4]) / len(sets[4]) for name, sets in sources.items()}
+    assert first["layer"] < 0.9 * first["plain"], first
+    assert again["batch"] > 1.2 * again["plain"] and abs(across["batch"] - across["plain"]) < 0.1, (
+        again,
+        across,
+    )
+
+
+def test_labor_keeps_k_on_average_and_visits_fewer_sources():
+    rng = np.random.default_rng(12)
+    rows, degree, k = 20_000, 50, 10
+    indices = torch.from_numpy((rows * rng.random(rows * degree) ** 2).astype(np.int32))
+    indptr, seeds = torch.arange(rows + 1) * degree, torch.arange(2000)
+    blocks = {
+        method: NeighborSampler(indptr, indices, [k], method=method).sample(seeds, 0)[0]
+        for method in ("uniform", "labor")
+    }
+    kept = blocks["labor"].num_edges / len(seeds)
+    # sources that all draw alike make rows depend on each other: bound the mean by what distinct sources allow
+    shared = len(seeds) * degree / len(indices.unique())
+    spread = 6 * math.sqrt(k * (1 - k / degree) / len(seeds)) * math.sqrt(shared + 1)
+    assert abs(kept - k) < spread < 2
+    distinct = {method: block.num_src - block.num_dst for method, block in blocks.items()}
+    print(f"LABOR visits {distinct['labor']} new sources, uniform {distinct['uniform']}")
+    assert distinct["labor"] < 0.8 * distinct["uniform"]
+    # an edge is kept with probability k / degree whatever its place in the list
+    taken = _positions(50, 10, rows=20_000, method="labor").double()
+    assert abs(taken.mean() - 0.2) < 0.005 and (taken.mean(0) - 0.2).abs().max() < 0.03
+
+
+def test_weighted_frequencies_follow_the_weights():
+    rows, weights = 100_000, np.array([1.0, 2.0, 0.0, 4.0, 0.5, 8.0])
+    options = {"weights": torch.from_numpy(np.tile(weights, rows))}
+    # k = 1: probability weight / total
+    counts = _positions(6, 1, rows, **options).sum(0).double().numpy()
+    alive = weights > 0
+    expected = rows * weights[alive] / weights.sum()
+    assert counts[2] == 0 and (
+        (counts[alive] - expected) ** 2 / expected
+    ).sum() < _chi_square_limit(4)
+    # k = 3: one after the other without replacement; inclusion probabilities by enumeration
+    inclusion = np.zeros(6)
+
+    def draw(p, left, taken):
+        if len(taken) == 3:
+            inclusion[taken] += p
+            return
+        for i in np.flatnonzero(left):
+            draw(p * left[i] / left.sum(), np.where(np.arange(6) == i, 0, left), taken + [i])
+
+    draw(1.0, weights, [])
+    counts = _positions(6, 3, rows, **options).sum(0).double().numpy()
+    z = (counts - rows * inclusion)[alive] / np.sqrt(rows * inclusion * (1 - inclusion))[alive]
+    assert counts[2] == 0 and np.abs(z).max() < 5.5
+    # which is not proportional to the weights
+    assert np.abs(rows * 3 * weights / weights.sum() - counts).max() > 1000
+
+
+def _uses(**environment):
+    """What a process does that samples first with one backend, then with the other."""
+    os.environ.update(environment)
+    tempfile.tempdir = environment.get("TMPDIR")
+    graph = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for backend in ("native", "auto"):
+            s = NeighborSampler(*graph, [2], backend=backend)
+    assert s.sample(torch.tensor([0]), 0)[0].src_nodes.tolist() == [0, 1, 2]
+    print(s.backend, len(caught), caught[0].message if caught else "")
+
+
+def _use(file, number=1, **environment):
+    """The lines of so many processes that start together."""
+    processes = [
+        _fork(f"{file}{i}", functools.partial(_uses, **environment)) for i in range(number)
+    ]
+    return [_end(process).splitlines()[-1] for process in processes]
+
+
+def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path):
+    assert _use(tmp_path / "out", 5, XDG_CACHE_HOME=str(tmp_path)) == ["native 0 "] * 5
+    assert len(list((tmp_path / "ringblock").iterdir())) == 1
+    folder = tmp_path / "t"
+    folder.mkdir()
+    assert _use(
+        tmp_path / "no cache to write to", XDG_CACHE_HOME="/dev/null", TMPDIR=str(folder)
+    ) == ["native 0 "]
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path):
+    (output,) = _use(tmp_path / "out", CC=compiler, XDG_CACHE_HOME=str(tmp_path))
+    assert output.startswith("torch 1 ") and "apt install gcc" in output
+
+
+def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "native", None)
+    sampler._warn_missing.cache_clear()
+    with pytest.warns(UserWarning, match="copy the folder native/ beside sampler.py") as caught:
+        assert [NeighborSampler(**_small()).backend for _ in range(2)] == [
+            "torch",
+            "torch",
+        ] and len(caught) == 1
+
+
+def _answer(how):
+    """A library that answers 42, by way of the cache -> (its answer, its path)."""
+    source = f"int answer(void) {{ return 42; }}  // {how}"
+    library = build.load_c("test", source, ["-shared", "-fPIC"], {})
+    return library.answer(), library._name
+
+
+def _planted(folder, how):
+    """Put a library that answers 666 in the place of the one in a cache, under the name that it would have."""
+    (good,) = folder.iterdir()
+    evil = folder / "evil.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", evil]
+    subprocess.run(command, input="int answer(void) { return 666; }", text=True, check=True)
+    digest = hashlib.sha256(evil.read_bytes()).hexdigest()
+    evil.rename(good.with_name(f"{good.stem.rsplit('-', 1)[0]}-{digest}.so"))
+    good.unlink()
+
+
+def _cut_short(folder):
+    (good,) = folder.iterdir()
+    content = good.read_bytes()
+    good.unlink()  # it is mapped
+    good.write_bytes(content[:5000])
+
+
+def _linked(folder):
+    folder.rename(f"{folder}2")
+    folder.symlink_to(f"{folder}2")
+
+
+CACHES = {  # what is done to a cache whose library was exchanged: its folder, what is loaded, whether from there
+    # the name is right: what refuses the others is who could have written them
+    "by this user": (lambda folder: None, 666, True),
+    "by another user": (lambda folder: os.chown(folder, 65534, 65534), 42, False),
+    "writable by the group": (lambda folder: folder.chmod(0o770), 42, False),
+    "writable by everybody": (lambda folder: folder.chmod(0o707), 42, False),
+    "sticky": (lambda folder: folder.chmod(0o1777), 42, False),
+    "readable by everybody": (lambda folder: folder.chmod(0o755), 42, False),
+    "a link": (_linked, 42, False),
+    "a file": (lambda folder: shutil.rmtree(folder) or folder.touch(), 42, False),
+    "damaged": (_cut_short, 42, True),
+}
+
+
+@pytest.fixture
+def compile_cache(tmp_path, monkeypatch):
+    """The folder of an empty compile cache, under the worst umask; libraries that are not from there leave nothing."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    temporary, umask = tmp_path / "temporary", os.umask(0)
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield tmp_path / "cache" / "ringblock"
+    os.umask(umask)
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("how", CACHES)
+def test_a_compile_cache_is_used_where_it_is_this_users_alone_and_undamaged(how, compile_cache):
+    change, answer, in_cache = CACHES[how]
+    if os.geteuid() and how == "by another user":
+        pytest.skip("only root can give a folder away")
+    assert _answer(how)[0] == 42
+    (good,) = compile_cache.iterdir()
+    inode, digest = good.stat().st_ino, hashlib.sha256(good.read_bytes()).hexdigest()
+    assert good.stem.endswith(digest) and compile_cache.stat().st_mode & 0o777 == 0o700
+    assert _answer(how)[0] == 42 and good.stat().st_ino == inode  # not compiled again
+    if how != "damaged":
+        _planted(compile_cache, how)
+    change(compile_cache)
+    number, path = _answer(how)
+    assert (number, path.startswith("/proc/self/fd/")) == (answer, in_cache)
+
+
+@pytest.mark.skipif(os.geteuid(), reason="only root can give a folder away")
+def test_who_owns_the_folder_above_a_compile_cache_cannot_exchange_it(compile_cache, monkeypatch):
+    """HOME of another user, who puts another folder in its place after it was looked at."""
+    other, load = compile_cache.with_name("other"), ctypes.CDLL
+    # compiled, not loaded: a library of a name that is loaded is not looked for again
+    unloaded = types.SimpleNamespace(answer=lambda: 42, _name="")
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: unloaded)
+    _answer("above")
+    shutil.copytree(compile_cache, other)
+    _planted(other, "above")
+    os.chown(compile_cache.parent, 65534, 65534)
+    os.chown(other, 65534, 65534)
+
+    def exchange_and_load(path):
+        if other.exists():
+            (planted,), (good,) = other.iterdir(), compile_cache.iterdir()
+            planted.rename(planted.with_name(good.name))
+            compile_cache.rename(compile_cache.with_name("ours")), other.rename(compile_cache)
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", exchange_and_load)
+    assert _answer("above")[0] == 42 and not other.exists()
+
+
+def test_a_compile_cache_that_cannot_be_written_is_read(compile_cache, monkeypatch):
+    assert _answer("read")[0] == 42
+    monkeypatch.setattr(build, "_store", lambda *a: (_ for _ in ()).throw(OSError(30, "read-only")))
+    assert _answer("read")[1].startswith("/proc/self/fd/")
+    number, path = _answer("another")
+    assert number == 42 and not path.startswith("/proc/self/fd/")
+
+
+def _sanitized(folder):
+    asan = subprocess.run(
+        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True
+    ).stdout.strip()
+    script = f"""
+import sys, types
+sys.path.insert(0, {str(HERE)!r})
+from native import sampler_cpu as sampler_c
+sampler_c.FLAGS[:] = ["-O1", "-g", "-fPIC", "-shared", "-pthread", "-fsanitize=address,undefined",
+                      "-fno-sanitize-recover"]
+from tests import test_sampler as ours
+for method in ours.METHODS:
+    for make in (ours._law_case, ours._timed_case):
+        ours.test_sampler_follows_the_law(make, method, "native", None, types.SimpleNamespace(setattr=setattr))
+    ours.test_a_hub_of_degree_a_million(method)
+ours.test_the_outermost_hop_can_keep_global_ids()
+print("clean")
+"""
+    if not Path(asan).is_file():
+        script = "print('no asan')"
+    # OpenMP and the interpreter keep memory for the whole run: leaks are not looked for
+    changes = {"LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(folder)}
+    options = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, **changes}, **options
+    )
+
+
+@_beside(_sanitized)
+def test_native_code_under_address_and_undefined_behaviour_sanitizers(beside):
+    process, folder = beside
+    output, errors = process.communicate(timeout=200)
+    if "no asan" in output:
+        pytest.skip("the compiler has no AddressSanitizer")
+    assert output.strip() == "clean", errors[-3000:]
+    # node ids and weights of 4 and 8 bytes, with and without times
+    assert len(list((folder / "ringblock").iterdir())) == 8
+
+
+def test_the_adapter_feeds_dgls_dataloader():
+    try:
+        dgl = sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    indptr, indices = _random_graph(np.random.default_rng(13), 500, 12, torch.int64)
+    graph = dgl.graph(("csc", (indptr, indices, torch.empty(0, dtype=torch.int64))), num_nodes=500)
+    ours = NeighborSampler(indptr, indices, [4, 3], seed=5)
+    for workers in (0, 2):
+        loader = dgl.dataloading.DataLoader(
+            graph, torch.arange(200), sampler.DGLAdapter(ours), batch_size=64, num_workers=workers
+        )
+        batches = list(loader)
+        assert [len(output) for _, output, _ in batches] == [64, 64, 64, 8]
+        for step, (inputs, outputs, blocks) in enumerate(batches):
+            assert torch.equal(inputs, blocks[0].srcdata[dgl.NID]) and torch.equal(
+                outputs, blocks[-1].dstdata[dgl.NID]
+            )
+            if workers == 0:
+                assert torch.equal(inputs, ours.sample(outputs, step)[0].src_nodes)
+
+
+def test_sampler_step_seed_and_hop_key_the_draws():
+    indptr, indices = _random_graph(np.random.default_rng(0), 200, 30)
+    seeds = torch.arange(50)
+    one = _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
+    assert one == _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
+    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=2).sample(seeds, 7))
+    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 8))
+    # a node draws the same neighbours whatever batch it is in: ranks and batch sizes do not change the draws
+    alone = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds[20:21], 7)[0]
+    among = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds, 7)[0]
+    a, b = among.indptr[20], among.indptr[21]
+    assert (
+        alone.src_nodes[alone.indices.long()].tolist()
+        == among.src_nodes[among.indices[a:b].long()].tolist()
+    )
+
+
+def test_sampler_from_many_threads_at_once():
+    indptr, indices = _random_graph(np.random.default_rng(1), 3000, 20)
+    s = NeighborSampler(indptr, indices, [10, 5, 3], seed=3)
+    seeds = [torch.randperm(3000)[:200] for _ in range(40)]
+    expected = [_as_lists(s.sample(x, i)) for i, x in enumerate(seeds)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [_as_lists(b) for b in pool.map(s.sample, seeds, range(40))] == expected
+
+
+def _small(**changes):
+    graph = dict(indptr=torch.tensor([0, 2, 3, 3]), indices=torch.tensor([1, 2, 0]), fanouts=[2])
+    return {**graph, **changes}
+
+
+_T, _ONES, _NAN = torch.tensor, torch.ones(3), float("nan")
+_TIMED = {"edge_times": _T([1, 1, 0])}
+REFUSED = [  # error, what it says, arguments of NeighborSampler
+    (ValueError, "fanouts", dict(fanouts=[])),
+    (ValueError, "fanouts", dict(fanouts=[3, 0])),
+    (ValueError, "fanouts", dict(fanouts=[-2])),
+    (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
+    (ValueError, "method 'walk'.*labor", dict(method="walk")),
+    (ValueError, "layer_dep.* is for method 'labor', not 'uni", dict(layer_dependency=True)),
+    (ValueError, "batch_dep.* is for method 'labor', not 'uni", dict(batch_dependency=2)),
+    (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
+    (
+        ValueError,
+        "'dgl' draws without layer_dependency",
+        dict(method="labor", layer_dependency=True, backend="dgl"),
+    ),
+    (ValueError, "backend 'cuda'.*torch", dict(backend="cuda")),
+    (ValueError, "exclude", dict(replace=True, method="labor")),
+    (ValueError, "exclude", dict(weights=_ONES, method="labor")),
+    (TypeError, "indptr.*int32", dict(indptr=_T([0, 2, 3, 3]).int())),
+    (TypeError, "indptr is a list.*as_tensor", dict(indptr=[0, 2, 3, 3])),
+    (TypeError, "indices is a NoneType", dict(indices=None)),
+    (TypeError, "indices.*float", dict(indices=torch.rand(3))),
+    (ValueError, "indptr falls from 3 to 2 at node 1", dict(indptr=_T([0, 3, 2, 3]))),
+    (ValueError, "indptr runs from 1", dict(indptr=_T([1, 2, 3, 3]))),
+    (ValueError, "indptr runs from 0 to 4", dict(indptr=_T([0, 2, 3, 4]))),
+    (ValueError, "indices contains 3", dict(indices=_T([1, 3, 0]))),
+    (ValueError, "indices contains -1", dict(indices=_T([1, -1, 0]))),
+    (TypeError, "weights", dict(weights=torch.ones(2))),
+    (ValueError, "weights.*negative", dict(weights=_T([1.0, -1.0, 0.0]))),
+    (ValueError, "weights.*NaN", dict(weights=_T([1.0, _NAN, 0.0]))),
+    (
+        ValueError,
+        "edge_times falls from 2 to 1 in the list of node 0",
+        dict(edge_times=_T([2, 1, 0])),
+    ),
+    (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=_ONES)),
+    (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=torch.ones(2).long())),
+    (ValueError, "method 'latest' goes by the times of edges; give edge_t", dict(method="latest")),
+    (ValueError, "strict goes by the times", dict(strict=True)),
+    (
+        ValueError,
+        "'latest' and weights exclude each other",
+        dict(method="latest", **_TIMED, weights=_ONES),
+    ),
+    (ValueError, "backend 'dgl' does not sample by edge_times", dict(backend="dgl", **_TIMED)),
+]
+
+
+@pytest.mark.parametrize("error, words, changes", REFUSED)
+def test_sampler_names_the_bad_argument(error, words, changes):
+    with pytest.raises(error, match=words):
+        NeighborSampler(**_small(**changes))
+
+
+REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, options of sample
+    (IndexError, "seeds contains 3; .* 0 to 2", {}, _T([0, 3]), {}),
+    (IndexError, "seeds contains -1", {}, _T([-1]), {}),
+    (ValueError, "seeds contains node 1 more than once", {}, _T([0, 1, 2, 1]), {}),
+    (TypeError, "seeds must be.*float", {}, _T([0.5]), {}),
+    (TypeError, "seeds must be.*list", {}, [0, 1], {}),
+    (TypeError, "seeds must be.*1-D", {}, _T([[0]]), {}),
+    (ValueError, "times are given.*give the sampler edge_times", {}, _T([0]), dict(times=_T([1]))),
+    (TypeError, r"times must be int64 \[S=1\].*NoneType", _TIMED, _T([0]), {}),
+    (TypeError, r"times must.*\[S=1\].*int32", _TIMED, _T([0]), dict(times=_T([1]).int())),
+    (TypeError, r"times must.*\[S=1\].*\[2\]", _TIMED, _T([0]), dict(times=_T([1, 2]))),
+    (
+        IndexError,
+        "exclude contains 3; edge ids of this graph are 0 to 2",
+        {},
+        _T([0]),
+        dict(exclude=_T([0, 3])),
+    ),
+    (IndexError, "exclude contains -1", {}, _T([0]), dict(exclude=_T([0, -1]))),
+    (
+        TypeError,
+        r"exclude must be .* edge ids, or a bool mask \[M=3\], not torch.bool \[2\]",
+        {},
+        _T([0]),
+        dict(exclude=torch.ones(2).bool()),
+    ),
+    (TypeError, "exclude must be.*float", {}, _T([0]), dict(exclude=_ONES)),
+    (TypeError, "exclude must be.*list", {}, _T([0]), dict(exclude=[0, 1])),
+]
+
+
+@pytest.mark.parametrize("error, words, changes, seeds, options", REFUSED_SEEDS)
+def test_sampler_names_bad_seeds_and_goes_on(error, words, changes, seeds, options):
+    s = NeighborSampler(**_small(**changes))
+    with pytest.raises(error, match=words):
+        s.sample(seeds, 0, **options)
+    more = {"times": _T([9, 9])} if changes else {}
+    assert s.sample(_T([2, 0]), 0, **more)[0].src_nodes.tolist() == [2, 0, 1]
+    one = s.sample(_T([0]), 0, exclude=_T([0]), **({"times": _T([9])} if changes else {}))
+    assert one[0].src_nodes.tolist() == [0, 2]
+
+
+def test_dgl_backend_and_block_conversions():
+    pytest.importorskip("scipy")  # DGL's own dependency: there where DGL is
+    try:
+        dgl = sampler.import_dgl()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    for dtype in (torch.int32, torch.int64):
+        indptr, indices = _random_graph(np.random.default_rng(2), 300, 12, dtype)
+        seeds = torch.tensor([5, 2, 9])
+        for method in METHODS:
+            options = dict(METHODS[method])
+            if method == "weighted":
+                options["weights"] = (torch.arange(indices.numel()) % 3 > 0).float()
+            s = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend="dgl", **options)
+            outer, inner = s.sample(seeds, 0)
+            assert inner.src_nodes[:3].tolist() == seeds.tolist()
+            assert torch.equal(outer.src_nodes[: outer.num_dst], inner.src_nodes)
+            for block in (outer, inner):
+                assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
+                destination = torch.repeat_interleave(
+                    block.src_nodes[: block.num_dst], block.indptr.diff().long()
+                )
+                v = destination.long()
+                assert ((indptr[v] <= block.edge_ids) & (block.edge_ids < indptr[v + 1])).all()
+                if method == "weighted":
+                    assert (options["weights"][block.edge_ids] > 0).all()
+            assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
+            with pytest.raises(ValueError, match="'dgl' cannot exclude edges.*'native'"):
+                s.sample(seeds, 0, exclude=torch.tensor([1]))
+            bare = s.sample(seeds, 0, relabel_outer=False)[0]
+            assert torch.equal(bare.indices, indices[outer.edge_ids]) and torch.equal(
+                bare.src_nodes, inner.src_nodes
+            )
+    block = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(seeds, 0)[0]
+    there, x = block.to_dgl(), torch.randn(block.num_src, 7)
+    assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
+    assert torch.equal(there.edata[dgl.EID], block.edge_ids)
+    there.srcdata["x"] = x
+    there.update_all(dgl.function.copy_u("x", "m"), dgl.function.mean("m", "mean"))
+    mine = model.mean_neighbours(block.indptr, block.indices, x)
+    torch.testing.assert_close(there.dstdata["mean"], mine)
+    (src, dst), edge_ids, size = block.to_pyg()
+    assert size == (block.num_src, block.num_dst) and edge_ids is block.edge_ids
+    total = torch.zeros(block.num_dst, 7).index_add_(0, dst, x[src])
+    torch.testing.assert_close(total / block.indptr.diff().clamp(min=1)[:, None], mine)
+
+
+def test_a_missing_dgl_gives_the_pip_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dgl", None)
+    with pytest.raises(ImportError, match="pip install dgl"):
+        NeighborSampler(**_small(backend="dgl"))

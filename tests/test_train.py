@@ -1,0 +1,845 @@
+"""Tests: train.py and ddp.py: the real script where processes, signals and ranks are tested, else in forks."""
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ddp
+import model
+import store
+import train
+from model import SAGE, inference
+from native import layers as fused
+from run import allocator, data, flags
+from store import GraphStore, build_store
+from tests.common import (
+    DATA,
+    HERE,
+    TINY,
+    _beside,
+    _code,
+    _end,
+    _ended,
+    _fork,
+    _gone,
+    _graph,
+    _log,
+    _parameters,
+    _run_here,
+    _running_below,
+    _same_weights,
+    _start,
+    _start_fork,
+    _told_by_the_future,
+    _train,
+    _wait_for,
+)
+
+
+@pytest.mark.parametrize(
+    "file, words, message",
+    [
+        # the last edge; by exact inference
+        ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),
+        # when degrees are counted
+        ("indices", "--model gcn", "holds 1000, and its nodes are 0 to 199"),
+        ("indices", "--model sage --cache 1000", "a node in indices lies outside of it"),
+        # met while sampling
+        ("indices", "--model sage --fanout -1,-1", "a node in indices lies outside of it"),
+        # by one of two ranks
+        ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
+        ("indptr", "--model sage", "in indptr"),
+        ("train", "--model sage", "train.npy holds node 1000"),
+        ("labels", "--model sage", "has label 1000, and labels lie in [0, 4)"),
+    ],
+)
+def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path):
+    path = build_store(tmp_path / "g", **_graph())
+    with open(path / f"{file}.npy", "r+b") as data:
+        if file == "labels":
+            data.seek(128 + 8 * int(GraphStore.open(path).split["valid"][0]))
+        else:
+            data.seek(-8 if file != "indices" else -4, os.SEEK_END)
+            # its end is looked at when the store is opened
+            data.seek(-8 if file == "indptr" else 0, os.SEEK_CUR)
+        data.write((1000).to_bytes(4 if file == "indices" else 8, "little"))
+    sizes = "--fanout 1,1 --epochs 1 --hidden 8 --batch-size 50"
+    output = _train(f"--dataset {path} {sizes} {words}", code=2)
+    assert output.count("train.py: ") == 1 and message in output, output
+    assert "Traceback" not in output
+
+
+def _a_rank(pid):
+    """A process below this one that trains: not the resource tracker of multiprocessing."""
+    return [
+        p
+        for p in _running_below(pid)[1:]
+        if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()
+    ][-1]
+
+
+def test_train_learns_logs_and_resumes(tiny, tmp_path):
+    common = f"--dataset {tiny} --batch-size 100 --fanout 5,5 --hidden 16 --lr 0.01"
+    full, half = tmp_path / "full.pt", tmp_path / "half.pt"
+    output = _train(common, f"--epochs 4 --log {tmp_path}/log --checkpoint {full}")
+    log = _log(tmp_path / "log")
+    assert [entry["epoch"] for entry in log[:-1]] == [1, 2, 3, 4]
+    assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    stages = "seconds seeds_per_s sample fetch stall forward backward optimizer peak_bytes"
+    assert all(log[0][name] > 0 for name in stages.split())
+    assert "100 x 1 = 100 seeds, 6 steps an epoch" in output
+    assert "exact layer-wise accuracy" in output
+    _train(common, f"--epochs 2 --checkpoint {half}")
+    resume = f"--epochs 4 --resume {half} --checkpoint {half} --prefetch 0 --batch_size 100"
+    _train(common, resume)
+    assert _same_weights(full, half)
+    refused = _train(common, f"--epochs 4 --hidden 8 --resume {full}", code=2)
+    assert "full.pt was made with --hidden 16, this run has 8" in refused
+
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize("net", ["sage", "gat"])
+def test_the_number_of_processes_changes_nothing(tmp_path, net):
+    """140 seeds in batches of 60: the last one has 20, which three ranks share as 6, 7 and 7. With dropout."""
+    dataset = DATA / "cora.npz"
+    if not dataset.is_file():
+        pytest.skip(f"{dataset} is not there")
+    common = f"--dataset {dataset} --root {tmp_path} --gpus 0 --fanout 5,5 --hidden 32 --lr 0.01"
+    common += f" --dropout 0.5 --epochs 2 --precision fp64 --model {net}"
+    runs = {"one": [1, 60, 1], "two": [2, 30, 1], "three": [3, 20, 1], "accumulated": [1, 20, 3]}
+    if net == "gat":
+        del runs["three"], runs["accumulated"]
+    for name, (procs, batch, accumulate) in runs.items():
+        files = f"--log {tmp_path}/{name} --checkpoint {tmp_path}/{name}.pt"
+        sizes = f"--procs {procs} --batch-size {batch} --accumulate {accumulate}"
+        _train(common, sizes, files)
+    expected, parameters = _log(tmp_path / "one"), _parameters(tmp_path / "one.pt")
+    for name in list(runs)[1:]:
+        log = _log(tmp_path / name)
+        assert len(log) == 3  # rank 0 alone writes
+        for a, b in zip(expected[:2], log):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
+            assert a["valid_sampled"] == pytest.approx(b["valid_sampled"], abs=0.003)
+        for key, value in _parameters(tmp_path / f"{name}.pt").items():
+            torch.testing.assert_close(value, parameters[key], rtol=1e-9, atol=1e-9)
+
+
+def _of_many_sizes(folder):
+    """5 epochs of 47 batches, each of another size."""
+    graph = "synthetic:nodes=20000,degree=20,features=100,classes=16,train=12000"
+    sizes = "--batch-size 256 --fanout 5,5,5 --hidden 256 --epochs 5"
+    return _start(f"--dataset {graph} --root {folder} --gpus 0 {sizes} --log {folder}/log")
+
+
+@_beside(_of_many_sizes)
+def test_memory_does_not_grow_over_epochs(beside):
+    """Fragments of the heap are 0.1 %; oneDNN's products, not bounded, are 10 %."""
+    process, folder = beside
+    _ended(process)
+    peak = [entry["peak_bytes"] for entry in _log(folder / "log")[:5]]
+    print(f"peak of epoch 5 over that of epoch 2: {peak[4] / peak[1]:.3f}")
+    assert peak[4] < 1.05 * peak[1], peak
+
+
+def _trims():
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096  # noqa: E731
+    allocator.keep_freed_memory()
+    level = allocator.trim_memory(0)
+    parts = [torch.ones(1 << 18) for _ in range(200)]
+    del parts[::2]
+    grown = resident()
+    assert grown > level + 150e6
+    assert allocator.trim_memory(grown) == grown and resident() > grown - 50e6
+    assert allocator.trim_memory(level) == level and resident() < grown - 80e6
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(
+        allocator, "_loads", lambda library: there and library == "libnvidia-ml.so.1"
+    )
+    allocator.before_torch()
+    assert [os.environ.get(name) for name in names] == [
+        "expandable_segments:True" if there else None
+    ] * 2
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_memory_that_is_free_is_given_back_once_the_process_has_grown(tmp_path):
+    _end(_fork(tmp_path / "out", _trims))
+
+
+@pytest.mark.parametrize("kind, times", [("sage", 8), ("gcn, cached", 6), ("gat, at times", 3)])
+def test_interruptions_change_no_bit(kind, times, tiny, tmp_path):
+    """SIGTERM and SIGKILL at random moments; each time with another number of threads and of batches ahead, and features
+    on disk behind another cache and window."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    if kind == "gat, at times":
+        events = {"edge_features": rng.random((6400, 2))}
+        tiny = _told_by_the_future(tmp_path / "events", **events)
+    epochs = {"sage": 40, "gcn, cached": 40, "gat, at times": 12}[kind]
+    common = f"--dataset {tiny} --gpus 0 --fanout 5,5 --hidden 32 --model {kind.split(',')[0]}"
+    common += f" --batch-size 25 --epochs {epochs}"
+
+    def start(*words):
+        return _start_fork(tmp_path / "out", common, *words, cwd=tmp_path)
+
+    began = time.monotonic()
+    _end(start("--checkpoint straight.pt"))
+    seconds = time.monotonic() - began
+    resumed = "--checkpoint resumed.pt --checkpoint-every 5 --resume auto"
+    hit, moments = 0, []
+    for number in ([signal.SIGTERM, signal.SIGKILL] * times)[:times]:
+        words = f"--prefetch {rng.integers(4)} --sample-threads {rng.integers(1, 3)}"
+        if kind == "gcn, cached":
+            words += f" --cache {1000 * rng.integers(1, 150)} --lookahead {rng.integers(40)}"
+        process = start(resumed, words)
+        begun = lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2  # noqa: E731
+        _wait_for(begun, process, pause=0.005)
+        moments.append(round(rng.uniform(0, 2 * seconds / times), 3))
+        time.sleep(moments[-1])
+        with suppress(ProcessLookupError):  # it was quicker
+            os.kill(process.pid, number)
+        _end(process, 0, -number, 128 + number)
+        hit += process.exitcode != 0
+    points = re.findall(r"resume  from (epoch \d+, step \d+)", _end(start(resumed)))
+    print(f"{hit} of {times} runs were interrupted, resumed from {points}")
+    assert hit >= times // 2 and len(set(points)) >= times // 3, moments
+    left = {path.name for path in tmp_path.iterdir() if path.suffix != ".part"} - {"events"}
+    assert left == {"out", "resumed.pt", "straight.pt"}
+    assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
+
+
+def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
+    common = f"--dataset {tiny} --model gcn --fanout 5,5 --hidden 16 --epochs 2 --batch-size 50"
+    log, expected = _run_here(tmp_path, common)
+    for words in (
+        "--cache 20KiB",
+        "--cache 100KiB --lookahead 3 --sample-threads 3",
+        "--cache 1MiB --lookahead 0 --prefetch 0",
+    ):
+        cached, model = _run_here(tmp_path, common, words)
+        assert [a["loss"] for a in log[:2]] == [b["loss"] for b in cached[:2]]
+        assert log[-1]["exact"] == cached[-1]["exact"]
+        assert all(torch.equal(expected[name], model[name]) for name in expected), words
+        last = cached[1]
+        assert 0 < last["cache_hit_rate"] <= 1
+        assert 64 * (last["rows"] - last["hits"]) <= last["bytes_read"] > 0
+    refused = _train(common, "--lookahead 3", code=2)
+    assert "--lookahead 3 is for a --cache before features" in refused
+    two, plain = tmp_path / "two.pt", tmp_path / "plain.pt"
+    _train(common, f"--procs 2 --cache 30KiB --checkpoint {two}")
+    _train(common, f"--procs 2 --checkpoint {plain}")
+    assert _same_weights(two, plain)
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int turn;
+
+ssize_t pread(int file, void *to, size_t count, off_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off_t);
+  if (!real) real = dlsym(RTLD_NEXT, "pread");
+  char link[64], name[4096] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  if (readlink(link, name, sizeof name - 1) < 0 || !strstr(name, "features.npy") || offset == 0)
+    return real(file, to, count, offset);
+  int now = __sync_fetch_and_add(&turn, 1), fails_at = atoi(getenv("FAILS_AT"));
+  if (now % 7 == 3) usleep(20000);  // slow
+  if (now % 7 == 5) { errno = EINTR; return -1; }
+  if (fails_at && now >= fails_at) { errno = EIO; return -1; }
+  return real(file, to, now % 3 ? count : (count + 1023) / 1024 * 512, offset);  // short
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
+    """A shim between the reader's threads and the kernel: slow, short and interrupted reads, then EIO."""
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim, straight = tmp_path / "shim.so", tmp_path / "straight.pt"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", tmp_path / "shim.c", "-o", shim, "-ldl"], check=True
+    )
+    words = f"--dataset {tiny} --model gcn --fanout 3,3 --epochs 1 --batch-size 200"
+    runs = {}
+    for fails_at in ("0", "10"):
+        environment = {**os.environ, "LD_PRELOAD": str(shim), "FAILS_AT": fails_at}
+        command = f"{words} --cache 20KiB --checkpoint {tmp_path}/{fails_at}.pt"
+        runs[fails_at] = subprocess.Popen(
+            [sys.executable, HERE / "train.py", *command.split()],
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    _train(words, f"--checkpoint {straight}")
+    said = {fails_at: run.communicate(timeout=120)[1] for fails_at, run in runs.items()}
+    assert runs["0"].returncode == 0, said
+    assert _same_weights(tmp_path / "0.pt", straight)
+    error = r"train.py: .*features.npy cannot be read at byte [0-9,]+: Input/output error\n"
+    assert runs["10"].returncode == 2 and re.fullmatch(error, said["10"]), said
+
+
+def _epochs(path):
+    return len(_log(path)) if Path(path).is_file() else 0
+
+
+SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
+
+
+def _elastic_rank(*words):
+    if not (child := os.fork()):
+        os._exit(train.main([*words]))
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(abs(code))
+
+
+def _elastic(*words):
+    """What torchrun does, with ranks that are forked; each in a fork of its own, since it ends without a return."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    one_host = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d"}
+    endpoint = {"rdzv_endpoint": "localhost:0", "run_id": "x", "monitor_interval": 0.05}
+    config = LaunchConfig(
+        nproc_per_node=2, max_restarts=2, start_method="fork", **one_host, **endpoint
+    )
+    elastic_launch(config, _elastic_rank)(*words)
+
+
+def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
+    straight, back = tmp_path / "straight.pt", tmp_path / "c.pt"
+    common = f"--dataset {tiny} {SMALL_STEPS}"
+    _train(common, f"--procs 2 --checkpoint {straight}")
+    files = f"--checkpoint {back} --checkpoint-every 5 --log-file {tmp_path}/log"
+    process = _fork(tmp_path / "out", _elastic, *f"{common} {files}".split())
+    _wait_for(lambda: _epochs(tmp_path / "log") >= 3, process)
+    ranks = _running_below(process.pid)[1:]
+    os.kill(ranks[-1], signal.SIGKILL)
+    output = _end(process)
+    assert "resume  from epoch" in output, output
+    assert _same_weights(straight, back) and _gone(ranks)
+
+
+@contextmanager
+def _two_hosts():
+    """Two network namespaces with addresses of their own, joined by a veth pair -> ((name, interface, address),
+    ...)."""
+    hosts = [
+        (f"ringblock{os.getpid()}{side}", f"rb{os.getpid() % 10**8}{side}", f"10.231.7.{n}")
+        for n, side in ((1, "a"), (2, "b"))
+    ]
+    (a, veth_a, _), (b, veth_b, _) = hosts
+    commands = [
+        f"netns add {a}",
+        f"netns add {b}",
+        f"link add {veth_a} netns {a} type veth peer name {veth_b} netns {b}",
+    ]
+    for name, veth, address in hosts:
+        commands += [
+            f"-n {name} address add {address}/24 dev {veth}",
+            f"-n {name} link set {veth} up",
+            f"-n {name} link set lo up",
+        ]
+    try:
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(
+                    f"no right to make network namespaces: ip {command}: {done.stderr.strip()}"
+                )
+        yield hosts
+    except FileNotFoundError:
+        pytest.skip("no command ip (apt install iproute2) to make network namespaces with")
+    finally:
+        for name, *_ in hosts:
+            if Path("/run/netns", name).exists():
+                subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
+    straight, back = tmp_path / "straight.pt", tmp_path / "c.pt"
+    common = f"--dataset {tiny} {SMALL_STEPS}"
+    expected = _start_fork(tmp_path / "out", common, f"--procs 2 --checkpoint {straight}")
+    with _two_hosts() as hosts:
+
+        def agent(number):
+            name, veth, address = hosts[number]
+            alive = f"is_host={1 - number},keep_alive_interval=1,keep_alive_max_attempt=4"
+            command = (
+                f"ip netns exec {name} {sys.executable} {' '.join(TORCHRUN)} --nnodes 2 "
+                "--nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
+                f"{hosts[0][2]}:29500 --local-addr {address} --rdzv-conf {alive} "
+                f"{HERE / 'train.py'} {common} --checkpoint {back} --checkpoint-every 5 "
+                f"--resume auto --log-file {tmp_path}/log"
+            )
+            variables = {"GLOO_SOCKET_IFNAME": veth, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+            with open(tmp_path / f"out{number}", "a") as out:
+                return subprocess.Popen(command.split(), env=environment, stdout=out, stderr=out)
+
+        agents = [agent(0), agent(1)]
+        try:
+            _wait_for(lambda: _epochs(tmp_path / "log") >= 3, agents[0])
+            lost = _running_below(agents[1].pid)
+            os.kill(lost[0], signal.SIGKILL)
+            agents[1].wait()
+            assert _gone(lost)  # its rank went with it
+            agents[1] = agent(1)
+            codes = [process.wait(timeout=300) for process in agents]
+        finally:
+            for process in agents:
+                process.kill()
+                process.wait()
+    output = (tmp_path / "out0").read_text()
+    assert codes == [0, 0] and "resume  from epoch" in output, output
+    _end(expected)
+    assert _same_weights(straight, back)
+
+
+def _stands_still(folder):
+    """A run of two ranks, one of which SIGSTOP stops after two epochs."""
+    words = f"--dataset {TINY} --root {folder} --procs 2 {SMALL_STEPS}"
+    words += f" --checkpoint {folder}/c.pt --log {folder}/log"
+    process = _start_fork(folder / "out", words)
+    _wait_for(lambda: _epochs(folder / "log") >= 2, process)
+    process.rank = _a_rank(process.pid)
+    os.kill(process.rank, signal.SIGSTOP)
+    process.stopped = time.monotonic()
+    return process
+
+
+@_beside(_stands_still)
+def test_a_rank_that_stops_for_10_seconds_goes_on(beside):
+    process, folder = beside
+    time.sleep(max(0, process.stopped + 10 - time.monotonic()))
+    assert process.is_alive() and _epochs(folder / "log") < 25
+    os.kill(process.rank, signal.SIGCONT)
+    _end(process)
+    assert _epochs(folder / "log") == 26
+
+
+_STARTS = """
+import os, sys
+sys.path.insert(0, {here!r})
+import ddp
+def worker(ranks):
+    assert ranks.sum(1) == [2]
+if __name__ == "__main__":
+    for _ in range(int(sys.argv[1])):
+        ddp.launch(worker, 2)
+        print(len(os.listdir("/proc/self/fd")), flush=True)  # sockets among them
+        sys.stdin.readline()
+"""
+
+
+def test_starts_and_stops_leave_nothing_behind(tmp_path):
+    """RINGBLOCK_STARTS=100 does it a hundred times."""
+    (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
+    memory, starts = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 2))
+    left, pipes = set(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "starts.py", str(starts)]
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    for _ in range(starts):
+        files = int(process.stdout.readline())
+        left.add((files, len(_running_below(process.pid))))
+        process.stdin.write("\n")
+        process.stdin.flush()
+    process.communicate(timeout=120)
+    assert process.returncode == 0 and len(left) == 1
+    assert left.pop()[1] <= 2  # with multiprocessing's own resource tracker
+    assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
+
+
+def _differs(ranks):
+    net = torch.nn.Linear(2, 2)
+    ranks.wrap(net)  # takes rank 0's parameters
+    ranks.check_equal(net)
+    assert ranks.broadcast(b"ab" * ranks.rank, 2) == b"abab"
+    assert ranks.broadcast(None if ranks.rank else b"") == b""
+    assert ranks.gather(ranks.rank * 2**50) == [0, 2**50, 2**51]
+    with torch.no_grad():
+        net.bias[1] += 1e-7 * (ranks.rank == 1)
+    ranks.check_equal(net)
+
+
+def test_ranks_know_when_their_parameters_differ(tmp_path):
+    output = _end(_fork(tmp_path / "out", ddp.launch, _differs, 3), 1)
+    assert "RuntimeError: the parameters of ranks [1] are not those of rank 0" in output
+
+
+def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
+    gpu = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    slot = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    slot.mkdir(parents=True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert ddp.cores_near(gpu, tmp_path) == set(range(8))  # nothing known
+    (slot / "local_cpulist").write_text("2-3,6,40-43\n")
+    assert ddp.cores_near(gpu, tmp_path) == {2, 3, 6}
+    (slot / "local_cpulist").write_text("40-43\n")  # all of them forbidden to this process
+    assert ddp.cores_near(gpu, tmp_path) == set(range(8))
+
+
+def test_switches_that_must_not_change_the_result(tiny, tmp_path):
+    """Accumulation, recomputed activations, torch operations for native ones, an LMDB store with a cache."""
+    common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
+    drawn = f"--dataset {tiny} --fanout 5,5 {common}"
+    log, expected = _run_here(tmp_path, drawn)
+
+    def same(log_and_model, rtol):
+        for a, b in zip(log[:2], log_and_model[0][:2]):
+            assert a["loss"] == pytest.approx(b["loss"], rel=rtol)
+        for name, value in expected.items():
+            torch.testing.assert_close(value, log_and_model[1][name], rtol=0.02, atol=2e-3)
+
+    same(_run_here(tmp_path, drawn, "--checkpoint-activations"), 1e-6)
+    same(_run_here(tmp_path, drawn, "--prefetch 3 --sample-threads 2"), 1e-6)
+    # no first hop from the table
+    lmdb = f"--dataset {TINY} --backend lmdb --fanout 5,5 {common}"
+    same(_run_here(tmp_path, lmdb), 1e-4)
+    cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
+    same(cached, 1e-4)
+    assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
+    # two passes of 100 draw with two keys: other neighbours, so with all neighbours it is the same
+    every = f"--dataset {tiny} --fanout -1,-1 {common}"
+    log, expected = _run_here(tmp_path, every)
+    same(_run_here(tmp_path, every, "--batch-size 100 --accumulate 2"), 1e-4)
+    fused.use_native(False)
+    try:
+        same(_run_here(tmp_path, every), 1e-4)
+    finally:
+        fused.use_native(True)
+
+
+def test_bf16_learns_and_pictures_are_drawn(tiny, tmp_path):
+    pictures = f"--profile {tmp_path}/trace.json"
+    if importlib.util.find_spec("matplotlib"):
+        pictures += f" --timeline {tmp_path}/timeline.png"
+    words = f"--dataset {tiny} --fanout 5,5 --hidden 16 --epochs 3 --lr 0.01 --batch-size 100"
+    log, _ = _run_here(tmp_path, words, "--precision bf16", pictures)
+    assert log[2]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    assert json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
+    if "--timeline" in pictures:
+        assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", model.CONVS)
+def test_train_every_model_learns_and_its_checkpoint_predicts(name, tiny, tmp_path, monkeypatch):
+    words = [
+        f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual",
+        "--epochs 4 --lr 0.01 --batch-size 100 --dropout 0.25",
+    ]
+    log, _ = _run_here(tmp_path, *words)
+    assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
+    saved = train.parse_args(["--resume", str(tmp_path / "here.pt")])
+    kept = saved.model, saved.hidden, saved.residual, saved.dropout, saved.batch_size
+    assert kept == (name, 16, True, 0.25, 100)
+    (tmp_path / ".classes.npy.0123456789abcdef.part").touch()  # what a run that was killed has left
+    resume = f"--resume {tmp_path}/here.pt --predict {tmp_path}"
+    assert _code(f"{resume}/classes.npy") == 0  # what the checkpoint fixes is not typed again
+    classes, graph = np.load(tmp_path / "classes.npy"), GraphStore.open(tiny)
+    assert classes.dtype == np.int64 and classes.shape == (3000,)
+    right = (torch.from_numpy(classes) == graph.labels)[graph.split["test"]].double().mean().item()
+    assert right == pytest.approx(log[-1]["exact"]["test"])
+    # also where the features do not fit into memory, which leaves out the accuracy otherwise
+    if name == "sage":
+        with monkeypatch.context() as little:
+            little.setattr(store, "free_host_bytes", lambda: 1000)
+            little.setattr(data, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
+            assert _code(f"{resume}/large.npy --mode cpu-cpu") == 0
+        assert (np.load(tmp_path / "large.npy") == classes).all()
+        (tmp_path / "large.npy").unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.npy", "here.pt", "log"]
+
+
+@pytest.mark.parametrize("name, norm", [("gcn", "batch"), ("gat", "none")])
+def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
+    """Each computes its part of the nodes; from one checkpoint two predict what one predicts, batch norm or not."""
+    words = f"--dataset {tiny} --model {name} --norm {norm} --fanout 4,4 --hidden 16 --epochs 5"
+    words += f" --lr 0.01 --batch-size 60 --gpus 0 --procs 2 --checkpoint {tmp_path}/two.pt"
+    _train(words, f"--log {tmp_path}/log --predict {tmp_path}/trained.npy")
+    resume = f"--gpus 0 --resume {tmp_path}/two.pt"
+    _train(resume, f"--procs 2 --predict {tmp_path}/two.npy")
+    _train(resume, f"--predict {tmp_path}/one.npy")
+    trained, one, two = (np.load(tmp_path / f"{name}.npy") for name in ("trained", "one", "two"))
+    assert (one == two).mean() > 0.999 and (trained == two).all()
+    assert _log(tmp_path / "log")[-1]["exact"]["test"] > 0.4
+
+
+def test_train_without_validation_nodes_or_a_reader(tmp_path):
+    split = {"train": range(150), "valid": [], "test": range(150, 200)}
+    path = build_store(tmp_path / "g", **{**_graph(), "split": split})
+    common = [f"--dataset {path} --fanout 3,3 --hidden 8 --epochs 3 --gpus 0"]
+    assert "has no validation nodes" in _train(*common, "--early-stop 2", code=2)
+    assert "valid n/a" in _train(*common)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    process = _start_fork(pipe, *common)
+    os.close(os.open(pipe, os.O_RDONLY))  # `head` has read enough
+    process.join(60)
+    assert process.exitcode == 141
+
+
+def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):
+    common = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --lr 0.05 --early-stop 3"
+    log, last = _run_here(tmp_path, common, "--epochs 60")
+    valid = [entry["valid_sampled"] for entry in log[:-1]]
+    assert 4 <= len(valid) < 60 and np.argmax(valid) == len(valid) - 4
+    best = torch.load(tmp_path / "here.pt", weights_only=True)["best"]
+    assert best["epoch"] == len(valid) - 3 and best["score"] == max(valid)
+    graph = GraphStore.open(tiny)
+    net = SAGE(16, 16, 4, num_layers=2)
+    net.load_state_dict(best["model"])
+    logits = inference(net, graph.indptr, graph.indices, graph.features.tensor)
+    right = (logits.argmax(1) == graph.labels)[graph.split["test"]].double().mean().item()
+    assert log[-1]["exact"]["test"] == pytest.approx(right, abs=1e-3)
+    # stopped in between and resumed, it stops where the straight run stops
+    _run_here(tmp_path, common, "--epochs 3")
+    resumed, weights = _run_here(tmp_path, f"--resume {tmp_path}/here.pt", common, "--epochs 60")
+    assert resumed[-2]["epoch"] == len(valid)
+    assert all(torch.equal(last[name], weights[name]) for name in last)
+
+
+def test_train_runs_give_mean_and_standard_deviation(tiny, tmp_path, capsys):
+    log = tmp_path / "log"
+    words = f"--dataset {tiny} --fanout 3,3 --epochs 1 --runs 3 --seed 5 --log {log}"
+    assert _code(words) == 0
+    runs = [entry for entry in _log(log) if "exact" in entry]
+    test = [entry["exact"]["test"] for entry in runs]
+    assert [entry["seed"] for entry in runs] == [5, 6, 7] and len(set(test)) > 1
+    assert _log(log)[-1]["mean"]["test"] == pytest.approx(np.mean(test))
+    assert _log(log)[-1]["std"]["test"] == pytest.approx(np.std(test, ddof=1))
+    mean = f"test {100 * np.mean(test):.2f} +- {100 * np.std(test, ddof=1):.2f}%"
+    line = next(l for l in capsys.readouterr().out.splitlines() if "over 3 seeds" in l)
+    assert line.startswith("exact accuracy over 3 seeds  ") and line.endswith(mean)
+
+
+def test_train_tensorboard(tiny, tmp_path):
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not there")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log, _ = _run_here(
+        tmp_path, f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
+    )
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    losses = [event.value for event in board.Scalars("loss")]
+    assert losses == pytest.approx([entry["loss"] for entry in log[:2]])
+    assert board.Scalars("exact/test")[0].value == pytest.approx(log[-1]["exact"]["test"])
+    hparams = b"".join(
+        file.read_bytes() for file in (tmp_path / "board").glob("**/events.out.tfevents*")
+    )
+    assert b"batch_size" in hparams and b"_hparams_/session_start_info" in hparams
+
+
+def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    parser = flags.make_parser()
+    lines = parser.format_help().splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 110
+    groups = [line[:-1] for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
+    expected = "options data sampling model links optimisation processes and placement files"
+    assert " ".join(groups) == expected
+    for action in parser._actions:
+        shown = flags._Help("")._get_help_string(action)
+        assert shown and (
+            action.default in (None, False, argparse.SUPPRESS) or "default" in shown
+        ), action.dest
+
+
+def test_uneven_last_batches_do_not_hang(tmp_path):
+    """601 seeds, 3 ranks of 200: the last step has one seed, two of the ranks none."""
+    output = _train(
+        "--dataset",
+        TINY.replace("train=600", "train=601"),
+        f"--root {tmp_path} --gpus 0 --procs 3 --batch-size 200 --epochs 1 --fanout 3,3",
+    )
+    assert "2 steps an epoch, 1 epoch;" in output and "exact" in output
+    assert re.search(r"\nadvice  3 processes spend [0-9.]+ of [0-9.]+ s on the exchange", output)
+    assert "memory  allocator: freed memory is kept (mallopt); --allocator system" in output
+
+
+def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
+    command = [sys.executable, HERE / "train.py", "--gpus", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while (
+        "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and output == "", output
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
+    """The real script with spawned ranks, which a terminal signals as well; forks are tested with other signals."""
+    common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --dropout 0.5"
+    stopped, resumed, straight = (tmp_path / f"{n}.pt" for n in ("c", "resumed", "straight"))
+    process = _start(common, f"--epochs 10000 --checkpoint {stopped}", start_new_session=True)
+    watch = threading.Timer(180, process.kill)  # whatever goes wrong, it ends
+    watch.start()
+    lines = iter(process.stdout.readline, "")
+    next(line for line in lines if line.startswith("epoch   2"))
+    family = _running_below(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output = "".join(lines)
+    watch.cancel()
+    assert process.wait(timeout=30) == 128 + signal.SIGINT, output
+    assert "stopped in epoch" in output and "Traceback" not in output, output
+    assert _gone(family) and [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+    # the interrupted run, resumed, ends where the run that was not interrupted ends
+    total = torch.load(stopped, weights_only=True)["epoch"] + 2
+    _train(common, f"--epochs {total} --resume {stopped} --checkpoint {resumed}")
+    _train(common, f"--epochs {total} --checkpoint {straight}")
+    assert _same_weights(resumed, straight)
+
+
+def _ignoring_hangups(*words):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    return train.main([*words])
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_closed_terminal_leaves_a_checkpoint_and_nohup_goes_on(tiny, tmp_path, procs):
+    words = f"--dataset {tiny} --gpus 0 --procs {procs} --batch-size 50 --fanout 3,3 --epochs 10000"
+    words += f" --checkpoint {tmp_path}"
+    plain = _start_fork(tmp_path / "plain", f"{words}/c.pt")
+    nohup = _fork(tmp_path / "nohup", _ignoring_hangups, *f"{words}/n.pt".split())
+    epochs = lambda process: process.output.read_text().count("\nepoch ")  # noqa: E731
+    for process in (plain, nohup):
+        _wait_for(lambda: epochs(process) >= 1, process)
+        os.kill(process.pid, signal.SIGHUP)
+    assert "stopped in epoch" in _end(plain, 128 + signal.SIGHUP)
+    assert (tmp_path / "c.pt").is_file()
+    before = epochs(nohup)
+    _wait_for(lambda: epochs(nohup) > before, nohup)
+    nohup.terminate()
+    _end(nohup, 128 + signal.SIGTERM)
+
+
+AGENT = """
+import os, subprocess, sys, time
+rank = subprocess.Popen([word.replace("AGENT", str(os.getpid())) for word in sys.argv[1:]])
+print(rank.pid, flush=True)
+time.sleep(1000)
+"""
+ORPHAN = """
+import os, runpy, sys, time
+while os.getppid() == AGENT:
+    time.sleep(0.01)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("before_its_first_line", [False, True])
+def test_a_rank_of_torchrun_ends_with_an_agent_that_is_killed_early(before_its_first_line):
+    variables = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 TORCHELASTIC_RUN_ID=x"
+    environment = dict(word.split("=") for word in variables.split())
+    start = [sys.executable, *(["-c", ORPHAN] if before_its_first_line else []), HERE / "train.py"]
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, *start],
+        env={**os.environ, **environment, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    rank = int(agent.stdout.readline())
+    if not before_its_first_line:
+        maps = Path(f"/proc/{rank}/maps")
+        _wait_for(lambda: "libtorch" in maps.read_text(), agent, pause=0.005)
+    agent.kill()
+    agent.wait()
+    gone = _gone([rank])
+    with suppress(ProcessLookupError):
+        os.kill(rank, signal.SIGKILL)
+    assert gone
+
+
+@pytest.mark.parametrize(
+    "gpus, complaint",
+    [
+        (0, "needs CUDA; leave it out to train"),
+        (2, "is more than this machine has; give at most 2"),
+    ],
+)
+def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(
+    gpus, complaint, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(SystemExit):
+        train.parse_args(["--gpus", "3"])
+    assert f"--gpus 3 {complaint}" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train.parse_args(["--gpus", "0", "--procs", "2"])
+    said = "--procs 2 has no effect under torchrun, which starts the processes"
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_file_that_imports_dgl_where_only_import_dgl_works_says_so(tiny, tmp_path):
+    file, package = tmp_path / "net.py", tmp_path / "dgl"
+    file.write_text("import dgl\n")
+    package.mkdir()
+    (package / "__init__.py").write_text("import torchdata.nothing_of_this_name\n")
+    output = _train(f"--dataset {tiny} --model {file}:Net", code=2, cwd=tmp_path)
+    assert "`import dgl` fails under torch" in output and "Traceback" not in output, output
+    assert "write instead `from sampler import import_dgl; dgl = import_dgl()`" in output
+
+
+def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
+    told, nothing = {}, lambda *a: None
+    for owner, name in (
+        (ddp, "_end_with_the_parent"),
+        (ddp, "cores_near"),
+        (os, "sched_setaffinity"),
+        (torch, "set_num_threads"),
+        (torch.cuda, "set_device"),
+        (torch.cuda, "get_device_properties"),
+    ):
+        monkeypatch.setattr(owner, name, nothing)
+
+    def init_process_group(backend, **options):
+        told[backend] = options.get("device_id")
+        raise StopIteration
+
+    monkeypatch.setattr(ddp.dist, "init_process_group", init_process_group)
+    for gpus in (0, 4):
+        with pytest.raises(StopIteration):
+            ddp._run(nothing, ddp.Ranks(5, 8, 1, 4, gpus), None, ())
+    assert told == {"gloo": None, "cpu:gloo,cuda:nccl": torch.device("cuda:1")}
