@@ -198,7 +198,7 @@ def accuracy_of(args, name, flags, words, settings, *, seed, runs, edges):
 
 
 def trained(dataset, root, said):
-    """Run train.py with --runs in this process -> accuracies in percent: mean, standard deviation, seconds of all."""
+    """Run train.py with --runs in this process -> test (mean, std) and valid in percent, seconds of all, norm, residual."""
     log, start = Path(root, "log"), time.perf_counter()
     words = ["--dataset", str(dataset), "--root", str(root), "--log", str(log), *said.split()]
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
@@ -210,10 +210,11 @@ def trained(dataset, root, said):
             code = stop.code
     if code:
         raise StoreError(f"train.py {said} ended with code {code}")
-    seconds, last = time.perf_counter() - start, json.loads(log.read_text().splitlines()[-1])
+    seconds, lines = time.perf_counter() - start, log.read_text().splitlines()
+    chosen, last = json.loads(lines[0])["flags"], json.loads(lines[-1])
     mean, std = last["mean"], last["std"]["test"]
     figures = {"test": 100 * mean["test"], "std": 100 * std, "valid": 100 * mean["valid"]}
-    return figures | {"seconds": seconds}
+    return figures | {"seconds": seconds, "norm": chosen["norm"], "residual": chosen["residual"]}
 
 
 def write_graph(source, target, *, component, edges):

@@ -95,7 +95,6 @@ TUNED = (  # what a model at its defaults is compared with
     "--norm layer --no-residual",
     "--norm layer --residual",
     "--norm layer --residual --lr 0.01 --input-dropout 0.5",
-    "--weights last",
 )
 
 
@@ -116,6 +115,12 @@ def bench_defaults(args):
             for model in (args.models or ",".join(CONVS)).split(","):
                 scores = {}
                 for setting in ("", *TUNED):
+                    same = (
+                        scores
+                        and f"--norm {scores['']['norm']} --{'' if scores['']['residual'] else 'no-'}residual"
+                    )
+                    if setting == same:  # what the defaults are
+                        continue
                     key = f"{half}: {name}: {model} {setting}".strip()
                     if kept.figures.get(key, {}).get("n") != args.runs:
                         said = f"--model {model} {flags} {setting} --runs {args.runs} --prefetch 0"

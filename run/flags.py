@@ -67,8 +67,8 @@ def parse_args(argv, complete):
     complete(args)
     fill_in(args)
     check_values(parser, args)
-    check_effects(parser, args)
     check_files(parser, args)
+    check_effects(parser, args)
     return args
 
 
