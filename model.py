@@ -62,6 +62,23 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     return out
 
 
+def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None):
+    """alpha times every destination's own row plus beta times the mean of its neighbours' rows.
+
+    Args:
+        indptr, indices, h [N, F], self_rows: as for `self_and_mean`.
+        alpha, beta: [S].
+
+    Returns:
+        [S, F].
+    """
+    done = fused and fused.own_plus_mean(indptr, indices, h, alpha, beta, self_rows)
+    if done is not None:
+        return done
+    own, mean = self_and_mean(indptr, indices, h, self_rows).chunk(2, 1)
+    return alpha.unsqueeze(1) * own + beta.unsqueeze(1) * mean
+
+
 def mean_neighbours(indptr, indices, h):
     """Mean of the rows of h [N, D] over every destination's edges -> [S, D]; zero for one without edges."""
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
@@ -293,9 +310,11 @@ class GCNConv(Conv):
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         """See `Conv`."""
-        own, mean = self_and_mean(indptr, indices, message, rows).chunk(2, 1)
-        total = (own + mean * degree[:, 1:]) / (degree[:, 1:] + 1).sqrt()
-        return (total if self.project_first else self.linear(total)) + self.bias
+        scale = (degree[:, 1] + 1).rsqrt()
+        total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
+        if self.project_first:
+            return total + self.bias
+        return (fused or F).linear(total, self.linear.weight, self.bias)
 
 
 class GINConv(Conv):
@@ -320,8 +339,8 @@ class GINConv(Conv):
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         """See `Conv`."""
-        own, mean = self_and_mean(indptr, indices, message, rows).chunk(2, 1)
-        return self.mlp((1 + self.eps) * own + mean * degree[:, 1:])
+        alpha = (1 + self.eps).expand(len(degree))
+        return self.mlp(own_plus_mean(indptr, indices, message, alpha, degree[:, 1], rows))
 
 
 class GINEConv(GINConv):

@@ -4,8 +4,9 @@
 // A kernel is written `KERNEL name(type argument, ...)` at the start of a line, from which build.py
 // reads the types of its arguments. It runs in blocks of 256 threads, the last of which may be
 // partly idle: `THREAD(n);` makes i the number of the thread and ends those from n on. For a C
-// compiler a kernel is a function, and blockIdx, blockDim, threadIdx and atomicMin come from
-// whoever includes this: threads may then run one after the other, in any order.
+// compiler a kernel is a function; its threads may run one after the other, in any order. With HOST
+// they are turns of an OpenMP loop (build.py: load_host); without, blockIdx, blockDim, threadIdx and
+// atomicMin come from whoever includes this.
 #ifndef BASE_H
 #define BASE_H
 typedef unsigned long long u64;
@@ -19,9 +20,17 @@ typedef long long i64;
 #else
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
+#ifdef HOST
+static __thread struct { long x; } blockIdx;
+static const struct { long x; } blockDim = {1}, threadIdx = {0};
+#define KERNEL static inline void
+#define UNROLL _Pragma("GCC unroll 16")
+#else
 #define KERNEL void
-#define FN static inline
 #define UNROLL
+#endif
+#define FN static inline
 #define FAIL abort()
 #define atomicAdd __sync_fetch_and_add
 #define atomicOr __sync_fetch_and_or

@@ -3,6 +3,7 @@
     library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"], signatures)
     kernels = load_cuda("layers", read_source("layers.cu", ID="int"), device)  # both None, after one warning, on failure
     kernels.run("scale", n, x, 2.0, n)               # n threads of kernel `scale` on torch's current stream
+    load_host("layers", read_source("layers.cu", ID="int"), flags).run("scale", n, x, 2.0, n)  # the same on the CPU
     launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
     launch(n, kernels.stream())                      # about 1 us; in a CUDA graph's capture as well
 
@@ -199,6 +200,41 @@ def load_c(name, source, flags, signatures):
         getattr(library, function).restype = result
         getattr(library, function).argtypes = arguments
     return library
+
+
+def load_host(name, source, flags, others):
+    """Compile CUDA source as C -> `HostKernels`, or None, as `load_c` with signatures of its `others`; needs -fopenmp."""
+    text, types = ["#define HOST", source], dict(others)
+    for kernel, arguments in signatures(source).items():
+        taken = ", ".join(f"{c_type} {argument}" for c_type, argument in arguments)
+        given = ", ".join(argument for _, argument in arguments)
+        text.append(f"""void run_{kernel}(i64 threads_, {taken}) {{
+#pragma omp parallel for schedule(dynamic, 1024)
+  for (i64 thread_ = 0; thread_ < threads_; thread_++) {{
+    blockIdx.x = thread_;
+    {kernel}({given});
+  }}
+}}""")
+        kinds = [ctypes.c_void_p if "*" in c_type else _NUMBERS[c_type] for c_type, _ in arguments]
+        types[f"run_{kernel}"] = [None, ctypes.c_int64, *kinds]
+    library = load_c(name, "\n".join([*text, ""]), flags, types)
+    return library and HostKernels(library)
+
+
+class HostKernels:
+    """The kernels of a CUDA source on the CPU, their threads shared out among OpenMP's; see `load_host`."""
+
+    def __init__(self, library):
+        self._library = library
+
+    def run(self, kernel, threads, *values):
+        """Run `threads` threads of a kernel, as `Kernels.run`."""
+        self.call(f"run_{kernel}", threads, *values)
+
+    def call(self, function, *values):
+        """Call a C function; tensors become pointers to their data, None 0."""
+        plain = [v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values]
+        return getattr(self._library, function)(*plain)
 
 
 def _cpu_flags():

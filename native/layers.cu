@@ -12,80 +12,144 @@
 // seed on the GPU.
 #include "base.h"
 
-// A thread has four neighbouring columns of a row, read and written at once where rows are aligned
-// (`whole`); otherwise one by one, and only the `left` of them that exist.
-#define EACH UNROLL for (int q = 0; q < 4; q++)
-typedef struct ALIGN(16) {
-  float x[4];
-} four_t;
-typedef struct ALIGN(16) {
-  int x[4];
-} ints_t;
-typedef struct ALIGN(4 * sizeof(IN)) {
-  IN x[4];
+// A thread has COLUMNS neighbouring columns of a row as one vector, of the C compiler's kind or, for
+// NVRTC, with the same operators. It is read and written at once on a GPU where rows are aligned
+// (`whole`), on the host where the row has that many `left`; otherwise one by one.
+#ifdef HOST
+#define COLUMNS 16
+#define WIDE(bytes) aligned(1), may_alias
+#define AT_ONCE (left >= COLUMNS)
+#define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
+#else
+#define COLUMNS 4
+#define WIDE(bytes) aligned(bytes)
+#define AT_ONCE whole
+#define EACH_LEFT EACH if (!q || q < left)
+#endif
+#define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
+#ifdef __CUDACC__
+template <class T> struct ALIGN(4 * sizeof(T)) vector_t {
+  T x[COLUMNS];
+  __device__ T &operator[](int q) { return x[q]; }
+};
+typedef vector_t<float> floats_t, wide_t;
+typedef vector_t<int> ints_t, wide_ints_t;
+#define OPERATOR(result, first, operation, second, a, b)                                 \
+  static __device__ __forceinline__ result operator operation(first left, second right) { \
+    result made;                                                                          \
+    EACH made[q] = left a operation right b;                                              \
+    return made;                                                                          \
+  }
+OPERATOR(floats_t, floats_t, +, floats_t, [q], [q])
+OPERATOR(floats_t, floats_t, *, floats_t, [q], [q])
+OPERATOR(floats_t, floats_t, *, float, [q], )
+OPERATOR(ints_t, floats_t, >, floats_t, [q], [q])
+OPERATOR(ints_t, floats_t, >, float, [q], )
+OPERATOR(ints_t, ints_t, <, int, [q], )
+OPERATOR(ints_t, ints_t, ==, int, [q], )
+OPERATOR(ints_t, ints_t, |, ints_t, [q], [q])
+template <class T> __device__ __forceinline__ T choose(ints_t where, T yes, T no) {
+  EACH if (where[q]) no[q] = yes[q];
+  return no;
+}
+#else
+typedef float floats_t __attribute__((vector_size(4 * COLUMNS)));
+typedef int ints_t __attribute__((vector_size(4 * COLUMNS)));
+typedef float wide_t __attribute__((vector_size(4 * COLUMNS), WIDE(16)));
+typedef int wide_ints_t __attribute__((vector_size(4 * COLUMNS), WIDE(16)));
+#define choose(where, yes, no) \
+  ((__typeof__(no))(((where) & (ints_t)(yes)) | (~(where) & (ints_t)(no))))
+#endif
+typedef struct __attribute__((WIDE(4 * sizeof(IN)))) {
+  IN x[COLUMNS];
 } in_t;
-typedef struct ALIGN(4 * sizeof(OUT)) {
-  OUT x[4];
+typedef struct __attribute__((WIDE(4 * sizeof(OUT)))) {
+  OUT x[COLUMNS];
 } out_t;
 
-FN four_t load(const IN *p, int whole, int left) {
-  four_t v;
-  if (whole) {
-    in_t row = *(const in_t *)p;
-    EACH v.x[q] = UP(IN)(row.x[q]);
-  } else EACH v.x[q] = !q || q < left ? UP(IN)(p[q]) : 0;
+FN floats_t all_of(float x) {
+  floats_t v;
+  EACH v[q] = x;
   return v;
 }
-FN four_t load_floats(const float *p, int whole, int left) {
-  four_t v;
-  if (whole) return *(const four_t *)p;
-  EACH v.x[q] = !q || q < left ? p[q] : 0;
+FN ints_t all_of_int(int x) {
+  ints_t v;
+  EACH v[q] = x;
+  return v;
+}
+FN floats_t load_floats(const float *p, int whole, int left) {
+  floats_t v = all_of(0);
+  if (AT_ONCE) v = *(const wide_t *)p;
+  else EACH_LEFT v[q] = p[q];
+  return v;
+}
+FN floats_t load(const IN *p, int whole, int left) {
+  if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
+  floats_t v = all_of(0);
+  if (AT_ONCE) {
+    in_t row = *(const in_t *)p;
+    EACH v[q] = UP(IN)(row.x[q]);
+  } else EACH_LEFT v[q] = UP(IN)(p[q]);
   return v;
 }
 FN ints_t load_ints(const int *p, int whole, int left) {
-  ints_t v;
-  if (whole) return *(const ints_t *)p;
-  EACH v.x[q] = !q || q < left ? p[q] : 0;
+  ints_t v = all_of_int(0);
+  if (AT_ONCE) v = *(const wide_ints_t *)p;
+  else EACH_LEFT v[q] = p[q];
   return v;
 }
-FN void store(OUT *p, int whole, int left, four_t v) {
-  if (whole) {
-    out_t row;
-    EACH row.x[q] = DOWN(OUT)(v.x[q]);
-    *(out_t *)p = row;
-  } else EACH if (!q || q < left) p[q] = DOWN(OUT)(v.x[q]);
+FN void store_floats(float *p, int whole, int left, floats_t v) {
+  if (AT_ONCE) *(wide_t *)p = v;
+  else EACH_LEFT p[q] = v[q];
 }
-FN void store_floats(float *p, int whole, int left, four_t v) {
-  if (whole) *(four_t *)p = v;
-  else EACH if (!q || q < left) p[q] = v.x[q];
+FN void store(OUT *p, int whole, int left, floats_t v) {
+  if (sizeof(OUT) == sizeof(float)) {
+    store_floats((float *)p, whole, left, v);
+  } else if (AT_ONCE) {
+    out_t row;
+    EACH row.x[q] = DOWN(OUT)(v[q]);
+    *(out_t *)p = row;
+  } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
 FN void store_ints(int *p, int whole, int left, ints_t v) {
-  if (whole) *(ints_t *)p = v;
-  else EACH if (!q || q < left) p[q] = v.x[q];
+  if (AT_ONCE) *(wide_ints_t *)p = v;
+  else EACH_LEFT p[q] = v[q];
 }
-FN four_t zeros(void) {
-  four_t v = {{0, 0, 0, 0}};
-  return v;
+FN float total(floats_t v) {
+  for (int half = COLUMNS / 2; half; half /= 2)
+    for (int q = 0; q < half; q++) v[q] += v[q + half];
+  return v[0];
 }
-FN void add(four_t *sum, four_t v) { EACH sum->x[q] += v.x[q]; }
-FN void add_scaled(four_t *sum, four_t v, float by) { EACH sum->x[q] += v.x[q] * by; }
-FN four_t scaled(four_t v, float by) {
-  EACH v.x[q] *= by;
-  return v;
-}
+FN floats_t leaky(floats_t z) { return choose(z > 0.0f, z, z * 0.2f); }
+FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2f)); }
 // The gradient g of what ReLU and dropout made v.
-FN four_t keep(four_t v, four_t g, float scale) {
-  EACH g.x[q] = v.x[q] > 0 ? g.x[q] * scale : 0;
-  return g;
+FN floats_t keep(floats_t v, floats_t g, float scale) {
+  return choose(v > 0.0f, g * scale, all_of(0));
 }
 
-// Threads of a row: (width + 3) / 4 of them follow one another; this is the thread's row, this its
-// first column.
-#define ROW_AND_COLUMN(rows)                        \
-  const unsigned parts = (unsigned)(width + 3) / 4; \
-  THREAD((i64)(rows) * parts);                      \
-  const i64 row = (unsigned)i / parts;              \
-  const int column = (int)((unsigned)i % parts * 4), left = width - column
+// The threads of a row, one for every COLUMNS columns, follow one another; this is the thread's row,
+// this its first column.
+#define ROW_AND_COLUMN(rows)                                        \
+  const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
+  THREAD((i64)(rows) * parts);                                      \
+  const i64 row = (unsigned)i / parts;                              \
+  const int column = (int)((unsigned)i % parts * COLUMNS), left = width - column
+
+// On the host the rows of ids[first .. last - 1] of a table are on their way to the cache while
+// others are used. On a GPU other threads run while one waits.
+#ifdef HOST
+#define FETCH(table, stride, width, ids, first, last)          \
+  for (i64 e_ = (first), last_ = (last); e_ < last_; e_++)     \
+    for (i64 c_ = 0; c_ < (width); c_ += 64 / (i64)sizeof(IN)) \
+  __builtin_prefetch((table) + (i64)(ids)[e_] * (stride) + c_)
+#else
+#define FETCH(...)
+#endif
+// The sources of destination s + 2, the destinations of source u + 2.
+#define FETCH_SOURCES(table, width) \
+  if (s + 2 < S) FETCH(table, width, width, indices, indptr[s + 2], indptr[s + 3])
+#define FETCH_DESTINATIONS(table, stride, width) \
+  if (u + 2 < N) FETCH(table, stride, width, destination, start[u + 2], start[u + 2] + size[u + 2])
 
 // Edges of destination s, without the padding.
 FN ID count_edges_of(const ID *indptr, const ID *indices, i64 s) {
@@ -95,6 +159,11 @@ FN ID count_edges_of(const ID *indptr, const ID *indices, i64 s) {
   return last - first;
 }
 
+// The destination of each edge.
+KERNEL destinations(const ID *indptr, int S, int *dst) {
+  THREAD(S);
+  for (ID e = indptr[i]; e < indptr[i + 1]; e++) dst[e] = (int)i;
+}
 // Edges by source. size [N + 1] is zero at first; slot: which of its source's edges an edge is, in
 // any order.
 KERNEL list_sizes(const ID *indices, int E, int *size, int *slot) {
@@ -117,23 +186,20 @@ KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, i
   THREAD(E);
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
-// Each list in the order of the edges: their destinations, and what a mean over the destination's
-// edges multiplies by.
-KERNEL list_in_order(const ID *indptr, const ID *indices, int S, int E, const int *start,
-                     const int *size, const int *list, int *destination, int *edge, float *share) {
+// Each list in the order of the edges: their destinations, and what a mean over the edges of these
+// multiplies by, times beta [S] or 1.
+KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E, const int *start,
+                     const int *size, const int *list, const float *beta, int *destination, int *edge,
+                     float *share) {
   THREAD(E);
   if (indices[i] < 0) return;
   const int first = start[indices[i]], last = first + size[indices[i]];
-  int at = first, low = 0, high = S;
+  int at = first;
   for (int q = first; q < last; q++) at += list[q] < (int)i;
-  while (high - low > 1) {  // indptr[low] <= i < indptr[high]
-    int middle = (low + high) / 2;
-    if (indptr[middle] <= (ID)i) low = middle;
-    else high = middle;
-  }
-  destination[at] = low;
+  destination[at] = dst[i];
   if (edge) edge[at] = (int)i;
-  if (share) share[at] = 1.0f / (float)count_edges_of(indptr, indices, low);
+  if (!share) return;
+  share[at] = (beta ? beta[dst[i]] : 1.0f) / (float)count_edges_of(indptr, indices, dst[i]);
 }
 
 // The seed of a layer's dropout: as it is given, or from a run's and the number of the step, which
@@ -143,6 +209,20 @@ FN u64 dropout_seed(u64 seed, const i64 *step, u64 layer) {
 }
 FN float drop_one(float x, u64 bytes, int column, int drop, float scale) {
   return (int)(bytes >> 8 * column & 255) >= drop ? x * scale : 0.0f;
+}
+// Eight columns of a row share a draw of 64 bits, a byte each.
+FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale) {
+#ifdef HOST
+  u64 draws[COLUMNS / 8];
+  for (int at = 0; at < COLUMNS / 8; at++) draws[at] = finalise(key + (column / 8 + at) * GOLDEN);
+  unsigned char bytes __attribute__((vector_size(COLUMNS)));
+  memcpy(&bytes, draws, COLUMNS);
+  return choose(__builtin_convertvector(bytes, ints_t) < drop, all_of(0), v * scale);
+#else
+  u64 bytes = finalise(key + (u64)(column / 8) * GOLDEN) >> column % 8 * 8;
+  EACH v[q] = drop_one(v[q], bytes, q, drop, scale);
+  return v;
+#endif
 }
 
 // The cross-entropy of each row of logits [S, C], and its gradient; labels below 0 have none.
@@ -161,65 +241,71 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
   }
 }
 
-KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows, int S,
-                     int width, int whole, OUT *out) {
+// Own row beside the mean of the neighbours' rows, out [S, 2 width]; or, with alpha and beta [S],
+// alpha own + beta mean, out [S, width].
+KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                     const float *alpha, const float *beta, int S, int width, int whole, OUT *out) {
   ROW_AND_COLUMN(S);
-  const i64 self = self_rows ? self_rows[row] : row;
-  const ID first = indptr[row], last = indptr[row + 1];
+  const i64 s = row, self = self_rows ? self_rows[s] : s;
+  const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
-  four_t own = zeros(), sum = zeros();
+  if (!column) FETCH_SOURCES(h, width);
+  floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
   for (ID e = first; e < last && count == e - first; e += 8) {
-    four_t v[8];  // on their way together
-    int there[8];
+    floats_t v[8];  // on their way together
     UNROLL for (int j = 0; j < 8; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
-      there[j] = u >= 0;
-      v[j] = there[j] ? load(h + (i64)u * width + column, whole, left) : zeros();
+      v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
+      count += u >= 0;
     }
-    UNROLL for (int j = 0; j < 8; j++) if (there[j]) {
-      add(&sum, v[j]);
-      count++;
-    }
+    UNROLL for (int j = 0; j < 8; j++) sum = sum + v[j];
+  }
+  const floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
+  if (alpha) {
+    store(out + row * width + column, whole, left, own * alpha[s] + mean);
+    return;
   }
   OUT *target = out + 2 * row * width + column;
   store(target, whole, left, own);
-  store(target + width, whole, left, scaled(sum, count ? 1.0f / (float)count : 0.0f));
+  store(target + width, whole, left, mean);
 }
 
-// kept: what ReLU and dropout left of the layer below, or null; what they did not leave has no
+// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. kept: what ReLU and dropout left of the layer below, or null; what they did not leave has no
 // gradient.
 KERNEL self_and_mean_grad(const int *start, const int *size, const int *destination,
-                          const float *share, const IN *grad, int S, int N, int width, int whole,
-                          const IN *kept, float scale, OUT *out) {
+                          const float *share, const IN *grad, const float *alpha, int S, int N,
+                          int width, int whole, const IN *kept, float scale, OUT *out) {
   ROW_AND_COLUMN(N);
-  four_t sum = zeros();
-  if (row < S) sum = load(grad + 2 * row * width + column, whole, left);
-  const int first = start[row], last = first + size[row];
+  const i64 u = row, stride = alpha ? width : 2 * (i64)width;
+  const IN *of_mean = grad + stride - width;
+  const int first = start[u], last = first + size[u];
+  if (!column) FETCH_DESTINATIONS(of_mean, stride, width);
+  floats_t sum = all_of(0);
+  if (row < S) sum = load(grad + row * stride + column, whole, left) * (alpha ? alpha[row] : 1.0f);
   for (int q = first; q < last; q += 8) {
-    four_t v[8];
+    floats_t v[8];
     UNROLL for (int j = 0; j < 8; j++) if (q + j < last) {
-      v[j] = load(grad + (2 * (i64)destination[q + j] + 1) * width + column, whole, left);
+      v[j] = load(of_mean + destination[q + j] * stride + column, whole, left);
     }
-    UNROLL for (int j = 0; j < 8; j++) if (q + j < last) add_scaled(&sum, v[j], share[q + j]);
+    UNROLL for (int j = 0; j < 8; j++) if (q + j < last) sum = sum + v[j] * share[q + j];
   }
   if (kept) sum = keep(load(kept + row * width + column, whole, left), sum, scale);
   store(out + row * width + column, whole, left, sum);
 }
 
-// ReLU (or not) and dropout (or not); eight columns of a row share a draw of 64 bits, a byte each.
+// ReLU (or not) and dropout (or not).
 KERNEL relu_dropout(const IN *h, const ID *nodes, int S, int width, int whole, i64 seed,
                     const i64 *step, i64 layer, int relu, int drop, float scale, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 node = nodes ? nodes[row] : row;
-  four_t v = zeros();
+  floats_t v = all_of(0);
   if (node >= 0) {
     v = load(h + row * width + column, whole, left);
-    if (relu) EACH v.x[q] = v.x[q] > 0 ? v.x[q] : 0;
+    if (relu) v = choose(v > 0.0f, v, all_of(0));
     if (drop) {
       u64 key = mix(dropout_seed((u64)seed, step, (u64)layer) ^ (u64)node);
-      u64 bytes = finalise(key + (u64)(column / 8) * GOLDEN) >> column % 8 * 8;
-      EACH v.x[q] = drop_one(v.x[q], bytes, q, drop, scale);
+      v = drop_columns(v, key, column, drop, scale);
     }
   }
   store(out + row * width + column, whole, left, v);
@@ -228,7 +314,7 @@ KERNEL relu_dropout_grad(const IN *h, const IN *grad, int S, int width, int whol
                          OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 at = row * width + column;
-  four_t v = load(h + at, whole, left), g = load(grad + at, whole, left);
+  floats_t v = load(h + at, whole, left), g = load(grad + at, whole, left);
   store(out + at, whole, left, keep(v, g, scale));
 }
 
@@ -237,15 +323,16 @@ KERNEL relu_dropout_grad(const IN *h, const IN *grad, int S, int width, int whol
 KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, int width, int whole,
                       OUT *out, int *winner) {
   ROW_AND_COLUMN(S);
-  four_t best = zeros();
-  ints_t from = {{-1, -1, -1, -1}};
-  for (ID e = indptr[row]; e < indptr[row + 1] && indices[e] >= 0; e++) {
+  const i64 s = row;
+  if (!column) FETCH_SOURCES(h, width);
+  floats_t best = all_of(0);
+  ints_t from = all_of_int(-1);
+  for (ID e = indptr[s]; e < indptr[s + 1] && indices[e] >= 0; e++) {
     const int u = (int)indices[e];
-    const four_t v = load(h + (i64)u * width + column, whole, left);
-    EACH if (from.x[q] < 0 || v.x[q] > best.x[q]) {
-      best.x[q] = v.x[q];
-      from.x[q] = u;
-    }
+    const floats_t v = load(h + (i64)u * width + column, whole, left);
+    const ints_t wins = (from < 0) | (v > best);
+    best = choose(wins, v, best);
+    from = choose(wins, all_of_int(u), from);
   }
   store(out + row * width + column, whole, left, best);
   store_ints(winner + row * width + column, whole, left, from);
@@ -254,36 +341,35 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
                            const IN *grad, const int *winner, int N, int width, int whole,
                            OUT *out) {
   ROW_AND_COLUMN(N);
-  four_t sum = zeros();
-  const int first = start[row], last = first + size[row], u = (int)row;
+  floats_t sum = all_of(0);
+  const int u = (int)row, first = start[u], last = first + size[u];
+  if (!column) {
+    FETCH_DESTINATIONS(grad, width, width);
+    FETCH_DESTINATIONS(winner, width, width);
+  }
   for (int q = first; q < last; q++) {
     // an edge that is there twice wins once
     if (q > first && destination[q] == destination[q - 1]) continue;
     const i64 at = (i64)destination[q] * width + column;
     const ints_t from = load_ints(winner + at, whole, left);
-    const four_t g = load(grad + at, whole, left);
-    EACH if (from.x[q] == u) sum.x[q] += g.x[q];
+    const floats_t g = load(grad + at, whole, left);
+    sum = sum + choose(from == u, g, all_of(0));
   }
   store(out + row * width + column, whole, left, sum);
 }
 
+// A destination's weights: its own message's, then its edges'. Thread i of them is for edge i, those
+// from E on for the messages of the destinations themselves.
 typedef struct {
-  int row, own;  // own: it is no edge, but the destination's own message
-  ID source;
+  i64 row, source, at;
 } place_t;
-FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, int S, i64 at) {
-  int low = 0, high = S;
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if ((i64)indptr[middle] + middle <= at) low = middle;
-    else high = middle;
-  }
-  place_t place = {low, at == (i64)indptr[low] + low, 0};
-  place.source = !place.own ? indices[at - low - 1] : self_rows ? self_rows[low] : (ID)low;
+FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, const int *dst,
+                      int E, i64 i) {
+  const i64 row = i < E ? dst[i] : i - E;
+  const i64 own = self_rows ? (i64)self_rows[row] : row;
+  const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
-FN float leaky(float z) { return z > 0 ? z : 0.2f * z; }
-FN float slope(float z) { return z > 0 ? 1.0f : 0.2f; }
 #define ROUND(weight) UP(IN)(DOWN(IN)(weight))  // to the type of the rows that it multiplies
 
 // scores [E + S, K], then the softmax over each destination's places; `dropped` is what dropout
@@ -328,23 +414,21 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
 
 // source [N, K, D], target [S, K, D], attn [K, D] -> scores [E + S, K]: attn . leaky_relu(source +
 // target)
-KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows, int S, i64 places,
-                        int K, int D, int whole, const IN *source, const IN *target,
+KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows, const int *dst,
+                        int S, int E, int K, int D, int whole, const IN *source, const IN *target,
                         const float *attn, float *scores) {
-  THREAD(places * K);
-  const place_t place = find_place(indptr, indices, self_rows, S, (unsigned)i / (unsigned)K);
-  if (place.source < 0) return;
+  THREAD((i64)(E + S) * K);
   const i64 head = (unsigned)i % (unsigned)K;
-  const i64 from = (place.source * (i64)K + head) * D, to = (place.row * (i64)K + head) * D;
-  float sum = 0;
-  for (int c = 0; c < D; c += 4) {
-    four_t v = load(source + from + c, whole, D - c),
-           a = load_floats(attn + head * D + c, whole, D - c);
-    add(&v, load(target + to + c, whole, D - c));
-    sum += leaky(v.x[0]) * a.x[0] + leaky(v.x[1]) * a.x[1] + leaky(v.x[2]) * a.x[2] +
-           leaky(v.x[3]) * a.x[3];
+  const place_t place = find_place(indptr, indices, self_rows, dst, E, (unsigned)i / (unsigned)K);
+  if (place.source < 0) return;
+  if (!head && i / K + 16 < E) FETCH(source, (i64)K * D, (i64)K * D, indices, i / K + 16, i / K + 17);
+  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
+  floats_t sum = all_of(0);
+  for (int c = 0; c < D; c += COLUMNS) {
+    const floats_t z = load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c);
+    sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
   }
-  scores[i] = sum;
+  scores[place.at * K + head] = total(sum);
 }
 // weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
 KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K,
@@ -354,34 +438,34 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
             self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   const float *weight = weights + (first + s) * K + head;
-  four_t sum = zeros();
-  add_scaled(&sum, load(source + (self * K + head) * width + column, whole, left), ROUND(*weight));
+  if (!column && !head) FETCH_SOURCES(source, (i64)K * width);
+  floats_t sum = load(source + (self * K + head) * width + column, whole, left) * ROUND(*weight);
   for (ID e = first; e < last; e += 8) {
-    four_t v[8];
+    floats_t v[8];
     float by[8];
     UNROLL for (int j = 0; j < 8; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       by[j] = u < 0 ? 0 : ROUND(weight[(e + j - first + 1) * K]);
-      v[j] = u < 0 ? zeros() : load(source + ((i64)u * K + head) * width + column, whole, left);
+      v[j] = u < 0 ? all_of(0) : load(source + ((i64)u * K + head) * width + column, whole, left);
     }
-    UNROLL for (int j = 0; j < 8; j++) add_scaled(&sum, v[j], by[j]);
+    UNROLL for (int j = 0; j < 8; j++) sum = sum + v[j] * by[j];
   }
   store(out + row * width + column, whole, left, sum);
 }
 // The gradient of the weights: that of out times the message.
-KERNEL attention_weight_grad(const ID *indptr, const ID *indices, int S, i64 places, int K, int D,
-                             int whole, const IN *source, const IN *grad, float *to_weights) {
-  THREAD(places * K);
-  const place_t place = find_place(indptr, indices, 0, S, (unsigned)i / (unsigned)K);
-  if (place.source < 0) return;
+KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst, int S, int E,
+                             int K, int D, int whole, const IN *source, const IN *grad,
+                             float *to_weights) {
+  THREAD((i64)(E + S) * K);
   const i64 head = (unsigned)i % (unsigned)K;
-  const i64 from = (place.source * (i64)K + head) * D, to = (place.row * (i64)K + head) * D;
-  float sum = 0;
-  for (int c = 0; c < D; c += 4) {
-    four_t v = load(source + from + c, whole, D - c), g = load(grad + to + c, whole, D - c);
-    sum += v.x[0] * g.x[0] + v.x[1] * g.x[1] + v.x[2] * g.x[2] + v.x[3] * g.x[3];
-  }
-  to_weights[i] = sum;
+  const place_t place = find_place(indptr, indices, 0, dst, E, (unsigned)i / (unsigned)K);
+  if (place.source < 0) return;
+  if (!head && i / K + 16 < E) FETCH(source, (i64)K * D, (i64)K * D, indices, i / K + 16, i / K + 17);
+  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
+  floats_t sum = all_of(0);
+  for (int c = 0; c < D; c += COLUMNS)
+    sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
+  to_weights[place.at * K + head] = total(sum);
 }
 // to_scores [E + S, K] -> the gradient of target, and each destination's part [S, K, D] of that of
 // attn.
@@ -391,20 +475,19 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
   ROW_AND_COLUMN((i64)S * K);
   const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const i64 first = indptr[s], count = count_edges_of(indptr, indices, s);
-  const four_t t = load(target + row * width + column, whole, left);
-  four_t slopes = zeros(), sums = zeros();
+  if (!column && !head) FETCH_SOURCES(source, (i64)K * width);
+  const floats_t t = load(target + row * width + column, whole, left);
+  floats_t slopes = all_of(0), sums = all_of(0);
   for (i64 j = 0; j <= count; j++) {
     i64 u = j ? (i64)indices[first + j - 1] : s;
     float by = to_scores[(first + s + j) * K + head];
-    four_t v = load(source + (u * K + head) * width + column, whole, left);
-    add(&v, t);
-    EACH slopes.x[q] += slope(v.x[q]) * by;
-    EACH sums.x[q] += leaky(v.x[q]) * by;
+    const floats_t z = load(source + (u * K + head) * width + column, whole, left) + t;
+    slopes = slopes + slope(z) * by;
+    sums = sums + leaky(z) * by;
   }
   store_floats(to_attn + row * width + column, whole, left, sums);
-  four_t a = load_floats(attn + head * width + column, whole, left);
-  EACH a.x[q] *= slopes.x[q];
-  store(to_target + row * width + column, whole, left, a);
+  const floats_t a = load_floats(attn + head * width + column, whole, left);
+  store(to_target + row * width + column, whole, left, a * slopes);
 }
 // The gradient of source: by way of the scores, and of the weighted sum.
 KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
@@ -414,22 +497,22 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
                              const IN *grad, OUT *out) {
   ROW_AND_COLUMN((i64)N * K);
   const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  const four_t own = load(source + row * width + column, whole, left);
+  if (!column && !head) {
+    FETCH_DESTINATIONS(target, (i64)K * width, (i64)K * width);
+    FETCH_DESTINATIONS(grad, (i64)K * width, (i64)K * width);
+  }
+  const floats_t own = load(source + row * width + column, whole, left);
   const int first = start[u], count = size[u];
-  four_t slopes = zeros(), sum = zeros();
+  floats_t slopes = all_of(0), sum = all_of(0);
   for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
     const i64 s = q < 0 ? u : destination[first + q],
               at = s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1);
-    four_t v = load(target + (s * K + head) * width + column, whole, left);
-    add(&v, own);
-    const float by = to_scores[at * K + head];
-    EACH slopes.x[q] += slope(v.x[q]) * by;
-    v = load(grad + (s * K + head) * width + column, whole, left);
-    add_scaled(&sum, v, ROUND(weights[at * K + head]));
+    const i64 to = (s * K + head) * width + column;
+    slopes = slopes + slope(load(target + to, whole, left) + own) * to_scores[at * K + head];
+    sum = sum + load(grad + to, whole, left) * ROUND(weights[at * K + head]);
   }
-  const four_t a = load_floats(attn + head * width + column, whole, left);
-  EACH sum.x[q] += a.x[q] * slopes.x[q];
-  store(out + row * width + column, whole, left, sum);
+  const floats_t a = load_floats(attn + head * width + column, whole, left);
+  store(out + row * width + column, whole, left, sum + a * slopes);
 }
 
 // Rows of any type, as words of 16, 4 or 2 bytes; ids of 4 or 8 bytes, as those of edges are int64
@@ -440,9 +523,50 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
   const i64 row = (unsigned)i / (unsigned)words, column = (unsigned)i % (unsigned)words;
   const i64 id = id_bytes == 8 ? ((const i64 *)ids)[row] : ((const int *)ids)[row];
   const i64 from = id * words + column, to = row * words + column;
-  const ints_t nothing = {{0, 0, 0, 0}};
+  typedef struct ALIGN(16) {
+    int x[4];
+  } word_t;
+  const word_t nothing = {{0, 0, 0, 0}};
   if (id >= V) FAIL;
-  if (word_bytes == 16) ((ints_t *)out)[to] = id < 0 ? nothing : ((const ints_t *)table)[from];
+  if (word_bytes == 16) ((word_t *)out)[to] = id < 0 ? nothing : ((const word_t *)table)[from];
   else if (word_bytes == 4) ((int *)out)[to] = id < 0 ? 0 : ((const int *)table)[from];
   else ((short *)out)[to] = id < 0 ? 0 : ((const short *)table)[from];
 }
+
+// What a CPU does otherwise.
+#ifdef HOST
+// Rows ids [n] of h [V, F] -> how many ids are out of range. Some fifty cache lines are on their
+// way.
+i64 fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, IN *out) {
+  const i64 row = F * sizeof(IN), ahead = 4 + 3072 / (row + 1);
+  i64 bad = 0;
+#pragma omp parallel for schedule(static) reduction(+ : bad)
+  for (i64 a = 0; a < n; a += 256) {
+    for (i64 i = a; i < n && i < a + 256; i++) {
+      const char *soon = (const char *)(h + (i64)ids[i + ahead < n ? i + ahead : i] * F);
+      for (i64 c = 0; c < row; c += 64) __builtin_prefetch(soon + c);
+      __builtin_prefetch(soon + row - 1);
+      if ((u64)(i64)ids[i] < (u64)V) memcpy(out + i * F, h + (i64)ids[i] * F, row);
+      else bad++;
+    }
+  }
+  return bad;
+}
+
+// The edges of each source in their order: what `list_*` make on a GPU. size [N + 1] is
+// zero at first.
+void list_by_source(const ID *indptr, const ID *indices, const int *dst, i64 E, i64 N, int *start,
+                int *size, const float *beta, int *destination, int *edge, float *share) {
+  int at = 0;
+  for (i64 e = 0; e < E; e++) size[indices[e]]++;
+  for (i64 u = 0; u < N; at += size[u++]) start[u] = at;
+  memset(size, 0, sizeof(int) * N);
+  for (i64 e = 0; e < E; e++) {
+    i64 q = start[indices[e]] + size[indices[e]]++;
+    destination[q] = dst[e];
+    if (edge) edge[q] = (int)e;
+    const ID count = indptr[dst[e] + 1] - indptr[dst[e]];
+    if (share) share[q] = (beta ? beta[dst[e]] : 1.0f) / (float)count;
+  }
+}
+#endif

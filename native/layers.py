@@ -1,17 +1,16 @@
-"""Fused steps of the layers in model.py: C on the CPU (layers.c), CUDA kernels on a GPU (layers.cu).
+"""Fused steps of the layers in model.py: the kernels of layers.cu on a GPU, and as OpenMP loops on the CPU.
 
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
 
 Each function returns None where it cannot serve these tensors (no compiler, another type); model.py then takes torch
-operations, which are the reference. The C code runs on torch's OpenMP threads: threads of another kind would compete with
-them for cores.
+operations, which are the reference. On the CPU the loops run on torch's OpenMP threads: threads of another kind would
+compete with them for cores. The same input gives the same bits in every run.
 
-On a GPU the same input gives the same bits in every run, no function waits for the GPU, and all work in the capture of a
-CUDA graph. For static shapes a block may be padded: -1 in `indices` behind the last edge, or behind those of each
-destination (edge j of destination i at place i k + j, `indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the
-batch, which are zeros then. Dropout that differs from replay to replay takes its seed from the number of the step on
-the GPU: model.py's `layer_seed`.
+On a GPU no function waits for it, and all work in the capture of a CUDA graph. For static shapes a block may be padded:
+-1 in `indices` behind the last edge, or behind those of each destination (edge j of destination i at place i k + j,
+`indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the batch, which are zeros then. Dropout that differs from
+replay to replay takes its seed from the number of the step on the GPU: model.py's `layer_seed`.
 """
 
 import ctypes
@@ -53,26 +52,26 @@ def functions(integers, source, target):
     if any(t.dtype != ids for t in integers):
         return None
     # a kernel counts threads in 32 bits, elements of a block in 31
-    large = target.numel() >= 1 << 32 or any(t.numel() >= 1 << 31 for t in integers)
-    if large and is_gpu(source.device):
+    if target.numel() >= 1 << 32 or any(t.numel() >= 1 << 31 for t in integers):
         return None
     return load(ids, source.dtype, target.dtype, source.device)
 
 
 def kernels(integers, source, target):
-    """The same for steps that only kernels serve."""
+    """The same for steps that torch does as well on the CPU."""
     return functions(integers, source, target) if is_gpu(source.device) else None
 
 
 @functools.cache
 def load(ids, source, target, device):
-    """`Cpu` or `Gpu` for ids, rows and results of these dtypes; None, after one warning, where neither can be had."""
+    """`Code` for ids, rows and results of these dtypes; None, after one warning, where it cannot be had."""
     types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    text = build.read_source("layers.cu", **types)
     if is_gpu(device):
-        compiled = build.load_cuda("layers", build.read_source("layers.cu", **types), device)
-        return compiled and Gpu(compiled)
-    library = build.load_c("layers", build.read_source("layers.c", **types), FLAGS, SIGNATURES)
-    return library and Cpu(library)
+        compiled = build.load_cuda("layers", text, device)
+    else:
+        compiled = build.load_host("layers", text, FLAGS, SIGNATURES)
+    return compiled and Code(compiled)
 
 
 def is_gpu(device):
@@ -86,101 +85,66 @@ def has_kernels(indices):
     return bool(_on and indices.is_cuda and load(indices.dtype, row, row, indices.device))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the functions of both sources
+# the kernels
 
 FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_DRAWN = [_NUMBER, _NUMBER, ctypes.c_uint64, ctypes.c_int, _REAL]  # S, D, seed, drop, scale
-SIGNATURES = {
-    "self_and_mean": [None, *[_POINTER] * 4, _NUMBER, _NUMBER, _POINTER],
-    "self_and_mean_grad": [None, *[_POINTER] * 3, *[_NUMBER] * 3, _POINTER],
-    "relu_dropout": [None, _POINTER, _POINTER, *_DRAWN],
-    "relu_dropout_grad": [None, _POINTER, _POINTER, _NUMBER, _REAL, _POINTER],
-    "gather_rows": [_NUMBER, _POINTER, _POINTER, *[_NUMBER] * 3, _POINTER],
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+SIGNATURES = {  # of what is for the CPU alone
+    "list_by_source": [None, *[_POINTER] * 3, _NUMBER, _NUMBER, *[_POINTER] * 6],
+    "fetch_rows": [_NUMBER, _POINTER, _POINTER, *[_NUMBER] * 3, _POINTER],
 }
 
 
-class Cpu:
-    """The functions of layers.c."""
-
-    def __init__(self, library):
-        self.library = library
-
-    def run(self, function, *values):
-        """Call a function; tensors become pointers to their data."""
-        values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
-        return getattr(self.library, function)(*values)
-
-    def self_and_mean(self, indptr, indices, h, self_rows, out):
-        """h [N, F] -> out [S, 2F]."""
-        self.run("self_and_mean", indptr, indices, h, self_rows, len(out), h.shape[1], out)
-
-    def self_and_mean_grad(self, indptr, indices, grad, num_src):
-        """grad [S, 2F] -> [N, F]."""
-        S, width = grad.shape[0], grad.shape[1] // 2
-        total = torch.empty(num_src, width)
-        self.run("self_and_mean_grad", indptr, indices, grad, S, num_src, width, total)
-        return total.to(grad.dtype)
-
-    def relu_dropout(self, h, nodes, seed, drop, scale):
-        """h [S, D], in place."""
-        self.run("relu_dropout", h, nodes, *h.shape, seed, drop, scale)
-
-    def relu_dropout_grad(self, h, grad, scale):
-        """The result h [S, D] and its gradient -> that of what went in."""
-        out = torch.empty_like(grad)
-        self.run("relu_dropout_grad", h, grad, h.numel(), scale, out)
-        return out
-
-
-class Gpu:
-    """The kernels of layers.cu, each of whose threads has four columns of a row."""
+class Code:
+    """The kernels of layers.cu; `compiled` is build.Kernels or build.HostKernels."""
 
     def __init__(self, compiled):
-        self.run = compiled.run
+        self.run, self.on_cpu = compiled.run, isinstance(compiled, build.HostKernels)
+        self.columns = 16 if self.on_cpu else 4  # of a thread
+        self.call = compiled.call if self.on_cpu else None
 
-    def self_and_mean(self, indptr, indices, h, self_rows, out):
-        """h [N, F] -> out [S, 2F]."""
+    def threads(self, width):
+        """Threads of a row."""
+        return -(-width // self.columns)
+
+    def self_and_mean(self, indptr, indices, h, self_rows, out, alpha=None, beta=None):
+        """h [N, F] -> out [S, 2F], or [S, F] with alpha and beta [S]."""
         S, width = out.shape[0], h.shape[1]
-        size = S, width, _aligned(width, h, out)
-        self.run("self_and_mean", S * _threads(width), indptr, indices, h, self_rows, *size, out)
+        given = indptr, indices, h, self_rows, alpha, beta, S, width, _aligned(width, h, out)
+        self.run("self_and_mean", S * self.threads(width), *given, out)
 
-    def self_and_mean_grad(self, indptr, indices, grad, num_src, kept=None, scale=1.0):
-        """grad [S, 2F] -> [N, F]; of what went into ReLU and dropout that left `kept` [N, F], where that is given."""
-        S, width = grad.shape[0], grad.shape[1] // 2
-        lists = Lists(self, indptr, indices, num_src, shares=True)
-        edges, size = (*lists.of_source, lists.share), (S, num_src, width, _aligned(width, grad))
-        out, threads = grad.new_empty(num_src, width), num_src * _threads(width)
-        self.run("self_and_mean_grad", threads, *edges, grad, *size, kept, scale, out)
+    def self_and_mean_grad(
+        self, indptr, indices, grad, num_src, kept=None, scale=1.0, alpha=None, beta=None
+    ):
+        """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; of what went into ReLU and dropout that left `kept`
+        [N, F], where that is given."""
+        S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
+        lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
+        out, size = grad.new_empty(num_src, width), (S, num_src, width, _aligned(width, grad))
+        given = *lists.of_source, lists.share, grad, alpha, *size, kept, scale
+        self.run("self_and_mean_grad", num_src * self.threads(width), *given, out)
         return out
 
     def relu_dropout(self, h, nodes, seed, drop, scale, relu=1, out=None):
         """h [S, D], in place or into `out`; seed may be what model.py's `layer_seed` makes of a step on the GPU."""
         (S, width), out = h.shape, h if out is None else out
-        size, drawn = (S, width, _aligned(width, h, out)), _on_device(seed)
-        threads = S * _threads(width)
-        self.run("relu_dropout", threads, h, nodes, *size, *drawn, relu, drop, scale, out)
+        given = h, nodes, S, width, _aligned(width, h, out), *_on_device(seed), relu, drop, scale
+        self.run("relu_dropout", S * self.threads(width), *given, out)
 
     def relu_dropout_grad(self, h, grad, scale):
         """The result h [S, D] and its gradient -> that of what went in."""
         (S, width), out = h.shape, torch.empty_like(grad)
-        size = S, width, _aligned(width, h, grad)
-        self.run("relu_dropout_grad", S * _threads(width), h, grad, *size, scale, out)
+        given = h, grad, S, width, _aligned(width, h, grad), scale
+        self.run("relu_dropout_grad", S * self.threads(width), *given, out)
         return out
 
 
 def _aligned(width, *rows):
-    """1 where rows of this width start at multiples of 16 bytes."""
+    """1 where rows of this width start at multiples of 16 bytes, which the kernels on the CPU need not know."""
     for t in rows:
         if t.data_ptr() & 15:
             return 0
     return int(width % 4 == 0)
-
-
-def _threads(width):
-    """Threads of a row."""
-    return (width + 3) // 4
 
 
 def _on_device(seed):
@@ -188,16 +152,26 @@ def _on_device(seed):
     return seed if isinstance(seed, tuple) else (seed, None, 0)
 
 
+def destinations(code, indptr, indices):
+    """The destination of each edge -> int32 [E]."""
+    dst = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
+    code.run("destinations", indptr.numel() - 1, indptr, indptr.numel() - 1, dst)
+    return dst
+
+
 class Lists:
     """The edges of a block by source, each source's in their order.
 
     Attributes:
         of_source: pointers to int32 start [N], size [N], and destination [E] of each edge.
-        edge, share: pointers to int32 [E], float32 [E] (1 / edges of the destination), or 0.
+        edge, share: pointers to int32 [E], float32 [E] (beta [S] of the destination, or 1 / its edges), or 0.
     """
 
-    def __init__(self, code, indptr, indices, num_src, edges=False, shares=False):
-        E, N, S = indices.numel(), num_src, indptr.numel() - 1
+    def __init__(
+        self, code, indptr, indices, num_src, dst=None, *, edges=False, shares=False, beta=None
+    ):
+        E, N = indices.numel(), num_src
+        dst = destinations(code, indptr, indices) if dst is None else dst
         sizes = torch.zeros(N + 1, dtype=torch.int32, device=indices.device)
         memory = sizes.new_empty(N + 5 * E)
         size, start = sizes.data_ptr(), memory.data_ptr()
@@ -206,11 +180,15 @@ class Lists:
         )
         self.memory, self.of_source = (sizes, memory), (start, size, destination)
         self.edge, self.share = edge if edges else 0, share if shares else 0
+        ordered = beta, destination, self.edge, self.share
+        if code.on_cpu:
+            code.call("list_by_source", indptr, indices, dst, E, N, start, size, *ordered)
+            return
         code.run("list_sizes", E, indices, E, size, slot)
         code.run("list_starts", (N + 31) // 32, N, size, start)
         code.run("list_edges", E, indices, E, start, slot, unordered)
-        ordered = destination, self.edge, self.share
-        code.run("list_in_order", E, indptr, indices, S, E, start, size, unordered, *ordered)
+        given = indptr, indices, dst, E, start, size, unordered
+        code.run("list_in_order", E, *given, *ordered)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,24 +202,45 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     if code is None:
         return None
     if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
-        return _SelfAndMean.apply(indptr, indices, h, code)
+        return _SelfAndMean.apply(indptr, indices, h, None, None, code)
     code.self_and_mean(indptr, indices, h, self_rows, target)
     return target
 
 
+def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None):
+    """See model.py."""
+    code = functions([indptr, indices, self_rows], h, h)
+    if code is None or alpha.dtype != torch.float32:
+        return None
+    alpha, beta = alpha.contiguous(), beta.contiguous()
+    if self_rows is None:
+        return _SelfAndMean.apply(indptr, indices, h, alpha, beta, code)
+    out = h.new_empty(len(alpha), h.shape[1])
+    code.self_and_mean(indptr, indices, h, self_rows, out, alpha, beta)
+    return out
+
+
 class _SelfAndMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, indptr, indices, h, code):
-        ctx.save_for_backward(indptr, indices)
-        ctx.num_src, ctx.code = h.shape[0], code
-        out = h.new_empty(indptr.numel() - 1, 2 * h.shape[1])
-        code.self_and_mean(indptr, indices, h, None, out)
+    def forward(ctx, indptr, indices, h, alpha, beta, code):
+        S, (num_src, width) = indptr.numel() - 1, h.shape
+        out = h.new_empty(S, 2 * width if alpha is None else width)
+        code.self_and_mean(indptr, indices, h, None, out, alpha, beta)
+        own = h[:S] if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(indptr, indices, alpha, beta, own)
+        ctx.num_src, ctx.code = num_src, code
         return out
 
     @staticmethod
-    def backward(ctx, grad):  # [S, 2F] -> [N, F]
-        grad = ctx.code.self_and_mean_grad(*ctx.saved_tensors, grad.contiguous(), ctx.num_src)
-        return None, None, grad, None
+    def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
+        indptr, indices, alpha, beta, own = ctx.saved_tensors
+        grad, to_alpha, out = grad.contiguous(), None, None
+        if ctx.needs_input_grad[2]:
+            scales = {"alpha": alpha, "beta": beta}
+            out = ctx.code.self_and_mean_grad(indptr, indices, grad, ctx.num_src, **scales)
+        if own is not None:
+            to_alpha = (grad * own).float().sum(1)
+        return None, None, out, to_alpha, None, None
 
 
 def gather_rows(features, ids, out=None):
@@ -255,7 +254,7 @@ def gather_rows(features, ids, out=None):
     code = functions([ids], features, out)
     if code is None:
         return None
-    if code.run("gather_rows", features, ids, ids.numel(), V, width, out):
+    if code.call("fetch_rows", features, ids, ids.numel(), V, width, out):
         low, high = ids.aminmax()
         raise IndexError(f"ids {low} .. {high} are not all rows of features with {V} rows")
     return out
@@ -313,7 +312,7 @@ def dropout(x, nodes, seed, drop):
 
 def max_neighbours(indptr, indices, h):
     """See model.py."""
-    code = kernels([indptr, indices], h, h)
+    code = functions([indptr, indices], h, h)
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
 
@@ -323,7 +322,7 @@ class _MaxNeighbours(torch.autograd.Function):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out, winner = h.new_empty(S, width), indices.new_empty(S, width, dtype=torch.int32)
         size = S, width, _aligned(width, h)
-        code.run("max_neighbours", S * _threads(width), indptr, indices, h, *size, out, winner)
+        code.run("max_neighbours", S * code.threads(width), indptr, indices, h, *size, out, winner)
         ctx.save_for_backward(indptr, indices, winner)
         ctx.num_src, ctx.code = num_src, code
         return out
@@ -333,7 +332,7 @@ class _MaxNeighbours(torch.autograd.Function):
         (indptr, indices, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
         N, width = ctx.num_src, grad.shape[1]
         lists, out = Lists(code, indptr, indices, N), grad.new_empty(N, width)
-        size, threads = (N, width, _aligned(width, grad)), N * _threads(width)
+        size, threads = (N, width, _aligned(width, grad)), N * code.threads(width)
         code.run("max_neighbours_grad", threads, *lists.of_source, grad, winner, *size, out)
         return None, None, out, None
 
@@ -372,7 +371,7 @@ def attend(indptr, indices, source, target, attn, self_rows, nodes, seed, drop):
     Returns:
         [S, K D], of source's type.
     """
-    code = kernels([indptr, indices, self_rows, nodes], target, source)
+    code = functions([indptr, indices, self_rows, nodes], target, source)
     few = (indices.numel() + len(target)) * len(attn) < 1 << 32
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not few:
         return None
@@ -383,40 +382,38 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, indptr, indices, source, target, attn, self_rows, nodes, seed, drop, code):
         block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
-        places, scale, aligned = indices.numel() + S, 256 / (256 - drop), _aligned(D, *rows)
-        weights, out = attn.new_empty(places, K), torch.empty_like(target)
-        dropped = torch.empty_like(weights) if drop else None
-        size = S, places, K, D, aligned
-        code.run("attention_scores", places * K, *block, self_rows, *size, *rows, weights)
+        E, scale, aligned = indices.numel(), 256 / (256 - drop), _aligned(D, *rows)
+        weights, out = attn.new_empty(E + S, K), torch.empty_like(target)
+        dropped, dst = torch.empty_like(weights) if drop else None, destinations(code, *block)
+        given = *block, self_rows, dst, S, E, K, D, aligned, *rows
+        code.run("attention_scores", (E + S) * K, *given, weights)
         size, drawn = (S, K), (*_on_device(seed), drop, scale)
         code.run("attention_softmax", S * K, *block, nodes, *size, *drawn, weights, dropped)
         size, used = (S, K, D, aligned), weights if dropped is None else dropped
-        threads = S * K * _threads(D)
+        threads = S * K * code.threads(D)
         code.run("attention_sum", threads, *block, self_rows, *size, used, source, out)
         ctx.scale, ctx.code = scale, code
-        ctx.save_for_backward(indptr, indices, source, target, attn, weights, dropped)
+        ctx.save_for_backward(indptr, indices, dst, source, target, attn, weights, dropped)
         return out
 
     @staticmethod
     def backward(ctx, grad):  # [S, K D]
-        indptr, indices, *rows, weights, dropped = ctx.saved_tensors
-        block, grad, code, (source, target, attn) = (
-            (indptr, indices),
-            grad.contiguous(),
-            ctx.code,
-            rows,
-        )
-        (S, N), places, (K, D) = (len(target), len(source)), len(weights), attn.shape
-        aligned, threads = _aligned(D, *rows, grad), K * _threads(D)
+        *block, dst, source, target, attn, weights, dropped = ctx.saved_tensors
+        rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
+        (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
+        aligned, threads = _aligned(D, *rows, grad), K * code.threads(D)
         to_scores, to_attn = torch.empty_like(weights), attn.new_empty(S, K * D)
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
-        size = S, places, K, D, aligned
-        code.run("attention_weight_grad", places * K, *block, *size, source, grad, to_scores)
+        given = *block, dst, S, E, K, D, aligned, source, grad
+        code.run("attention_weight_grad", (E + S) * K, *given, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
         size, made = (S, K, D, aligned), (to_target, to_attn)
         code.run("attention_target_grad", S * threads, *block, *size, *rows, to_scores, *made)
-        lists, used = Lists(code, *block, N, edges=True), weights if dropped is None else dropped
+        lists, used = (
+            Lists(code, *block, N, dst, edges=True),
+            weights if dropped is None else dropped,
+        )
         edges, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
         given = *rows, used, to_scores, grad
         code.run("attention_source_grad", N * threads, indptr, *edges, *size, *given, to_source)
@@ -435,16 +432,17 @@ def sage(blocks, x, aggregated, weights, drops):
     Returns:
         [S, C]; bfloat16 under torch.autocast, else float32.
     """
-    mixed = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if mixed else torch.float32
+    device = x.device.type
+    mixed = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
     if weights[0].dtype != torch.float32 or not (mixed or x.dtype == torch.float32):
         return None
     rows, integers = x.new_empty(0, dtype=dtype), [t for block in blocks for t in block[:3]]
     # the input may be of another type than what is made of it
-    codes = kernels(integers, x, rows), kernels(integers, rows, rows)
+    codes = functions(integers, x, rows), functions(integers, rows, rows)
     if None in codes:
         return None
-    with torch.autocast("cuda", enabled=False) if mixed else nullcontext():
+    with torch.autocast(device, enabled=False) if mixed else nullcontext():
         return _Sage.apply(x, blocks, aggregated, drops, codes, dtype, *weights)
 
 
@@ -463,7 +461,7 @@ class _Sage(torch.autograd.Function):
             if weight.dtype != dtype:
                 weight, bias = weight.to(dtype), bias.to(dtype)
             saved += [h if i else None, pair, weight]
-            h = torch.addmm(bias, pair, weight.t())
+            h = product(pair, weight, bias)
             if i < len(drops):
                 code.relu_dropout(h, block.src_nodes, *drops[i], 256 / (256 - drops[i][1]))
         ctx.blocks, ctx.drops, ctx.code, ctx.num_input = blocks, drops, code, len(x)
@@ -475,13 +473,12 @@ class _Sage(torch.autograd.Function):
         saved, grad, grads = ctx.saved_tensors, grad.contiguous(), []
         for i, block in reversed(list(enumerate(ctx.blocks))):
             h, pair, weight = saved[3 * i : 3 * i + 3]
-            own, mean = pair.chunk(2, 1)
-            turned = grad.t()
-            grads = [torch.mm(turned, own), grad.sum(0), torch.mm(turned, mean), *grads]
+            own, neigh = torch.mm(grad.t(), pair).chunk(2, 1)
+            grads = [own, grad.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
                 kept = (h, 256 / (256 - ctx.drops[i - 1][1])) if i else ()
                 edges, num_src = (block.indptr, block.indices), len(h) if i else ctx.num_input
-                grad = torch.mm(grad, weight)
+                grad = product(grad, weight.t())
                 grad = ctx.code.self_and_mean_grad(*edges, grad, num_src, *kept)
         return grad if ctx.needs_input_grad[0] else None, *[None] * 5, *grads
 
@@ -491,35 +488,41 @@ class _Sage(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """x [S, F] times weight [D, F], plus bias [D]; large products in float32 on CPU by oneDNN.
+    """x [S, F] times weight [D, F], plus bias [D], as `product` computes it."""
+    if _for_onednn(x, weight) and not torch.is_autocast_enabled("cpu"):
+        return _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def product(x, weight, bias=None):
+    """x [S, F] times weight [D, F], plus bias [D], without autograd; large products in float32 on CPU by oneDNN.
 
     torch asks MKL for them, which takes up to twice as long on AMD's processors. It keeps what oneDNN compiled for each
     number of rows, and batches differ: a gigabyte in the end. So this is done only where the variables
     ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it (train.py sets them), and where the product is worth
     compiling anew: a small one would take ten times as long as by MKL.
     """
-    if x.numel() * weight.shape[0] < WORTH_COMPILING * torch.get_num_threads():
+    if not _for_onednn(x, weight):
         return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight.contiguous(), bias, "none", [], "")
+
+
+def _for_onednn(x, weight):
     bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
+    large = x.numel() * weight.shape[0] >= WORTH_COMPILING * torch.get_num_threads()
     usable = bounded and _on and x.device.type == "cpu" and x.dtype == torch.float32
-    if usable and not torch.is_autocast_enabled("cpu") and torch.backends.mkldnn.is_available():
-        return _Linear.apply(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def _onednn(x, weight, bias):
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return large and usable and torch.backends.mkldnn.is_available()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):  # [S, D]
         (x, weight), grad = ctx.saved_tensors, grad.contiguous()
-        to_x = _onednn(grad, weight.t().contiguous(), None) if ctx.needs_input_grad[0] else None
+        to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_x, grad.t() @ x, to_bias
