@@ -76,7 +76,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None):
     if done is not None:
         return done
     own, mean = self_and_mean(indptr, indices, h, self_rows).chunk(2, 1)
-    return alpha.unsqueeze(1) * own + beta.unsqueeze(1) * mean
+    return (alpha.unsqueeze(1) * own + beta.unsqueeze(1) * mean).to(h.dtype)
 
 
 def mean_neighbours(indptr, indices, h):
@@ -235,14 +235,22 @@ def block_degrees(block):
     return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
 
 
+class Linear(nn.Linear):
+    """nn.Linear by native/layers.py."""
+
+    def forward(self, x):
+        """x [n, F] -> [n, D]."""
+        return (fused or F).linear(x, self.weight, self.bias)
+
+
 class SAGEConv(Conv):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u)."""
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
         self.out_dim = out_dim
-        self.self_linear = nn.Linear(in_dim, out_dim)
-        self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
+        self.self_linear = Linear(in_dim, out_dim)
+        self.neigh_linear = Linear(in_dim, out_dim, bias=False)
         # mean and W_neigh commute: send the narrower
         self.message_dim = out_dim if in_dim > out_dim else None
 
@@ -272,13 +280,13 @@ class SAGEPoolConv(Conv):
     def __init__(self, in_dim, out_dim):
         super().__init__()
         self.out_dim, self.message_dim = out_dim, in_dim
-        self.pool_linear = nn.Linear(in_dim, in_dim)
-        self.self_linear = nn.Linear(in_dim, out_dim)
-        self.neigh_linear = nn.Linear(in_dim, out_dim, bias=False)
+        self.pool_linear = Linear(in_dim, in_dim)
+        self.self_linear = Linear(in_dim, out_dim)
+        self.neigh_linear = Linear(in_dim, out_dim, bias=False)
 
     def message(self, h, degree=None):
         """relu(W_pool h + b)."""
-        return F.relu(self.pool_linear(h))
+        return relu_dropout(self.pool_linear(h), 0)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
         """See `Conv`; the maximum is zero for a destination without edges."""
@@ -298,7 +306,7 @@ class GCNConv(Conv):
     def __init__(self, in_dim, out_dim):
         super().__init__()
         self.out_dim = out_dim
-        self.linear = nn.Linear(in_dim, out_dim, bias=False)
+        self.linear = Linear(in_dim, out_dim, bias=False)
         self.bias = nn.Parameter(torch.zeros(out_dim))
         nn.init.xavier_uniform_(self.linear.weight)
         self.project_first = in_dim > out_dim
@@ -312,9 +320,7 @@ class GCNConv(Conv):
         """See `Conv`."""
         scale = (degree[:, 1] + 1).rsqrt()
         total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
-        if self.project_first:
-            return total + self.bias
-        return (fused or F).linear(total, self.linear.weight, self.bias)
+        return (total if self.project_first else self.linear(total)) + self.bias
 
 
 class GINConv(Conv):
@@ -333,7 +339,7 @@ class GINConv(Conv):
         # of two numbers it leaves signs, through which no gradient passes
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
-        first, last = nn.Linear(in_dim, out_dim), nn.Linear(out_dim, out_dim)
+        first, last = Linear(in_dim, out_dim), Linear(out_dim, out_dim)
         self.mlp = nn.Sequential(first, *norms, nn.ReLU(), last)
         self.eps = nn.Parameter(torch.zeros(1))
 
@@ -348,7 +354,7 @@ class GINEConv(GINConv):
 
     def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
         super().__init__(in_dim, out_dim, norm)
-        self.edge_dim, self.edge_linear = edge_dim, nn.Linear(edge_dim, in_dim)
+        self.edge_dim, self.edge_linear = edge_dim, Linear(edge_dim, in_dim)
 
     def combine(
         self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
@@ -384,10 +390,10 @@ class GATv2Conv(Conv):
         self.out_dim, self.heads, self.mean, self.dropout = out_dim, heads, mean, dropout
         width = out_dim if mean else out_dim // heads
         self.message_dim, self.edge_dim = heads * width, edge_dim
-        self.src_linear = nn.Linear(in_dim, heads * width)
-        self.dst_linear = nn.Linear(in_dim, heads * width)
+        self.src_linear = Linear(in_dim, heads * width)
+        self.dst_linear = Linear(in_dim, heads * width)
         self.attn = nn.Parameter(torch.empty(heads, width))
-        self.edge_linear = nn.Linear(edge_dim, heads * width, bias=False) if edge_dim else None
+        self.edge_linear = Linear(edge_dim, heads * width, bias=False) if edge_dim else None
         for weight in (self.src_linear.weight, self.dst_linear.weight, self.attn):
             nn.init.xavier_uniform_(weight)
 
@@ -643,7 +649,7 @@ class GNN(nn.Module):
         self.layers = nn.ModuleList(convs[conv](*pair, **options) for pair in pairs[:-1])
         self.layers.append(convs[conv](*pairs[-1], **options, **last))
         self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
-        straight = [nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs]
+        straight = [nn.Identity() if a == b else Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
         self.dropout, self.input_dropout = dropout, input_dropout
         self.recompute, self.edge_dim = recompute, edge_dim

@@ -143,7 +143,7 @@ FN floats_t keep(floats_t v, floats_t g, float scale) {
     for (i64 c_ = 0; c_ < (width); c_ += 64 / (i64)sizeof(IN)) \
   __builtin_prefetch((table) + (i64)(ids)[e_] * (stride) + c_)
 #else
-#define FETCH(...)
+#define FETCH(...) (void)0
 #endif
 // The sources of destination s + 2, the destinations of source u + 2.
 #define FETCH_SOURCES(table, width) \
@@ -277,7 +277,8 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
                           const float *share, const IN *grad, const float *alpha, int S, int N,
                           int width, int whole, const IN *kept, float scale, OUT *out) {
   ROW_AND_COLUMN(N);
-  const i64 u = row, stride = alpha ? width : 2 * (i64)width;
+  const i64 u = row;
+  const int stride = alpha ? width : 2 * width;
   const IN *of_mean = grad + stride - width;
   const int first = start[u], last = first + size[u];
   if (!column) FETCH_DESTINATIONS(of_mean, stride, width);
@@ -286,7 +287,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
   for (int q = first; q < last; q += 8) {
     floats_t v[8];
     UNROLL for (int j = 0; j < 8; j++) if (q + j < last) {
-      v[j] = load(of_mean + destination[q + j] * stride + column, whole, left);
+      v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
     }
     UNROLL for (int j = 0; j < 8; j++) if (q + j < last) sum = sum + v[j] * share[q + j];
   }
@@ -418,10 +419,11 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
                         int S, int E, int K, int D, int whole, const IN *source, const IN *target,
                         const float *attn, float *scores) {
   THREAD((i64)(E + S) * K);
-  const i64 head = (unsigned)i % (unsigned)K;
-  const place_t place = find_place(indptr, indices, self_rows, dst, E, (unsigned)i / (unsigned)K);
+  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
+  const place_t place = find_place(indptr, indices, self_rows, dst, E, number);
   if (place.source < 0) return;
-  if (!head && i / K + 16 < E) FETCH(source, (i64)K * D, (i64)K * D, indices, i / K + 16, i / K + 17);
+  if (!head && number + 16 < E)
+    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
   const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
   floats_t sum = all_of(0);
   for (int c = 0; c < D; c += COLUMNS) {
@@ -457,10 +459,11 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
                              int K, int D, int whole, const IN *source, const IN *grad,
                              float *to_weights) {
   THREAD((i64)(E + S) * K);
-  const i64 head = (unsigned)i % (unsigned)K;
-  const place_t place = find_place(indptr, indices, 0, dst, E, (unsigned)i / (unsigned)K);
+  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
+  const place_t place = find_place(indptr, indices, 0, dst, E, number);
   if (place.source < 0) return;
-  if (!head && i / K + 16 < E) FETCH(source, (i64)K * D, (i64)K * D, indices, i / K + 16, i / K + 17);
+  if (!head && number + 16 < E)
+    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
   const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
   floats_t sum = all_of(0);
   for (int c = 0; c < D; c += COLUMNS)

@@ -437,7 +437,8 @@ def sage(blocks, x, aggregated, weights, drops):
     dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
     if weights[0].dtype != torch.float32 or not (mixed or x.dtype == torch.float32):
         return None
-    rows, integers = x.new_empty(0, dtype=dtype), [t for block in blocks for t in block[:3]]
+    rows = x.new_empty(0, dtype=dtype)
+    integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may be of another type than what is made of it
     codes = functions(integers, x, rows), functions(integers, rows, rows)
     if None in codes:

@@ -80,35 +80,6 @@ def test_full_blocks_layerwise_inference_and_dense_algebra_agree():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_native_layers_equal_torch_operations(dtype, ids):
-    rng = np.random.default_rng(14)
-    for width in (1, 5, 64, 1500):
-        indptr, indices = _random_graph(rng, 50, 6, ids)
-        indptr = indptr.to(ids)
-        h = torch.randn(50, width).to(dtype)
-        grad = torch.randn(50, 2 * width).to(dtype)
-        results = []
-        for on in (True, False):
-            fused.use_native(on)
-            try:
-                x = h.clone().requires_grad_()
-                pair = model.self_and_mean(indptr, indices, x)
-                pair.backward(grad)
-                own = torch.from_numpy(rng.permutation(50)).to(ids) if on else own  # noqa: F821
-                table = model.self_and_mean(indptr, indices, h, own, torch.empty(50, 2 * width))
-                results.append((pair.detach(), x.grad, table))
-            finally:
-                fused.use_native(True)
-        tolerance = (
-            dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
-        )
-        for a, b in zip(*results):
-            torch.testing.assert_close(a, b, **tolerance)
-        assert torch.equal(results[0][2][:, :width], h[own.long()].float())
-
-
 @pytest.mark.parametrize(
     "dtype, ids", [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
 )
@@ -212,7 +183,6 @@ def _layers_on_gpu():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.is_gpu = lambda device: True
-    module.linear = torch.nn.functional.linear
     return module
 
 
@@ -227,6 +197,12 @@ def cuda_layers(tmp_path_factory, monkeypatch):
     return _emulate_layers(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
+@pytest.fixture(params=["emulated GPU", "CPU"])
+def kernels(request, cuda_layers):
+    """native/layers.py with kernels that another compiler runs in another way: one thread at a time, or OpenMP's."""
+    return layers_gpu if request.param == "emulated GPU" else fused
+
+
 def _emulate_layers(folder, monkeypatch):
     launched = []
 
@@ -236,7 +212,7 @@ def _emulate_layers(folder, monkeypatch):
         return kernels
 
     layers_gpu.load.cache_clear()
-    compiler = types.SimpleNamespace(load_cuda=load_cuda, read_source=build.read_source)
+    compiler = types.SimpleNamespace(**vars(build) | {"load_cuda": load_cuda})
     monkeypatch.setattr(layers_gpu, "build", compiler)
     return launched
 
@@ -265,7 +241,7 @@ def _shifted(t):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch):
+def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkeypatch):
     torch.manual_seed(15)
     rng, S, N = np.random.default_rng(15), 40, 60
     near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
@@ -275,8 +251,8 @@ def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch
         h = torch.randn(N, width).to(dtype)
         h = _shifted(h) if width == 8 else h
         pair, best = torch.randn(S, 2 * width).to(dtype), torch.randn(S, width).to(dtype)
-        results = []
-        for functions in (layers_gpu, None, layers_gpu):  # twice: threads in another order
+        results, scales = [], torch.rand(2 * S)
+        for functions in (kernels, None, kernels):  # twice: threads in another order
             monkeypatch.setattr(model, "fused", functions)
             x, y = (h.clone().requires_grad_() for _ in range(2))
             means, largest = (
@@ -285,6 +261,9 @@ def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch
             )
             means.backward(pair)
             largest.backward(best)
+            z, alpha = h.clone().requires_grad_(), scales[:S].clone().requires_grad_()
+            sums = model.own_plus_mean(indptr, indices, z, alpha, scales[S:])
+            sums.backward(best)
             tables = [
                 model.self_and_mean(indptr, indices, h, own, torch.empty(S, 2 * width, dtype=t))
                 for t in (torch.float32, torch.bfloat16)
@@ -297,13 +276,17 @@ def test_cuda_layers_equal_torch_operations(cuda_layers, dtype, ids, monkeypatch
                     y.grad,
                     *tables,
                     model.gather_rows(h, own),
+                    sums.detach(),
+                    z.grad,
+                    alpha.grad,
+                    model.own_plus_mean(indptr, indices, h, scales[:S], scales[S:], own),
                 ]
             )
         for ours, theirs, again in zip(*results):
             torch.testing.assert_close(ours, theirs, **near)
             assert torch.equal(ours, again)
-        assert "list_in_order" in cuda_layers
-        if width == 36:  # padding changes nothing
+        assert ("list_in_order" in cuda_layers) == (kernels is layers_gpu)
+        if width == 36 and kernels is layers_gpu:  # padding changes nothing
             monkeypatch.setattr(model, "fused", layers_gpu)
             x, y = (torch.cat([h, h.new_zeros(9, width)]).requires_grad_() for _ in range(2))
             padded = _padded(indptr, indices, 7, S + 3)
@@ -357,7 +340,8 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
     lists = torch.arange(N).int(), torch.ones(N).int(), torch.arange(far, far + N).int()
     share, out = torch.ones(N), torch.empty(N, width // 2, dtype=dtype)
     pair, sizes = _behind(far, h), (0, N, width // 2, 1)
-    code.run("self_and_mean_grad", N * width // 8, *lists, share, pair, *sizes, None, 1.0, out)
+    given = *lists, share, pair, None, *sizes, None, 1.0
+    code.run("self_and_mean_grad", N * width // 8, *given, out)
     assert torch.equal(out, h[:, width // 2 :])
     winner = torch.arange(N).int()[:, None].expand(N, width).contiguous()
     out, winners = torch.empty_like(h), _behind(far, winner)
@@ -424,8 +408,8 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3)])
-def test_cuda_attention_equals_torch_operations(cuda_layers, heads, width, dtype, monkeypatch):
+@pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20)])
+def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
     rng, S, N = np.random.default_rng(16), 30, 50
     near = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=5e-2, atol=1e-1)
     indptr, indices = _layer_block(rng, S, N, torch.int32)
@@ -440,7 +424,7 @@ def test_cuda_attention_equals_torch_operations(cuda_layers, heads, width, dtype
     )
     layer.dst_linear = torch.nn.Identity()
     weight, results = torch.randn(S, heads * width).to(dtype), []
-    for functions in (layers_gpu, None, layers_gpu):
+    for functions in (kernels, None, kernels):
         monkeypatch.setattr(model, "fused", functions)
         inputs = [source.clone().requires_grad_(), target.clone().requires_grad_(), layer.attn]
         out = layer.combine(indptr, indices, inputs[0], None, inputs[1], nodes=nodes[:S], seed=99)
@@ -461,7 +445,7 @@ def test_cuda_attention_equals_torch_operations(cuda_layers, heads, width, dtype
     for ours, theirs, again in zip(*results):
         torch.testing.assert_close(ours, theirs, **near)
         assert torch.equal(ours, again)
-    if functions is layers_gpu:  # padding changes nothing
+    if kernels is layers_gpu:  # padding changes nothing
         x, y = (
             source.clone().requires_grad_(),
             torch.cat([target, target.new_zeros(4, heads * width)]).requires_grad_(),
@@ -494,7 +478,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("conv", OPTIONS)
-def test_cuda_models_equal_torch_operations(cuda_layers, conv, monkeypatch):
+def test_models_on_kernels_equal_torch_operations(kernels, conv, monkeypatch):
     """Forward and gradients with dropout; recomputed; twice with threads in another order: to the last bit."""
     indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
     sample = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample
@@ -502,7 +486,7 @@ def test_cuda_models_equal_torch_operations(cuda_layers, conv, monkeypatch):
     x = torch.randn(blocks[0].num_src, 20)
     for options in OPTIONS[conv]:
         results = []
-        for functions in (None, layers_gpu, layers_gpu):
+        for functions in (None, kernels, kernels):
             monkeypatch.setattr(model, "fused", functions)
             results.append(_trained(_net(conv, (20, 8, 5), **options), blocks, x, key))
         results.append(_trained(_net(conv, (20, 8, 5), recompute=True, **options), blocks, x, key))
@@ -588,7 +572,7 @@ def test_cuda_graphsage_of_padded_blocks(cuda_layers, monkeypatch):
     pair = model.self_and_mean(blocks[0].indptr, blocks[0].indices, x)
     for ours, same in zip(_trained(net, blocks, pair, key, aggregated=True), expected):
         torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
-    assert len(cuda_layers) - launched == 1 + 2 * 2 + 2 * 5
+    assert len(cuda_layers) - launched == 1 + 2 * 2 + 2 * 6
     rows = [block.num_dst + 5 for block in blocks] + [0]
     padded = []
     for block, S, k in zip(blocks, rows, (3, 3, 4)):
