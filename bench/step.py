@@ -11,12 +11,12 @@ import torch
 
 from bench.contenders import dgl, ours, training_log
 from bench.tools import (
+    alone,
     in_own_process,
     interleave,
     medians,
     memory_of_process,
     opened,
-    own_process,
     prepared,
     print_table,
     print_times,
@@ -149,8 +149,7 @@ def bench_scaling(args):
     """Epochs of train.py with each number of processes and the same total batch; returns the figures."""
     rows, epochs, figures = rows_computed(args), collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        with own_process(args.threads) as process:
-            epochs[procs] += process.submit(epochs_of, args, procs).result()
+        epochs[procs] += alone(args.threads, epochs_of, args, procs)
     first = args.procs[0]
     for procs, entries in epochs.items():
         seconds, exchange, stall, optimizer = (

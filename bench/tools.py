@@ -10,12 +10,12 @@ import multiprocessing
 import os
 import platform
 import re
+import resource
 import signal
 import statistics
 import subprocess
 import threading
 import time
-import types
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -133,7 +133,7 @@ def medians(times):
 
 def figure_text(value):
     """A number with four digits and k, M or G; anything else as it is, None as nothing."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "" if value is None else str(value)
     thousands = min(max(0, len(str(abs(round(value)))) - 2) // 3, 3)
     return f"{value / 1000**thousands:.4g}{('', ' k', ' M', ' G')[thousands]}"
@@ -204,6 +204,12 @@ def own_process(threads):
     return ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
 
 
+def alone(threads, function, *args):
+    """What function(*args) returns, called in a process of its own."""
+    with own_process(threads) as process:
+        return process.submit(function, *args).result()
+
+
 def in_own_process(threads, prepare_step, *args, **options):
     """Prepare a contender in a process of its own -> its step, which is taken there."""
     process = own_process(threads)
@@ -219,31 +225,30 @@ def _take(words):
     return _take.step(*words)
 
 
-def memory_of_process(file, pid="self"):
-    """Figures of a process from /proc/PID/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
-    lines = [line.split() for line in Path("/proc", str(pid), file).read_text().splitlines()]
+def memory_of_process(file):
+    """Figures of this process from /proc/self/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
+    lines = [line.split() for line in Path("/proc/self", file).read_text().splitlines()]
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def disk_reads(pid="self"):
-    """(bytes that a process has had read from disks, page faults that waited for one) so far."""
-    folder = Path("/proc", str(pid))
-    read = (folder / "io").read_text().split("\nread_bytes: ")[1].split()[0]
-    return int(read), int((folder / "stat").read_text().rpartition(")")[2].split()[9])
+def disk_reads():
+    """(bytes that this process has had read from disks, page faults that waited for one) so far."""
+    read = Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0]
+    return int(read), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 @contextlib.contextmanager
 def watch():
-    """Watch this process while the body runs; yields a namespace, which is filled when the body ends.
+    """Watch this process while the body runs; yields a dict, which is filled when the body ends.
 
-    .seconds; .peak and .grown, bytes of anonymous memory; .mapped, bytes of files; .faults that waited for the disk;
-    .read, bytes from the disk.
+    seconds; peak_anonymous and grown, bytes of anonymous memory; mapped, bytes of files; major_faults, which waited
+    for the disk; from_disk, bytes.
     """
-    seen, done = types.SimpleNamespace(peak=0), threading.Event()
+    seen, done, peaks = {}, threading.Event(), [0]
 
     def sample():
         while not done.wait(0.02):
-            seen.peak = max(seen.peak, memory_of_process("status")["RssAnon"])
+            peaks.append(memory_of_process("status")["RssAnon"])
 
     before, (read, faults) = memory_of_process("status"), disk_reads()
     thread = threading.Thread(target=sample)
@@ -251,13 +256,24 @@ def watch():
     start = time.perf_counter()
     try:
         yield seen
-        seen.seconds = time.perf_counter() - start
+        seen["seconds"] = time.perf_counter() - start
     finally:
         done.set()
         thread.join()
     after, (read_after, faults_after) = memory_of_process("status"), disk_reads()
-    seen.grown, seen.mapped = after["RssAnon"] - before["RssAnon"], after["RssFile"]
-    seen.read, seen.faults = read_after - read, faults_after - faults
+    seen |= {"peak_anonymous": max(peaks), "grown": after["RssAnon"] - before["RssAnon"]}
+    seen |= {"mapped": after["RssFile"], "major_faults": faults_after - faults}
+    seen["from_disk"] = read_after - read
+
+
+def watched_rounds(step, rounds, each):
+    """Take `each` steps a round -> what `watch` sees of every round, with batches_per_s and losses."""
+    figures = []
+    for _ in range(rounds):
+        with watch() as seen:
+            losses = [step() for _ in range(each)]
+        figures.append(seen | {"batches_per_s": each / seen["seconds"], "losses": losses})
+    return figures
 
 
 def forget_pages(path):
