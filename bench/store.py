@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bench.store_train import AHEAD, print_training, train_each
-from bench.tools import alone, forget_pages, interleave, medians, print_table, watch
+from bench.tools import alone, chosen_parts, forget_pages, interleave, medians, print_table, watch
 from disk.files import StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.reader import open_rows
@@ -263,9 +263,7 @@ PARTS = {
 
 def bench_store(args):
     """Build, read rows, train from disk, write and read small graphs, each in its own process; returns the figures."""
-    parts = set(args.parts.split(",") if args.parts else [*PARTS][:-1])
-    if unknown := parts - PARTS.keys():
-        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(PARTS)}")
+    parts = chosen_parts(args, PARTS) if args.parts else [*PARTS][:-1]
     Path(args.root).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
         figures = {part: PARTS[part](args, Path(folder)) for part in PARTS if part in parts}

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from disk.files import StoreError, write_whole
 from run import allocator
 from sampler import import_dgl
 from sources import prepare
@@ -171,12 +172,30 @@ def print_times(what, times, unit="ms", **columns):
     return median, least
 
 
+def read_json(file):
+    """The content of a JSON file; {} where there is none."""
+    return json.loads(Path(file).read_text()) if Path(file).exists() else {}
+
+
+def write_json(file, content):
+    """Write or replace a JSON file, which is whole at any time."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(Path(file), lambda out: out.write(text.encode()))
+
+
 def keep_figures(args, machine, figures):
     """Write the figures to --json, with the machine (`hardware`) and the arguments."""
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        everything = {"machine": machine, "arguments": vars(args), **figures}
-        Path(args.json).write_text(json.dumps(everything, indent=1) + "\n")
+        write_json(args.json, {"machine": machine, "arguments": vars(args), **figures})
+
+
+def chosen_parts(args, parts):
+    """The parts in --parts, or all of `parts`."""
+    names = args.parts.split(",") if args.parts else list(parts)
+    if unknown := set(names) - set(parts):
+        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(parts)}")
+    return names
 
 
 def in_memory(tensor, dtype=None):
@@ -287,3 +306,11 @@ def forget_pages(path):
 def end_with_the_parent():
     """Have the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def kill_group(process):
+    """End a process, which may or may not lead a group by now, with what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
