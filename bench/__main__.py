@@ -39,14 +39,11 @@ from disk.files import StoreError
 from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
-MODULES = {  # command: the module with its bench_COMMAND
-    **{
-        name: name
-        for name in "sampler step store inference accuracy defaults gpu attack picture".split()
-    },
-    **dict(link="step", features="step", scaling="step", labor="accuracy"),
-}
 SHARED = "synthetic:nodes=2500000,degree=1,features=400"
+NAMES = "sampler step store inference accuracy defaults gpu attack picture"
+# command: the module with its bench_COMMAND
+MODULES = {name: name for name in NAMES.split()}
+MODULES |= {"link": "step", "features": "step", "scaling": "step", "labor": "accuracy"}
 
 
 def numbers(text):
@@ -68,19 +65,12 @@ def make_parser():
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
     add("--threads", type=int, help="of every contender (default: 2; gpu: one for each core)")
-    add(
-        "--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs; gpu: 5)"
-    )
+    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 of 4 epochs; gpu: 5)")
     add("--json", metavar="FILE", help="write the figures here as well")
     # sampler, features, scaling, inference
     add("--larger", metavar="DATASET", help="sampler: the cost of an edge on this larger graph too")
     add("--shared", default=SHARED, metavar="DATASET", help="features: what four processes share")
-    add(
-        "--procs",
-        default="1,2",
-        type=numbers,
-        help="scaling: processes; --batch-size is their total",
-    )
+    add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
     add("--gpus", action="store_true", help="scaling: a GPU for each process")
     add("--model", default="sage", choices=list(CONVS), help="inference: the model")
     # store
@@ -88,9 +78,7 @@ def make_parser():
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
-    add(
-        "--graphbolt", metavar="PYTHON", help="store: train with GraphBolt too, in this interpreter"
-    )
+    add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt in this interpreter too")
     add("--papers", type=float, default=1, help="store: part papers, 1 for the size of papers100M")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
@@ -99,11 +87,7 @@ def make_parser():
     add("--models", metavar="A,B", help="accuracy: of mlp,sage,sage-pool,gcn,gat,gin,labels")
     add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
     # gpu, attack, picture
-    add(
-        "--quick",
-        action="store_true",
-        help="gpu: tiny graphs, to rehearse; --out is ROOT/gpu-quick",
-    )
+    add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
     add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
     add("--seed", type=int, default=0, help="attack: of the cases")
     add("--only", metavar="KIND", help="attack: cases of this kind alone")
@@ -122,9 +106,9 @@ def main(argv=None):
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    if unknown := set((args.models or "mlp").split(",")) - {"mlp", "labels", *CONVS}:
-        known = f"mlp,{','.join(CONVS)},labels"
-        parser.error(f"--models {','.join(sorted(unknown))}: choose from {known}")
+    known = "mlp", *CONVS, "labels"
+    if unknown := set((args.models or "mlp").split(",")) - set(known):
+        parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(known)}")
     gpu = args.what == "gpu"
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)
