@@ -25,6 +25,7 @@ from bench import attack, gpu_speed, harm, picture
 from bench import gpu as bench_gpu
 from bench import sampler as bench_sampler
 from bench import step as bench_step
+from disk.files import StoreError
 from disk.graphs import block_diagonal
 from run import flags
 from tests.common import (
@@ -290,6 +291,16 @@ def test_bench_gpu_times_whole_epochs_where_steps_are_fast(monkeypatch):
     assert [steps for _, steps in took] == [5, 20, 20, 20, 192, 192, 192]
     assert len({epoch for epoch, _ in took}) == 7  # each its own
     assert fast["steps_timed"] == 192 and fast["epoch_s"] == pytest.approx(0.1922)
+
+
+def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
+    words = (
+        f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2 --hidden 8".split()
+    )
+    entries = gpu_speed.epochs_of(words)
+    assert len(entries) == 2 and all(entry["loss"] > 0 and entry["seconds"] for entry in entries)
+    with pytest.raises(StoreError, match="exit code 2: .*--fanout"):
+        gpu_speed.epochs_of([*words, "--fanout", "x"])
 
 
 def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch):
