@@ -1,13 +1,11 @@
 """Side-by-side measurement: every contender on the same graph, in one process, in turn.
 
     python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
-    python -m bench sampler --json sampler.json --larger synthetic:nodes=24490290,degree=50,features=1,classes=47
     python -m bench step                         # a training step beside DGL's, and what each trick is worth
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
     python -m bench features                     # the ring beside a plain copy; four processes on one store
     python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
     python -m bench store                        # building, training from disk, many small graphs
-    python -m bench store --edges 200000000 --features-gb 32 --graphs 1000000 --json store.json
     python -m bench store --parts papers --cache-gb 3 --batches 80     # the size of ogbn-papers100M: 50 GB of disk
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
@@ -15,7 +13,7 @@
     python -m bench labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
-    python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote
+    python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -24,8 +22,7 @@ Contenders that cannot be imported are left out, with the reason. GraphBolt need
     graphbolt/bin/python -m bench sampler
     python -m bench store --parts train --graphbolt graphbolt/bin/python
 
-A time is the median over --rounds. Within a round the contenders follow each other, so that a slow moment of the
-machine meets all of them. results/README.md holds the figures of one machine.
+A time is the median over --rounds; results/README.md holds the figures of one machine.
 """
 
 import argparse

@@ -101,8 +101,7 @@ def fetch(ring, slot, ids):
 def bench_features(args):
     """Gather rows through the ring beside a plain copy, in the same run; returns the figures."""
     size, figures = 1 << 28, {}
-    source = torch.ones(size, dtype=torch.uint8)
-    copied = torch.empty_like(source)
+    source, copied = torch.ones(2, size, dtype=torch.uint8)
     for row_bytes in (64, 400, 2048):
         table = torch.ones((1 << 30) // row_bytes, row_bytes // 4)
         labels = torch.zeros(len(table), dtype=torch.int64)
@@ -152,27 +151,16 @@ def bench_scaling(args):
         epochs[procs] += alone(args.threads, epochs_of, args, procs)
     first = args.procs[0]
     for procs, entries in epochs.items():
-        seconds, exchange, stall, optimizer = (
-            statistics.median(entry.get(stage, 0) for entry in entries)
-            for stage in ("seconds", "exchange", "stall", "optimizer")
-        )
-        speedup = figures[first]["median_s"] / seconds if figures else 1.0
-        costs = {
-            "rows that several processes compute": seconds * (1 - rows[first] / rows[procs]),
-            "exchange of gradients and waiting for each other": exchange,
-            "waiting for data": stall,
-            "the optimizer, which every process runs": optimizer,
-        }
-        figures[procs] = {
-            "n": len(entries),
-            "median_s": seconds,
-            "min_s": min(entry["seconds"] for entry in entries),
-            "speedup": speedup,
-            "efficiency": speedup * first / procs if args.gpus else speedup,  # CPU: the same cores
-            "rows": rows[procs],
-            "costs_s": costs,
-        }
-    print_table("processes", {procs: row | row["costs_s"] for procs, row in figures.items()})
+        seconds = [entry["seconds"] for entry in entries]
+        row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
+        row["speedup"] = figures[first]["median_s"] / row["median_s"] if figures else 1.0
+        # on CPU the processes share the same cores
+        row["efficiency"] = row["speedup"] * (first / procs if args.gpus else 1)
+        row |= {"rows": rows[procs], "rows / first": rows[procs] / rows[first]}
+        for stage in ("exchange", "stall", "optimizer"):
+            row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
+        figures[procs] = row
+    print_table("processes", figures)
     return {"scaling": figures}
 
 
