@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import model
 import train
-from bench.tools import dgl_graph, opened
+from bench.tools import dgl_graph, exit_code, opened
 from disk.files import StoreError
 from features import FeatureRing
 from loader import Batch
@@ -162,10 +162,7 @@ def training_log(words):
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            try:
-                code = train.main([*map(str, words), "--log", f"{folder}/log"])
-            except SystemExit as stop:
-                code = stop.code
+            code = exit_code(train.main, [*words, "--log", f"{folder}/log"])
         if code:
             last = said.getvalue().strip().rpartition("\n")[2]
             raise StoreError(f"train.py ended with exit code {code}: {last}")

@@ -70,10 +70,10 @@ class Record:
         content["parts"][self.part] = self.figures
         write_json(self.file, content)
 
-    def fail(self, what):
+    def fail(self, what, entry="failed"):
         """Write down and print what failed."""
-        print(f"FAILED  {what}", flush=True)
-        self.keep(failed=[*self.figures["failed"], what])
+        print(f"{'FAILED ' if entry == 'failed' else 'left out:'} {what}", flush=True)
+        self.keep(**{entry: [*self.figures[entry], what]})
 
     @contextlib.contextmanager
     def attempt(self, what, optional=False):
@@ -83,8 +83,7 @@ class Record:
         except (Exception, SystemExit) as error:  # SystemExit: what train.py's command line refuses
             line = (str(error).strip().splitlines() or [""])[0][:300]
             if optional and isinstance(error, ImportError):
-                print(f"left out: {what} ({line})", flush=True)
-                self.keep(left_out=[*self.figures["left_out"], f"{what}: {line}"])
+                self.fail(f"{what}: {line}", "left_out")
             else:
                 traceback.print_exc()
                 self.fail(f"{what}: {type(error).__name__}: {line}")
@@ -161,7 +160,7 @@ def stores(args, record):
             seconds[size] = time.time() - start
             said = "  ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
             record.keep(built_s=seconds, summary=said)
-            print(f"{size}: {graph_name(args, size)}, {seconds[size]:.1f} s", flush=True)
+            print(said, flush=True)
 
 
 def losses(args, record):

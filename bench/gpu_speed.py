@@ -4,6 +4,7 @@ A part is a function of the command line's arguments and a `Record` of bench/gpu
 """
 
 import gc
+import itertools
 import re
 import statistics
 import time
@@ -46,9 +47,10 @@ def on_gpu(step, *args):
     return start.elapsed_time(end) / 1e3, result
 
 
-def median_ms(steps, rounds, record):
+def median_ms(steps, rounds, record, **options):
     """Time contenders in turn, after a round that does not count -> {name: median in ms}; failures are recorded."""
-    times = interleave(steps, rounds, warmup=1, timed=on_gpu, attempt=record.attempt)
+    how = {"warmup": 1, "timed": on_gpu, "attempt": record.attempt}
+    times = interleave(steps, rounds, **how, **options)
     return {name: 1e3 * max(seconds, 1e-9) for name, seconds in medians(times).items()}
 
 
@@ -61,8 +63,16 @@ def flags_of(args, size, mode, precision="fp32", *more):
     """Words of train.py's command line."""
     words = ["--dataset", graph_name(args, size), "--root", args.root, "--hidden", args.hidden]
     words += ["--batch-size", args.batch_size, "--fanout", ",".join(map(str, args.fanout))]
-    words += ["--precision", precision, "--mode", mode, "--gpus", int(mode != "cpu-cpu"), *more]
-    return [str(word) for word in words]
+    return [
+        *words,
+        "--precision",
+        precision,
+        "--mode",
+        mode,
+        "--gpus",
+        int(mode != "cpu-cpu"),
+        *more,
+    ]
 
 
 def epochs_of(words):
@@ -82,39 +92,28 @@ def sampling(args, record):
     host, device = [store.indptr, store.indices], [store.indptr.cuda(), store.indices.cuda()]
     blocks = {}
 
-    def ours(name, graph, relabel_outer=True, backend="native"):
-        draw = NeighborSampler(*graph(), args.fanout, backend=backend, check=False)
+    def ours(graph, relabel_outer=True, backend="native"):
+        draw = NeighborSampler(*graph, args.fanout, backend=backend, check=False)
         if draw.backend != backend:
             raise RuntimeError(f"there is no {backend} backend here")
+        return lambda i: draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)
 
-        def step(i):
-            blocks[name] = draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)
-
-        return step
-
-    graphs = {
-        "native": lambda: device,
-        "native, outermost hop in global ids": lambda: device,
-        PINNED: lambda: [gpu_view(array, "cuda") for array in share(host)],
-        "torch operations": lambda: device,
-        ON_CPU: lambda: host,
-    }
-    options = {
-        "native, outermost hop in global ids": {"relabel_outer": False},
-        "torch operations": {"backend": "torch"},
-    }
     contenders = {
-        name: partial(ours, name, g, **options.get(name, {})) for name, g in graphs.items()
+        "native": partial(ours, device),
+        "native, outermost hop in global ids": partial(ours, device, relabel_outer=False),
+        PINNED: lambda: ours([gpu_view(array, "cuda") for array in share(host)]),
+        "torch operations": partial(ours, device, backend="torch"),
+        ON_CPU: partial(ours, host),
     }
     steps = prepared(contenders, record.attempt)
     source = torch.ones(1 << (20 if args.quick else 30), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     steps["device copy"] = lambda i: target.copy_(source)
-    ms = median_ms(steps, 4 * args.rounds, record)
+    ms = median_ms(steps, 4 * args.rounds, record, note=blocks.__setitem__)
     bandwidth = 2 * source.numel() / ms.pop("device copy")  # bytes a millisecond
     moved = {name: bytes_of_batch(blocks[name]) for name in ms}
-    of_copy = {name: moved[name] / ms[name] / bandwidth for name in ms}
-    of_copy = {name: part for name, part in of_copy.items() if name not in (PINNED, ON_CPU)}
+    in_gpu = [name for name in ms if name not in (PINNED, ON_CPU)]
+    of_copy = {name: moved[name] / ms[name] / bandwidth for name in in_gpu}
     figures = {"median_ms": ms, "bytes": moved, "share_of_copy": of_copy}
     print_table("sampling a batch", by_row(figures))
     record.keep(**figures, copy_gb_per_s=bandwidth / 1e6)
@@ -210,21 +209,20 @@ def training_contenders(args, size, whole):
     """{name: function -> figures}, the most wanted first; eager and graph: --cuda-graph off and on, where the GPU can
     read the features."""
     contenders = {}
-    for precision in ("fp32", "bf16", "tf32"):
-        for mode in GPU_MODES:
-            for how, word in (("eager", "off"), ("graph", "on"))[: 1 if mode == "cpu-cuda" else 2]:
-                words = flags_of(args, size, mode, precision, "--epochs", "4", "--cuda-graph", word)
-                contenders[f"{mode} {precision} {how}"] = partial(epochs_timed, words, whole)
-            if precision == "fp32":
-                plain = partial(plain_steps, args, size, mode)
-                contenders[f"{mode} fp32 plain"] = partial(steps_timed, plain, whole)
+    for precision, mode in itertools.product(("fp32", "bf16", "tf32"), GPU_MODES):
+        for how, word in (("eager", "off"), ("graph", "on"))[: 1 if mode == "cpu-cuda" else 2]:
+            words = flags_of(args, size, mode, precision, "--epochs", "4", "--cuda-graph", word)
+            contenders[f"{mode} {precision} {how}"] = partial(epochs_timed, words, whole)
+        if precision == "fp32":
+            plain = partial(plain_steps, args, size, mode)
+            contenders[f"{mode} fp32 plain"] = partial(steps_timed, plain, whole)
     return contenders
 
 
 def epochs_timed(words, whole):
     """Figures of train.py: the median of its epochs without the first."""
     entries = epochs_of(words)[1:]
-    seconds = statistics.median(entry["seconds"] for entry in entries)
+    seconds = [entry["seconds"] for entry in entries]
     stall = statistics.median(entry.get("stall", 0) / entry["seconds"] for entry in entries)
     return figures_of(seconds, whole, whole) | {"stall_share": stall, "stages": entries[-1]}
 
@@ -233,17 +231,18 @@ def steps_timed(make, whole):
     """Figures of a contender, a function (epoch, steps) that takes the first steps of an epoch."""
     run, steps = make(), min(WINDOW, whole)
     run(0, min(5, whole))
-    seconds = statistics.median(on_gpu(run, 1 + i, steps)[0] for i in range(3))
-    if seconds / steps < SLOW:
+    seconds = [on_gpu(run, epoch, steps)[0] for epoch in (1, 2, 3)]
+    if statistics.median(seconds) / steps < SLOW:
         steps = whole
-        seconds = statistics.median(on_gpu(run, 4 + i, steps)[0] for i in range(3))
+        seconds = [on_gpu(run, epoch, steps)[0] for epoch in (4, 5, 6)]
     return figures_of(seconds, steps, whole)
 
 
 def figures_of(seconds, steps, whole):
-    """Figures from the seconds of a number of steps."""
-    epoch = seconds if steps == whole else None
-    return {"step_ms": 1e3 * seconds / steps, "steps_timed": steps, "epoch_s": epoch}
+    """Figures from the seconds of several runs of a number of steps."""
+    median = statistics.median(seconds)
+    epoch = median if steps == whole else None
+    return {"step_ms": 1e3 * median / steps, "steps_timed": steps, "epoch_s": epoch}
 
 
 def transfer(args, record):

@@ -9,17 +9,7 @@ from functools import partial
 
 import torch
 
-from bench.tools import (
-    by_row,
-    dgl_graph,
-    in_memory,
-    interleave,
-    medians,
-    opened,
-    prepared,
-    print_table,
-    print_times,
-)
+from bench.tools import dgl_graph, in_memory, interleave, medians, opened, prepared, print_table
 from run.allocator import keep_freed_memory
 from sampler import DGLAdapter, NeighborSampler, import_dgl
 
@@ -139,15 +129,21 @@ def time_samplers(args, steps):
     """The table of all contenders -> {name: figures}."""
     drawn = {name: [] for name in steps}
     times = interleave(steps, args.rounds, note=lambda name, counts: drawn[name].append(counts))
-    edges, sources = (
-        {name: statistics.mean(pair[k] for pair in drawn[name]) for name in times} for k in (0, 1)
-    )
-    rate = {name: edges[name] / seconds for name, seconds in medians(times).items()}
-    nanoseconds = {name: 1e9 * s / sources[name] for name, s in medians(times).items()}
-    columns = {"edges": edges, "sources": sources, "edges_per_s": rate}
-    median, least = print_times("sampler", times, **columns, ns_per_source=nanoseconds)
-    ratio = {name: ms / median["native"] for name, ms in median.items()}
-    return by_row({"median_ms": median, "min_ms": least, **columns, "ratio_to_native": ratio})
+    figures, native = {}, statistics.median(times["native"])
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        edges, sources = (statistics.mean(counts) for counts in zip(*drawn[name]))
+        figures[name] = {
+            "median_ms": 1e3 * median,
+            "min_ms": 1e3 * min(seconds),
+            "ratio_to_native": median / native,
+            "edges": edges,
+            "sources": sources,
+            "edges_per_s": edges / median,
+            "ns_per_source": 1e9 * median / sources,
+        }
+    print_table("sampler", figures)
+    return figures
 
 
 def input_rows(draw, store, batch_size, batches=17):

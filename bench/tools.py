@@ -303,6 +303,14 @@ def forget_pages(path):
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def exit_code(main, words):
+    """What a command line ends with."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as stop:
+        return stop.code
+
+
 def end_with_the_parent():
     """Have the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -17,7 +17,7 @@ import torch
 import store
 import train
 from bench.harm import harm_bytes, harm_store, harm_values, pick
-from bench.tools import end_with_the_parent
+from bench.tools import end_with_the_parent, exit_code
 from disk import graphs
 from disk.files import StoreError
 from disk.graphs import GraphDataset
@@ -63,7 +63,7 @@ def make_good(case):
         bond_offsets=np.append(0, bonds.cumsum()),
         atom_feat=random.integers(0, 9, (nodes.sum(), 3), np.uint8),
         bond_feat=random.random((bonds.sum(), 2), np.float32),
-        bond_index_local=random.integers(0, [[1] * bonds.sum(), nodes.repeat(bonds)]),
+        bond_index_local=random.integers([[0], [1]], [[1] * bonds.sum(), nodes.repeat(bonds)]),
         targets=nodes.astype(np.float32),
     )
     np.savez(
@@ -74,7 +74,7 @@ def make_good(case):
         lattice=4 * np.eye(3) + 0.5 * random.random((40, 3, 3)),
         energy=random.standard_normal(40) * cells,
     )
-    store.main(["build", str(base / "molecules.npz"), str(base / "graphs")])
+    exit_code(store.main, ["build", base / "molecules.npz", base / "graphs"])
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
     build_in(base / "mmap", graph, "mmap")
@@ -87,7 +87,7 @@ def make_good(case):
         lock.unlink()
     for task, words in {"node": [], "link": ["--scorer", "mlp", "--early-stop", 5]}.items():
         words += ["--checkpoint", base / f"{task}.pt"]
-        train.main(command(base / "mmap", 1, *words, task=task))
+        exit_code(train.main, command(base / "mmap", 1, *words, task=task))
 
 
 def build_in(path, arrays, backend="lmdb", block_rows=None):
@@ -122,7 +122,7 @@ def attack_input(case):
         edges, *others = (next(source.glob(f"{name}.csv*")) for name in TABLES)
         pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
         words = [edges, "built", *(word for pair in pairs for word in pair)]
-    code = exit_code(store.main, ["build", *map(str, words)])
+    code = exit_code(store.main, ["build", *words])
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
         wrong = (graphs if many else store).verify("built")
@@ -242,15 +242,7 @@ def command(dataset, epochs, *words, task="node"):
     """The command line of a small training run -> list of words."""
     layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
     sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
-    return [str(word) for word in ["--task", task, "--dataset", dataset, *sizes, *words]]
-
-
-def exit_code(main, words):
-    """What a command line ends with."""
-    try:
-        return main(words)
-    except SystemExit as error:
-        return error.code
+    return ["--task", task, "--dataset", dataset, *sizes, *words]
 
 
 def train_on(case, dataset, *words, task="node"):
