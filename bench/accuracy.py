@@ -141,12 +141,12 @@ def bench_labor(args):
             draw = partial(NeighborSampler, store.indptr, store.indices, args.fanout, check=False)
             read = input_rows(draw, store, batch)
         for drawn, options in LABORS.items():
-            said = f"{common} --batch-size {batch}"
+            flags = f"{common} --batch-size {batch}"
             for option, value in options.items():
                 flag = option.replace("_", "-").replace("method", "sampler")
-                said += f" --{flag}" if value is True else f" --{flag} {value}"
+                flags += f" --{flag}" if value is True else f" --{flag} {value}"
             runs = {"seed": 0, "runs": args.runs, "edges": True}
-            figure = accuracy_of(args, name, said, *settings[0], **runs)
+            figure = accuracy_of(args, name, flags, *settings[0], **runs)
             kept.add(f"{name}, {drawn}", figure | read[drawn])
     return kept.show("test", "std", "n", "rows", "rows_not_in_the_batch_before")
 
@@ -163,32 +163,33 @@ def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
             known = graph.features.gather(torch.arange(graph.num_nodes))
             csr = graph.indptr, graph.indices.long(), torch.ones(graph.num_edges)
             matrix = torch.sparse_csr_tensor(*csr, (graph.num_nodes,) * 2)
-            scale, found = graph.indptr.diff().clamp(min=1).rsqrt().unsqueeze(1), []
+            scale, scores = graph.indptr.diff().clamp(min=1).rsqrt().unsqueeze(1), []
             for alpha in alphas:
                 y = known
                 for _ in range(rounds):
                     y = (alpha * scale * (matrix @ (scale * y)) + (1 - alpha) * known).clamp_(0, 1)
                 right = (y.argmax(1) == graph.labels).double()
-                found.append([right[graph.split[part]].mean().item() for part in ("valid", "test")])
-            tests.append(100 * max(found, key=lambda pair: pair[0])[1])
+                score = {part: right[nodes].mean().item() for part, nodes in graph.split.items()}
+                scores.append((score["valid"], score["test"]))
+            tests.append(100 * max(scores, key=lambda pair: pair[0])[1])
     return {"test": statistics.mean(tests), "std": statistics.stdev(tests), "n": args.runs}
 
 
 def accuracy_of(args, name, flags, words, settings, *, seed, runs, edges):
     """Run train.py on a real graph -> its figures and flags."""
-    said = f"{flags} {settings} --seed {seed} --runs {runs}"
+    flags = f"{flags} {settings} --seed {seed} --runs {runs}"
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch, f"{name}.npz")
         largest = name == "amazon_computers"
         write_graph(Path(args.data, f"{name}.npz"), data, component=largest, edges=edges)
-        figure = trained(f"{data}{words}", scratch, said)
-    return figure | {"flags": f"--dataset {name}.npz{words} {' '.join(said.split())}", "n": runs}
+        figure = trained(f"{data}{words}", scratch, flags)
+    return figure | {"flags": f"--dataset {name}.npz{words} {' '.join(flags.split())}", "n": runs}
 
 
-def trained(dataset, root, said):
+def trained(dataset, root, flags):
     """Run train.py with --runs in this process -> test (mean, std) and valid in percent, seconds of all, norm, residual."""
     start = time.perf_counter()
-    entries, _ = training_log(["--dataset", dataset, "--root", root, *said.split()])
+    entries, _ = training_log(["--dataset", dataset, "--root", root, *flags.split()])
     chosen, last = entries[0]["flags"], entries[-1]
     return {
         "test": 100 * last["mean"]["test"],

@@ -159,12 +159,12 @@ def dgl(args, link=False, *, dropout=0.5):
 
 def training_log(words):
     """Run train.py's command line in this process -> (entries of its log, what it printed)."""
-    said = io.StringIO()
+    printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = exit_code(train.main, [*words, "--log", f"{folder}/log"])
         if code:
-            last = said.getvalue().strip().rpartition("\n")[2]
+            last = printed.getvalue().strip().rpartition("\n")[2]
             raise StoreError(f"train.py ended with exit code {code}: {last}")
         lines = Path(folder, "log").read_text().splitlines()
-    return [json.loads(line) for line in lines], said.getvalue()
+    return [json.loads(line) for line in lines], printed.getvalue()

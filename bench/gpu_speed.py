@@ -79,8 +79,8 @@ def epochs_of(words):
     """Run train.py in this process, without its exact inference at the end -> the log entries of its epochs."""
     no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
     with mock.patch.object(NodeTask, "finish", no_scores):
-        entries, said = training_log(words)
-    if "on" in words and (why := re.search("no CUDA graphs: (.*)", said)):
+        entries, printed = training_log(words)
+    if "on" in words and (why := re.search("no CUDA graphs: (.*)", printed)):
         raise RuntimeError(f"asked for CUDA graphs: {why[1]}")
     return [entry for entry in entries if "epoch" in entry]
 
@@ -201,8 +201,8 @@ def training(args, record, size):
     like = {n: r for n, r in ratio.items() if n.endswith(("fp32 eager", "fp32 graph"))}
     if like:
         best, fastest = max(like, key=like.get), min(step, key=step.get)
-        said = f"fastest step {step[fastest]:.2f} ms ({fastest}); "
-        record.keep(summary=f"{said}fp32 {like[best]:.2f} times as fast as plain ({best})")
+        summary = f"fastest step {step[fastest]:.2f} ms ({fastest}); "
+        record.keep(summary=f"{summary}fp32 {like[best]:.2f} times as fast as plain ({best})")
 
 
 def training_contenders(args, size, whole):

@@ -177,7 +177,7 @@ def rows_computed(args):
 
 
 def epochs_of(args, procs):
-    """Run four epochs of train.py with so many processes -> the log entries of the last three."""
+    """Run four epochs of train.py in `procs` processes -> the log entries of the last three."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ranks print by themselves
     words = ["--dataset", args.dataset, "--root", args.root, "--hidden", args.hidden]
     words += ["--fanout", ",".join(map(str, args.fanout)), "--epochs", 4]

@@ -154,9 +154,9 @@ def build_papers(path, p):
     features = Rows([V, p["features"]], np.float16, ahead(rows, V, 1 << 15))
     split = {"train": np.sort(random.choice(V, p["train"], replace=False))}
     nodes = {"features": features, "labels": labels, "num_classes": p["classes"], "split": split}
-    said = {"source": "random, as ogbn-papers100M", "progress": True}
+    nodes |= {"source": "random, as ogbn-papers100M", "progress": True}
     with watch() as seen:
-        build_store(path, edge_index=edges, **said, **nodes)
+        build_store(path, edge_index=edges, **nodes)
     size = sum(file.stat().st_size for file in path.iterdir())
     return {"edges_per_s": p["edges"] / seen["seconds"], "bytes": size, **seen}
 

@@ -87,11 +87,11 @@ def train_graphbolt(path, args, how, rounds, each):
             folder = Path(__file__).parents[1]
             done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE)
         except OSError as error:
-            said = f"--graphbolt {args.graphbolt} cannot be started: {error.strerror}"
-            raise StoreError(said) from error
+            reason = f"cannot be started: {error.strerror}"
+            raise StoreError(f"--graphbolt {args.graphbolt} {reason}") from error
     if done.returncode:
-        said = "cannot run bench/graphbolt.py; its words are above"
-        raise StoreError(f"--graphbolt {args.graphbolt} {said}")
+        reason = "cannot run bench/graphbolt.py; its errors are above"
+        raise StoreError(f"--graphbolt {args.graphbolt} {reason}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
