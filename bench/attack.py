@@ -54,6 +54,7 @@ GROUPS = {  # cases of each kind in a round; of the kills one kind a round
 KINDS = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 FOR_EVERY_MODEL = ("mmap", "lmdb", "changed", "damaged", "forged")
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
+OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
 MEMORY = 3 << 28  # bytes beyond those of a case without damage; and what is free, as a case is told
 ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve some that they never take
@@ -234,15 +235,13 @@ def bench_attack(args):
             if args.case is not None:
                 print((case.folder / "printed").read_text(errors="replace"), case.notes())
             shutil.rmtree(case.folder, ignore_errors=True)
-    rows = {}
+    rows, outcomes = {}, {}
     for group, some in GROUPS.items():
-        counts = {kind: ends[kind] for kind in some if ends[kind]}
-        if len(counts) > 1:
-            counts[f"all {group}"] = sum(counts.values(), collections.Counter())
-        for kind, count in counts.items():
-            columns = {end: count[end] for end in ("fine", "refused", "named", "sigbus", *FAILURES)}
-            rows[kind] = {"tried": count.total()} | columns
+        outcomes[group] = {kind: dict(ends[kind]) for kind in some}
+        ends[f"all {group}"] = sum((ends[kind] for kind in some), collections.Counter())
+        for kind in (*some, f"all {group}"):
+            if tried := ends[kind].total():
+                rows[kind] = {"tried": tried} | {end: ends[kind][end] for end in OUTCOMES}
     print_table("kind", rows)
-    outcomes = {group: {kind: dict(ends[kind]) for kind in some} for group, some in GROUPS.items()}
     seconds = round(time.monotonic() - began, 1)
     return {"attack_seconds": seconds, "outcomes": outcomes, "failed": failed}

@@ -246,17 +246,12 @@ def part_train(args, folder):
     return train_under_root(args, "mmap", ways)
 
 
-def part_lmdb(args, folder):
-    """Train from features in LMDB -> figures."""
-    return train_under_root(args, "lmdb", {"LMDB": ("map", 0)})
-
-
 PARTS = {
     "build": part_build,
     "reads": part_reads,
     "graphs": part_graphs,
     "train": part_train,  # and then LMDB: both may not fit on the disk
-    "lmdb": part_lmdb,
+    "lmdb": lambda args, folder: train_under_root(args, "lmdb", {"LMDB": ("map", 0)}),
     "papers": part_papers,  # only where named: it takes half an hour and much disk
 }
 
