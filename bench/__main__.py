@@ -1,13 +1,11 @@
 """Side-by-side measurement: every contender on the same graph, in one process, in turn.
 
     python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
-    python -m bench sampler --json sampler.json --larger synthetic:nodes=24490290,degree=50,features=1,classes=47
     python -m bench step                         # a training step beside DGL's, and what each trick is worth
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
     python -m bench features                     # the ring beside a plain copy; four processes on one store
     python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
     python -m bench store                        # building, training from disk, many small graphs
-    python -m bench store --edges 200000000 --features-gb 32 --graphs 1000000 --json store.json
     python -m bench store --parts papers --cache-gb 3 --batches 80     # the size of ogbn-papers100M: 50 GB of disk
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
@@ -15,7 +13,7 @@
     python -m bench labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
-    python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote
+    python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -24,8 +22,7 @@ Contenders that cannot be imported are left out, with the reason. GraphBolt need
     graphbolt/bin/python -m bench sampler
     python -m bench store --parts train --graphbolt graphbolt/bin/python
 
-A time is the median over --rounds. Within a round the contenders follow each other, so that a slow moment of the
-machine meets all of them. results/README.md holds the figures of one machine.
+A time is the median over --rounds; results/README.md holds the figures of one machine.
 """
 
 import argparse
@@ -39,14 +36,11 @@ from disk.files import StoreError
 from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
-MODULES = {  # command: the module with its bench_COMMAND
-    **{
-        name: name
-        for name in "sampler step store inference accuracy defaults gpu attack picture".split()
-    },
-    **dict(link="step", features="step", scaling="step", labor="accuracy"),
-}
 SHARED = "synthetic:nodes=2500000,degree=1,features=400"
+NAMES = "sampler step store inference accuracy defaults gpu attack picture"
+# command: the module with its bench_COMMAND
+MODULES = {name: name for name in NAMES.split()}
+MODULES |= {"link": "step", "features": "step", "scaling": "step", "labor": "accuracy"}
 
 
 def numbers(text):
@@ -68,19 +62,12 @@ def make_parser():
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
     add("--threads", type=int, help="of every contender (default: 2; gpu: one for each core)")
-    add(
-        "--rounds", type=int, help="timed rounds (default: 20; scaling: 5 runs of 4 epochs; gpu: 5)"
-    )
+    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 of 4 epochs; gpu: 5)")
     add("--json", metavar="FILE", help="write the figures here as well")
     # sampler, features, scaling, inference
     add("--larger", metavar="DATASET", help="sampler: the cost of an edge on this larger graph too")
     add("--shared", default=SHARED, metavar="DATASET", help="features: what four processes share")
-    add(
-        "--procs",
-        default="1,2",
-        type=numbers,
-        help="scaling: processes; --batch-size is their total",
-    )
+    add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
     add("--gpus", action="store_true", help="scaling: a GPU for each process")
     add("--model", default="sage", choices=list(CONVS), help="inference: the model")
     # store
@@ -88,9 +75,7 @@ def make_parser():
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
-    add(
-        "--graphbolt", metavar="PYTHON", help="store: train with GraphBolt too, in this interpreter"
-    )
+    add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt in this interpreter too")
     add("--papers", type=float, default=1, help="store: part papers, 1 for the size of papers100M")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
@@ -99,11 +84,7 @@ def make_parser():
     add("--models", metavar="A,B", help="accuracy: of mlp,sage,sage-pool,gcn,gat,gin,labels")
     add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
     # gpu, attack, picture
-    add(
-        "--quick",
-        action="store_true",
-        help="gpu: tiny graphs, to rehearse; --out is ROOT/gpu-quick",
-    )
+    add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
     add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
     add("--seed", type=int, default=0, help="attack: of the cases")
     add("--only", metavar="KIND", help="attack: cases of this kind alone")
@@ -122,9 +103,9 @@ def main(argv=None):
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    if unknown := set((args.models or "mlp").split(",")) - {"mlp", "labels", *CONVS}:
-        known = f"mlp,{','.join(CONVS)},labels"
-        parser.error(f"--models {','.join(sorted(unknown))}: choose from {known}")
+    known = "mlp", *CONVS, "labels"
+    if unknown := set((args.models or "mlp").split(",")) - set(known):
+        parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(known)}")
     gpu = args.what == "gpu"
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)

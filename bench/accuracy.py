@@ -1,22 +1,18 @@
 """python -m bench accuracy | labor: every model on real graphs, ten seeds each, beside published figures and an MLP;
 GraphSAGE by the way neighbours are drawn."""
 
-import contextlib
-import functools
-import json
-import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import train
-from bench.sampler import LABORS, rows
-from bench.tools import hardware, keep_figures, print_table
-from disk.files import StoreError
+from bench.contenders import training_log
+from bench.sampler import LABORS, input_rows
+from bench.tools import hardware, keep_figures, print_table, read_json
 from model import CONVS
 from sampler import NeighborSampler
 from sources import prepare
@@ -30,23 +26,18 @@ WORDS = [
     for p in (0.5, 0.7)
 ]
 LABELS = [("", "--lr 0.01 --dropout 0.3"), ("", "--lr 0.005 --dropout 0.5")]
-SMALL = "--hidden 64 --epochs 200 --early-stop 50"
+FULL, TENS = "--fanout -1,-1 --batch-size", "--fanout 10,10 --batch-size"
 # data set: (flags of every run, those of all neighbours where these fit, those of sampled ones, settings)
 REAL = {
-    "cora": (SMALL, "--fanout -1,-1 --batch-size 140", "--fanout 10,10 --batch-size 64", WORDS),
-    "citeseer": (SMALL, "--fanout -1,-1 --batch-size 120", "--fanout 10,10 --batch-size 64", WORDS),
+    "cora": ("--hidden 64 --epochs 200 --early-stop 50", f"{FULL} 140", f"{TENS} 64", WORDS),
+    "citeseer": ("--hidden 64 --epochs 200 --early-stop 50", f"{FULL} 120", f"{TENS} 64", WORDS),
     "amazon_computers": (
         "--hidden 64 --epochs 300 --early-stop 50",
-        "--fanout -1,-1 --batch-size 200",
-        "--fanout 10,10 --batch-size 200",
+        f"{FULL} 200",
+        f"{TENS} 200",
         WORDS,
     ),
-    "coauthor_cs": (
-        "--hidden 64 --epochs 40 --early-stop 10",
-        "--fanout -1,-1 --batch-size 100",
-        "--fanout 10,10 --batch-size 100",
-        WORDS,
-    ),
+    "coauthor_cs": ("--hidden 64 --epochs 40 --early-stop 10", f"{FULL} 100", f"{TENS} 100", WORDS),
     "ogbn_arxiv_nofeat": (
         "--hidden 128 --norm layer --lr-schedule cosine --epochs 15",
         None,
@@ -69,19 +60,26 @@ PUBLISHED = {
 
 
 class Kept:
-    """Rows of a table: printed as they come, and written to --json, whose rows are kept."""
+    """Figures by name: printed as they come, and written to --json, whose figures are kept."""
 
     def __init__(self, args, what):
-        file = Path(args.json) if args.json else None
-        self.args, self.what, self.table = args, what, []
-        self.figures = json.loads(file.read_text())[what] if file and file.exists() else {}
+        self.args, self.what = args, what
+        self.figures = read_json(args.json).get(what, {}) if args.json else {}
 
-    def add(self, key, figure, *row):
-        """Add a figure and its row."""
+    def add(self, key, figure):
+        """Add a figure."""
         self.figures[key] = figure
         keep_figures(self.args, hardware(), {self.what: self.figures})
-        self.table.append(list(row))
-        print("  ".join(row), flush=True)
+        print(f"{key}  {figure['test']:.2f} +- {figure['std']:.2f}", flush=True)
+
+    def show(self, *columns):
+        """Print these entries of all figures -> {what: figures}."""
+        shown = {
+            key: {column: figure.get(column) for column in columns}
+            for key, figure in self.figures.items()
+        }
+        print_table(self.what, shown)
+        return {self.what: self.figures}
 
 
 def data_sets(args):
@@ -98,39 +96,33 @@ def bench_accuracy(args):
     largest connected component, as in the paper that published the figures (arXiv 1811.05868). --json FILE is written
     after each row, and keeps the rows it had.
     """
-    kept, wanted = (
-        Kept(args, "accuracy"),
-        (args.models or ",".join(["mlp", *CONVS, "labels"])).split(","),
-    )
+    kept = Kept(args, "accuracy")
+    wanted = args.models.split(",") if args.models else ["mlp", *CONVS, "labels"]
     for name in data_sets(args):
         for conv in [conv for conv in ("mlp", *CONVS) if conv in wanted]:
             accuracy_of_model(args, kept, name, conv)
         if name == "ogbn_arxiv_nofeat" and "labels" in wanted:
             figure = label_propagation(args, Path(args.data, f"{name}.npz"))
-            test, what = f"{figure['test']:.2f} +- {figure['std']:.2f}", "label propagation"
-            kept.add(f"{name}, {what}", figure, name, what, "-", test, "68.3 (all labels)", "-")
-    header = ["data set", "model", "training", f"test %, n = {args.runs}", "published", "seconds"]
-    print_table(kept.table, header)
-    return {"accuracy": kept.figures}
+            # published: from the labels of all training nodes
+            kept.add(f"{name}, label propagation", figure | {"published": 68.3})
+    return kept.show("test", "std", "n", "published", "published_std", "seconds")
 
 
 def accuracy_of_model(args, kept, name, conv):
     """Choose the setting of a model on a data set and train with it, on all neighbours and on sampled ones."""
     flags, full, sampled, settings = REAL[name]
-    run = functools.partial(accuracy_of, args, name, edges=conv != "mlp")
+    run = partial(accuracy_of, args, name, edges=conv != "mlp")
     common = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
     how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
     ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
-    trial = functools.partial(run, f"{common} {full or sampled}", seed=TRIAL_SEED, runs=TRIAL_RUNS)
+    trial = partial(run, f"{common} {full or sampled}", seed=TRIAL_SEED, runs=TRIAL_RUNS)
     valid = {setting: trial(*setting)["valid"] for setting in settings}
     best, (mean, std) = max(valid, key=valid.get), PUBLISHED.get((name, conv), (None, None))
     trials = {" ".join(setting).strip(): accuracy for setting, accuracy in valid.items()}
     for how, batches in ways.items():
         figure = run(f"{common} {batches}", *best, seed=0, runs=args.runs)
         figure |= {"trials": trials, "published": mean, "published_std": std}
-        test, said = f"{figure['test']:.2f} +- {figure['std']:.2f}", f" +- {std}" if std else ""
-        row = [name, conv, how, test, f"{mean or '-'}{said}", f"{figure['seconds']:.0f}"]
-        kept.add(f"{name}, {conv}, {how}", figure, *row)
+        kept.add(f"{name}, {conv}, {how}", figure)
 
 
 def bench_labor(args):
@@ -141,26 +133,22 @@ def bench_labor(args):
     kept = Kept(args, "labor")
     for name in data_sets(args):
         flags, _, sampled, settings = REAL[name]
-        hops, batch = ",".join(map(str, args.fanout)), int(sampled.split("--batch-size ")[1])
+        hops, batch = ",".join(map(str, args.fanout)), int(sampled.split()[-1])
+        common = f"--model sage {flags} --num-layers {len(args.fanout)} --fanout {hops}"
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(args.data, f"{name}.npz")
             store = GraphStore.open(prepare.prepare(file, scratch, progress=False))
-            graph = store.indptr, store.indices, args.fanout
-            read = rows(functools.partial(NeighborSampler, *graph, check=False), store, batch)
+            draw = partial(NeighborSampler, store.indptr, store.indices, args.fanout, check=False)
+            read = input_rows(draw, store, batch)
         for drawn, options in LABORS.items():
-            words = " ".join(
-                f"--{option.replace('_', '-').replace('method', 'sampler')} {'' if value is True else value}"
-                for option, value in options.items()
-            )
-            said = f"--model sage {flags} --num-layers {len(args.fanout)} --fanout {hops} --batch-size {batch} {words}"
-            options = {"seed": 0, "runs": args.runs, "edges": True}
-            figure = accuracy_of(args, name, said, *settings[0], **options) | read[drawn]
-            counts = [figure["rows"], figure["rows_not_in_the_batch_before"]]
-            test = f"{figure['test']:.2f} +- {figure['std']:.2f}"
-            kept.add(f"{name}, {drawn}", figure, name, drawn, test, *(f"{n:.0f}" for n in counts))
-    header = ["data set", "drawing", f"test %, n = {args.runs}", "input rows"]
-    print_table(kept.table, [*header, "not in the batch before"])
-    return {"labor": kept.figures}
+            flags = f"{common} --batch-size {batch}"
+            for option, value in options.items():
+                flag = option.replace("_", "-").replace("method", "sampler")
+                flags += f" --{flag}" if value is True else f" --{flag} {value}"
+            runs = {"seed": 0, "runs": args.runs, "edges": True}
+            figure = accuracy_of(args, name, flags, *settings[0], **runs)
+            kept.add(f"{name}, {drawn}", figure | read[drawn])
+    return kept.show("test", "std", "n", "rows", "rows_not_in_the_batch_before")
 
 
 def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
@@ -175,46 +163,42 @@ def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
             known = graph.features.gather(torch.arange(graph.num_nodes))
             csr = graph.indptr, graph.indices.long(), torch.ones(graph.num_edges)
             matrix = torch.sparse_csr_tensor(*csr, (graph.num_nodes,) * 2)
-            scale, found = graph.indptr.diff().clamp(min=1).rsqrt().unsqueeze(1), []
+            scale, scores = graph.indptr.diff().clamp(min=1).rsqrt().unsqueeze(1), []
             for alpha in alphas:
                 y = known
                 for _ in range(rounds):
                     y = (alpha * scale * (matrix @ (scale * y)) + (1 - alpha) * known).clamp_(0, 1)
                 right = (y.argmax(1) == graph.labels).double()
-                found.append([right[graph.split[part]].mean().item() for part in ("valid", "test")])
-            tests.append(100 * max(found, key=lambda pair: pair[0])[1])
+                score = {part: right[nodes].mean().item() for part, nodes in graph.split.items()}
+                scores.append((score["valid"], score["test"]))
+            tests.append(100 * max(scores, key=lambda pair: pair[0])[1])
     return {"test": statistics.mean(tests), "std": statistics.stdev(tests), "n": args.runs}
 
 
 def accuracy_of(args, name, flags, words, settings, *, seed, runs, edges):
     """Run train.py on a real graph -> its figures and flags."""
-    said = f"{flags} {settings} --seed {seed} --runs {runs}"
+    flags = f"{flags} {settings} --seed {seed} --runs {runs}"
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch, f"{name}.npz")
         largest = name == "amazon_computers"
         write_graph(Path(args.data, f"{name}.npz"), data, component=largest, edges=edges)
-        figure = trained(f"{data}{words}", scratch, said)
-    return figure | {"flags": f"--dataset {name}.npz{words} {' '.join(said.split())}", "n": runs}
+        figure = trained(f"{data}{words}", scratch, flags)
+    return figure | {"flags": f"--dataset {name}.npz{words} {' '.join(flags.split())}", "n": runs}
 
 
-def trained(dataset, root, said):
+def trained(dataset, root, flags):
     """Run train.py with --runs in this process -> test (mean, std) and valid in percent, seconds of all, norm, residual."""
-    log, start = Path(root, "log"), time.perf_counter()
-    words = ["--dataset", str(dataset), "--root", str(root), "--log", str(log), *said.split()]
-    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
-        quiet.enter_context(contextlib.redirect_stdout(nowhere))
-        quiet.enter_context(contextlib.redirect_stderr(nowhere))
-        try:
-            code = train.main(words)
-        except SystemExit as stop:
-            code = stop.code
-    if code:
-        raise StoreError(f"train.py {said} ended with code {code}")
-    seconds, lines = time.perf_counter() - start, log.read_text().splitlines()
-    chosen, last = json.loads(lines[0])["flags"], json.loads(lines[-1])
-    mean, std = last["mean"], last["std"]["test"]
-    figures = {"test": 100 * mean["test"], "std": 100 * std, "valid": 100 * mean["valid"]}
-    return figures | {"seconds": seconds, "norm": chosen["norm"], "residual": chosen["residual"]}
+    start = time.perf_counter()
+    entries, _ = training_log(["--dataset", dataset, "--root", root, *flags.split()])
+    chosen, last = entries[0]["flags"], entries[-1]
+    return {
+        "test": 100 * last["mean"]["test"],
+        "std": 100 * last["std"]["test"],
+        "valid": 100 * last["mean"]["valid"],
+        "seconds": time.perf_counter() - start,
+        "norm": chosen["norm"],
+        "residual": chosen["residual"],
+    }
 
 
 def write_graph(source, target, *, component, edges):

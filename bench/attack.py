@@ -19,10 +19,10 @@ crash, a traceback, a hang, memory beyond the bound, a silent difference, no sen
 """
 
 import collections
-import contextlib
 import itertools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import resource
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 import store
-from bench.tools import end_with_the_parent, print_table
+from bench.tools import end_with_the_parent, kill_group, print_table
 from bench.victims import ATTACKS, MODELS, make_good
 from disk.files import StoreError
 from run import plan
@@ -52,12 +52,12 @@ GROUPS = {  # cases of each kind in a round; of the kills one kind a round
     "kills": {"build": 1, "put": 1, "append": 1, "train": 1},
 }
 KINDS = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
+FOR_EVERY_MODEL = ("mmap", "lmdb", "changed", "damaged", "forged")
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
+OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
 MEMORY = 3 << 28  # bytes beyond those of a case without damage; and what is free, as a case is told
-ADDRESSES = (
-    6 << 30
-)  # bytes of address space: LMDB and every thread reserve some that they never take
+ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve some that they never take
 OURS = "notes printed victim store built plain bad.pt out.pt out.npy csv npz.npz molecules.npz crystals.npz"
 
 
@@ -105,18 +105,16 @@ def run_all(cases, workers):
             case.folder.mkdir()
             process = multiprocessing.get_context("fork").Process(target=inside, args=(case,))
             process.start()
-            running[process] = case, time.monotonic()
+            running[process] = case, time.monotonic() + SECONDS
         if not running:
             return
-        for process, (case, began) in list(running.items()):
-            late = time.monotonic() - began > SECONDS
-            if process.exitcode is not None or late:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started itself
-                process.join()
+        multiprocessing.connection.wait([process.sentinel for process in running], 1)
+        for process, (case, end) in list(running.items()):
+            code, late = process.exitcode, time.monotonic() > end
+            if code is not None or late:
+                kill_group(process)
                 del running[process]
-                yield case, None if late else process.exitcode
-        time.sleep(0.002)
+                yield case, code
 
 
 def inside(case):
@@ -181,9 +179,9 @@ def judge(case, code, good, usual):
 
 def undamaged(make, kinds, workers):
     """Run the kinds of cases without damage -> ({(kind, number): notes}, bytes of memory that one takes)."""
-    good, several = {}, ("mmap", "lmdb", "changed", "damaged", "forged")
-    counts = {kind: len(MODELS) if kind in several else 1 for kind in kinds}
-    first = [make(kind, -1 - i) for kind, count in counts.items() for i in range(count)]
+    good, first = {}, []
+    for kind in kinds:
+        first += [make(kind, -1 - i) for i in range(len(MODELS) if kind in FOR_EVERY_MODEL else 1)]
     for case, code in itertools.chain(run_all([make("good", -1)], 1), run_all(first, workers)):
         good[case.kind, case.number] = notes = case.notes()
         if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
@@ -196,15 +194,15 @@ def undamaged(make, kinds, workers):
 
 def in_rounds(rounds, until, chosen):
     """(kind, number) of the cases of the chosen kinds, round after round until a moment."""
-    turn = 0
-    while turn != rounds and time.monotonic() < until:
+    for turn in itertools.count():
+        if turn == rounds or time.monotonic() > until:
+            return
         for group, kinds in GROUPS.items():
             for i, (kind, count) in enumerate(kinds.items()):
                 numbers = range(turn * count, (turn + 1) * count)
                 if group == "kills":
                     numbers = [turn // len(kinds)] if turn % len(kinds) == i else []
                 yield from ((kind, number) for number in numbers if kind in chosen)
-        turn += 1
 
 
 def bench_attack(args):
@@ -215,7 +213,7 @@ def bench_attack(args):
         raise StoreError(f"--only {args.only}: one of {', '.join(KINDS)}; --case N needs it")
     began, workers = time.monotonic(), len(os.sched_getaffinity(0))
     kinds, failed = [args.only] if args.only else list(KINDS), []
-    table = {kind: collections.Counter() for kind in KINDS}
+    ends = {kind: collections.Counter() for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         place = Path(place)
         (place / "base").mkdir()
@@ -229,7 +227,7 @@ def bench_attack(args):
         for case, code in run_all((make(*one) for one in cases), workers):
             like = good.get((case.kind, -1 - case.model())) or good[case.kind, -1]
             outcome, line = judge(case, code, like, usual)
-            table[case.kind][outcome] += 1
+            ends[case.kind][outcome] += 1
             what = case.notes().get("what")
             if outcome in FAILURES or args.case is not None:
                 print(f"{case.kind} {case.number}: {outcome}: {what}: {line[:300]}", flush=True)
@@ -237,19 +235,13 @@ def bench_attack(args):
             if args.case is not None:
                 print((case.folder / "printed").read_text(errors="replace"), case.notes())
             shutil.rmtree(case.folder, ignore_errors=True)
-    print_outcomes(table)
-    outcomes = {group: {kind: dict(table[kind]) for kind in some} for group, some in GROUPS.items()}
+    rows, outcomes = {}, {}
+    for group, some in GROUPS.items():
+        outcomes[group] = {kind: dict(ends[kind]) for kind in some}
+        ends[f"all {group}"] = sum((ends[kind] for kind in some), collections.Counter())
+        for kind in (*some, f"all {group}"):
+            if tried := ends[kind].total():
+                rows[kind] = {"tried": tried} | {end: ends[kind][end] for end in OUTCOMES}
+    print_table("kind", rows)
     seconds = round(time.monotonic() - began, 1)
     return {"attack_seconds": seconds, "outcomes": outcomes, "failed": failed}
-
-
-def print_outcomes(table):
-    """Print how many cases of each kind, {kind: Counter}, ended how."""
-    columns, rows = ["fine", "refused", "named", "sigbus", *FAILURES], []
-    for group, kinds in GROUPS.items():
-        counts = {kind: table[kind] for kind in kinds if table[kind]}
-        if len(counts) > 1:
-            counts[f"all {group}"] = sum(counts.values(), collections.Counter())
-        for kind, count in counts.items():
-            rows.append([kind, str(count.total()), *(str(count[column]) for column in columns)])
-    print_table(rows, ["kind", "tried", *columns])

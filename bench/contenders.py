@@ -1,12 +1,19 @@
-"""Training steps on CPU, this project's and DGL's: a contender is called with the number of a batch -> its loss."""
+"""Training on CPU, by this project and by DGL: a contender prepares itself and returns its step, i -> loss of batch i."""
 
+import contextlib
 import functools
+import io
+import json
+import tempfile
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 import model
-from bench.tools import OwnProcess, dgl_graph, opened
+import train
+from bench.tools import dgl_graph, exit_code, opened
+from disk.files import StoreError
 from features import FeatureRing
 from loader import Batch
 from model import gather_rows, self_and_mean
@@ -15,13 +22,14 @@ from sampler import NeighborSampler, import_dgl
 from tasks.link import Edges, Links, Scorer, split_edges
 
 
-def batches_of(store, args):
-    """Seed nodes of each batch, two for each round."""
-    nodes = torch.randperm(store.num_nodes, generator=torch.Generator().manual_seed(0))
-    return nodes[: 2 * args.batch_size * (args.rounds + 2)].split(args.batch_size)
+def batches_of(count, args):
+    """Numbers 0 .. count - 1 in random order, again and again, as batches: two for each round."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(2 * args.batch_size * (args.rounds + 2)) % count
+    return order[places].split(args.batch_size)
 
 
-def step(optimizer, loss):
+def descend(optimizer, loss):
     """Backward and a step of the optimizer -> the loss."""
     optimizer.zero_grad()
     loss.backward()
@@ -29,144 +37,134 @@ def step(optimizer, loss):
     return loss.item()
 
 
-class Ours:
-    """A step as train.py takes it, one after the other; each trick can be left out.
+def make_ring(store, features=None, *, slots=1, first_hop=True, bf16=False):
+    """A ring over the features of a store, or over those given."""
+    return FeatureRing(
+        store.features.tensor if features is None else features,
+        store.labels,
+        slots=slots,
+        log=lambda line: None,
+        gather=gather_rows,
+        aggregate=self_and_mean if first_hop else None,
+        dtype=torch.bfloat16 if bf16 else None,
+    )
 
-    `features` replaces the store's own, `slots` batches may live at once. link: a step of --task link, with the edges of
-    a batch excluded ("exclude") or not ("keep").
+
+def trainer(args, store, links=None, *, bf16=False, dropout=0.5):
+    """A GraphSAGE of seed 0 -> function that trains it on a fetched batch, nodes or `links`, and returns the loss."""
+    torch.manual_seed(0)
+    widths = store.feature_dim, args.hidden, args.hidden if links else store.num_classes
+    net = model.SAGE(*widths, num_layers=len(args.fanout), dropout=dropout)
+    if links:
+        net.scorer = Scorer("mlp", args.hidden)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.003, fused=True)
+
+    def train_on(batch, aggregated=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            output = net(batch.blocks, batch.x, aggregated=aggregated)
+        if links:
+            return descend(optimizer, links.loss(net.scorer, output, batch.y) / len(batch.y))
+        return descend(optimizer, F.cross_entropy(output.float(), batch.y))
+
+    return train_on
+
+
+def ours(
+    args,
+    link=None,
+    *,
+    native_sampler=True,
+    first_hop=True,
+    kept_buffers=True,
+    native_layers=True,
+    bf16=False,
+    dropout=0.5,
+):
+    """Prepare steps as train.py takes them, one after the other; each trick can be left out.
+
+    link: steps of --task link, with the edges of a batch excluded ("exclude") or not ("keep").
     """
+    store = opened(args.dataset, args.root)
+    graph = split_edges(store, "none") if link else store
+    csc = graph.indptr, graph.indices
+    options = {"threads": args.threads, "backend": "native" if native_sampler else "torch"}
+    sampler = NeighborSampler(*csc, args.fanout, check=False, **options)
+    links = Links(graph, *csc, exclude=link == "exclude") if link else None
+    new_ring = functools.partial(make_ring, store, first_hop=first_hop, bf16=bf16)
+    kept_ring = new_ring() if kept_buffers else None
+    train_on = trainer(args, store, links, bf16=bf16, dropout=dropout)
+    batches = batches_of(len(links.pairs) if link else store.num_nodes, args)
 
-    def __init__(
-        self,
-        args,
-        store=None,
-        native_sampler=True,
-        first_hop=True,
-        kept_buffers=True,
-        native_layers=True,
-        bf16=False,
-        dropout=0.5,
-        features=None,
-        slots=1,
-        link=None,
-    ):
-        store = self.store = store or opened(args.dataset, args.root)
-        self.native_layers, self.bf16, self.link, self.args = native_layers, bf16, link, args
-        graph = split_edges(store, "none") if link else store
-        self.draw = NeighborSampler(
-            graph.indptr,
-            graph.indices,
-            args.fanout,
-            check=False,
-            threads=args.threads,
-            backend="native" if native_sampler else "torch",
-        )
-        self.make_ring = functools.partial(
-            FeatureRing,
-            store.features.tensor if features is None else features,
-            store.labels,
-            slots=slots,
-            log=lambda line: None,
-            gather=gather_rows,
-            aggregate=self_and_mean if first_hop else None,
-            dtype=torch.bfloat16 if bf16 else None,
-        )
-        self.kept_ring = self.make_ring() if kept_buffers else None
-        torch.manual_seed(0)
-        widths = store.feature_dim, args.hidden, args.hidden if link else store.num_classes
-        self.model = model.SAGE(*widths, num_layers=len(args.fanout), dropout=dropout)
-        if link:
-            self.model.scorer = Scorer("mlp", args.hidden)
-            self.links = Links(graph, graph.indptr, graph.indices, exclude=link == "exclude")
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.003, fused=True)
-
-    def seeds(self, i):
-        """Nodes or pairs of batch i."""
-        if self.link:
-            size, random = (self.args.batch_size,), torch.Generator().manual_seed(i)
-            return torch.randint(len(self.links.pairs), size, generator=random)
-        return self.batches[i]
-
-    @functools.cached_property
-    def batches(self):
-        return batches_of(self.store, self.args)
-
-    def __call__(self, i):
-        use_native(self.native_layers)
+    def step(i):
+        use_native(native_layers)
         torch.manual_seed(i)
-        ring = self.kept_ring or self.make_ring()
-        seeds, options, y = self.seeds(i), {}, None
-        if self.link:
-            batch = Batch([], None, None, seeds, global_step=i, step_seeds=seeds)
-            seeds, options, y = self.links.draw(batch)
-        blocks = self.draw.sample(seeds, i, relabel_outer=not ring.first_hop, **options)
-        batch = ring.fetch(0, blocks)
-        return self.train(batch if y is None else batch._replace(y=y), ring.first_hop)
-
-    def train(self, batch, aggregated=True):
-        """Forward, backward and a step of Adam on a fetched batch -> loss."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-            output = self.model(batch.blocks, batch.x, aggregated=aggregated)
-        if self.link:
-            loss = self.links.loss(self.model.scorer, output, batch.y) / batch.y.shape[0]
-        else:
-            loss = F.cross_entropy(output.float(), batch.y)
-        return step(self.optimizer, loss)
-
-
-class Dgl:
-    """The same step with DGL's DataLoader and SAGEConv, as DGL's own examples write it."""
-
-    graph = None  # one for all contenders of a process: it takes 2 GB
-
-    def __init__(self, args, dropout=0.5, link=False):
-        load, store = import_dgl().dataloading, opened(args.dataset, args.root)
-        from dgl.nn import SAGEConv
-
-        if Dgl.graph is None:
-            Dgl.graph = dgl_graph(store.indptr, store.indices.long())
-            Dgl.graph.ndata["feat"] = store.features.tensor.clone()
-            Dgl.graph.ndata["label"] = store.labels.clone()
-        prefetch = {"prefetch_node_feats": ["feat"], "prefetch_labels": None if link else ["label"]}
-        draw, seeds = load.NeighborSampler(args.fanout[::-1], **prefetch), None
+        ring, seeds, options, y = kept_ring or new_ring(), batches[i], {}, None
         if link:
-            # DGL takes the reverse of each edge by number
-            source, target = Dgl.graph.edges(order="eid")
-            reverse = Edges(store.indptr, store.indices).first(target, source)[0]
-            negatives = load.negative_sampler.Uniform(1)
-            draw = load.as_edge_prediction_sampler(
-                draw, exclude="reverse_id", reverse_eids=reverse, negative_sampler=negatives
-            )
-            count, random = (
-                4 * args.batch_size * (args.rounds + 3),
-                torch.Generator().manual_seed(0),
-            )
-            seeds = torch.randint(store.num_edges, (count,), generator=random)
-        seeds = torch.cat(batches_of(store, args)) if seeds is None else seeds
-        self.loader = iter(load.DataLoader(Dgl.graph, seeds, draw, batch_size=args.batch_size))
-        widths = [store.feature_dim] + [args.hidden] * len(args.fanout)
-        widths[-1] = args.hidden if link else store.num_classes
-        torch.manual_seed(0)
-        convs = (SAGEConv(a, b, "mean") for a, b in zip(widths, widths[1:]))
-        self.layers, self.dropout = torch.nn.ModuleList(convs), torch.nn.Dropout(dropout)
-        self.scorer = Scorer("mlp", args.hidden) if link else None
-        parameters = [*self.layers.parameters(), *(self.scorer.parameters() if link else ())]
-        self.optimizer = torch.optim.Adam(parameters, lr=0.003)
+            batch = Batch([], None, None, seeds, global_step=i, step_seeds=seeds)
+            seeds, options, y = links.draw(batch)
+        blocks = sampler.sample(seeds, i, relabel_outer=not ring.first_hop, **options)
+        batch = ring.fetch(0, blocks)
+        return train_on(batch if y is None else batch._replace(y=y), ring.first_hop)
 
-    def __call__(self, i):
-        _, *pairs, blocks = next(self.loader)
+    return step
+
+
+@functools.cache
+def dgl_store(dataset, root):
+    """A data set as a DGL graph with its features and labels; one for all contenders of a process, as it takes 2 GB."""
+    store = opened(dataset, root)
+    graph = dgl_graph(store.indptr, store.indices.long())
+    graph.ndata["feat"] = store.features.tensor.clone()
+    graph.ndata["label"] = store.labels.clone()
+    return graph
+
+
+def dgl(args, link=False, *, dropout=0.5):
+    """Prepare the same steps with DGL's DataLoader and SAGEConv, as DGL's own examples write them."""
+    load, store = import_dgl().dataloading, opened(args.dataset, args.root)
+    from dgl.nn import SAGEConv
+
+    graph = dgl_store(args.dataset, args.root)
+    prefetch = {"prefetch_node_feats": ["feat"], "prefetch_labels": None if link else ["label"]}
+    draw = load.NeighborSampler(args.fanout[::-1], **prefetch)
+    if link:  # DGL takes the reverse of each edge by number
+        source, target = graph.edges(order="eid")
+        reverse = Edges(store.indptr, store.indices).first(target, source)[0]
+        options = {"reverse_eids": reverse, "negative_sampler": load.negative_sampler.Uniform(1)}
+        draw = load.as_edge_prediction_sampler(draw, exclude="reverse_id", **options)
+    seeds = torch.cat(batches_of(store.num_edges if link else store.num_nodes, args))
+    batches = iter(load.DataLoader(graph, seeds, draw, batch_size=args.batch_size))
+    widths = [store.feature_dim] + [args.hidden] * len(args.fanout)
+    widths[-1] = args.hidden if link else store.num_classes
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in zip(widths, widths[1:]))
+    scorer = Scorer("mlp", args.hidden) if link else torch.nn.Identity()
+    optimizer = torch.optim.Adam([*layers.parameters(), *scorer.parameters()], lr=0.003)
+
+    def step(i):
+        _, *pairs, blocks = next(batches)
         h = blocks[0].srcdata["feat"]
-        for layer, block in zip(self.layers, blocks):
+        for layer, block in zip(layers, blocks):
             h = layer(block, h)
-            h = h if layer is self.layers[-1] else self.dropout(F.relu(h))
-        if self.scorer is None:
-            return step(self.optimizer, F.cross_entropy(h, blocks[-1].dstdata["label"]))
-        scores = [self.scorer(*(h[ends] for ends in graph.edges())) for graph in pairs]
+            h = h if layer is layers[-1] else F.dropout(F.relu(h), dropout)
+        if not link:
+            return descend(optimizer, F.cross_entropy(h, blocks[-1].dstdata["label"]))
+        scores = [scorer(*(h[ends] for ends in graph.edges())) for graph in pairs]
         labels = [torch.ones_like(scores[0]), torch.zeros_like(scores[1])]
         loss = F.binary_cross_entropy_with_logits(torch.cat(scores), torch.cat(labels))
-        return step(self.optimizer, loss)
+        return descend(optimizer, loss)
+
+    return step
 
 
-def as_shipped(kind, args, **options):
-    """A contender in a process of its own, in which glibc gives freed memory back as it does in any program."""
-    return OwnProcess(args.threads, kind, args, **options)
+def training_log(words):
+    """Run train.py's command line in this process -> (entries of its log, what it printed)."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = exit_code(train.main, [*words, "--log", f"{folder}/log"])
+        if code:
+            last = printed.getvalue().strip().rpartition("\n")[2]
+            raise StoreError(f"train.py ended with exit code {code}: {last}")
+        lines = Path(folder, "log").read_text().splitlines()
+    return [json.loads(line) for line in lines], printed.getvalue()

@@ -105,7 +105,7 @@ def bench_defaults(args):
     what the defaults were chosen by; how far they are from the best setting is to be seen on the others. --json FILE is
     written after each row, and rows of as many seeds that it has are not run again.
     """
-    kept, table = Kept(args, "defaults"), []
+    kept, rows = Kept(args, "defaults"), {}
     graphs = [
         (half, name, *graph) for half, named in HALVES.items() for name, graph in named.items()
     ]
@@ -113,32 +113,30 @@ def bench_defaults(args):
         with tempfile.TemporaryDirectory() as scratch:
             data = write_made(args, made, Path(scratch, "graph.npz")) if made else name
             for model in (args.models or ",".join(CONVS)).split(","):
-                scores = {}
+                where, scores = f"{half}: {name}: {model}", {}
                 for setting in ("", *TUNED):
-                    same = (
-                        scores
-                        and f"--norm {scores['']['norm']} --{'' if scores['']['residual'] else 'no-'}residual"
-                    )
-                    if setting == same:  # what the defaults are
+                    if scores and setting == flags_of(scores[""]):  # what the defaults are
                         continue
-                    key = f"{half}: {name}: {model} {setting}".strip()
+                    key = f"{where} {setting}".strip()
                     if kept.figures.get(key, {}).get("n") != args.runs:
                         said = f"--model {model} {flags} {setting} --runs {args.runs} --prefetch 0"
-                        figure = trained(data, scratch, said) | {"n": args.runs}
-                        kept.add(key, figure, key, test_of(figure))
+                        kept.add(key, trained(data, scratch, said) | {"n": args.runs})
                     scores[setting] = kept.figures[key]
                 best = max(scores, key=lambda setting: scores[setting]["valid"])
-                lost = f"{scores[best]['test'] - scores['']['test']:+.1f}"
-                tests = [test_of(scores[which]) for which in ("", best)]
-                table.append([half, name, model, *tests, best or "defaults", lost])
-    header = ["half", "graph", "model", "defaults", "best by validation", "its setting"]
-    print_table(table, [*header, "difference"])
+                tests = {"defaults": scores[""]["test"], "std": scores[""]["std"]}
+                tests |= {
+                    "best by validation": scores[best]["test"],
+                    "its std": scores[best]["std"],
+                }
+                difference = scores[best]["test"] - scores[""]["test"]
+                rows[where] = tests | {"its setting": best or "defaults", "difference": difference}
+    print_table("graph and model", rows)
     return {"defaults": kept.figures}
 
 
-def test_of(figure):
-    """A test score in words."""
-    return f"{figure['test']:.1f} +- {figure['std']:.1f}"
+def flags_of(figure):
+    """The setting that a run had, in the words of TUNED."""
+    return f"--norm {figure['norm']} --{'' if figure['residual'] else 'no-'}residual"
 
 
 def write_made(args, made, target):

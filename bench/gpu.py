@@ -18,13 +18,12 @@ printed, and the next part runs. --quick takes tiny graphs, to rehearse.
 import argparse
 import contextlib
 import functools
+import importlib.util
 import itertools
-import json
 import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,8 +35,16 @@ import torch
 
 from bench import gpu_speed
 from bench.gpu_speed import GPU_MODES, GRAPHS, epochs_of, flags_of, graph_name
-from bench.tools import hardware, print_table, settle
-from disk.files import StoreError, write_whole
+from bench.tools import (
+    chosen_parts,
+    hardware,
+    kill_group,
+    print_table,
+    read_json,
+    settle,
+    write_json,
+)
+from disk.files import StoreError
 from features import gpu_view, share
 from model import CONVS
 from sampler import NeighborSampler
@@ -45,6 +52,7 @@ from sources import prepare
 
 PROCESSES = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 HERE = Path(__file__).parents[1]
+ENDS = ("failed", "left_out")  # lists of sentences
 GOALS = "goals: 2 times for sampling, 3 times for training; the paper's figures are 1.52 and 1.80"
 
 
@@ -58,14 +66,14 @@ class Record:
     def keep(self, **figures):
         """Add figures to the entry; the file is whole at any time."""
         self.figures |= figures
-        content = read_json(self.file) or {"parts": {}}
+        content = {"parts": {}} | read_json(self.file)
         content["parts"][self.part] = self.figures
         write_json(self.file, content)
 
-    def fail(self, what):
+    def fail(self, what, entry="failed"):
         """Write down and print what failed."""
-        print(f"FAILED  {what}", flush=True)
-        self.keep(failed=[*self.figures["failed"], what])
+        print(f"{'FAILED ' if entry == 'failed' else 'left out:'} {what}", flush=True)
+        self.keep(**{entry: [*self.figures[entry], what]})
 
     @contextlib.contextmanager
     def attempt(self, what, optional=False):
@@ -75,84 +83,58 @@ class Record:
         except (Exception, SystemExit) as error:  # SystemExit: what train.py's command line refuses
             line = (str(error).strip().splitlines() or [""])[0][:300]
             if optional and isinstance(error, ImportError):
-                print(f"left out: {what} ({line})", flush=True)
-                self.keep(left_out=[*self.figures["left_out"], f"{what}: {line}"])
+                self.fail(f"{what}: {line}", "left_out")
             else:
                 traceback.print_exc()
                 self.fail(f"{what}: {type(error).__name__}: {line}")
 
 
-def read_json(file):
-    """The content of a JSON file; None where there is none."""
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def write_json(file, content):
-    """Replace a JSON file."""
-    write_whole(file, lambda out: out.write((json.dumps(content, indent=1) + "\n").encode()))
-
-
 def bench_gpu(args):
     """Run the parts -> {"failed": names of parts}."""
     if not torch.cuda.is_available():
-        raise StoreError(
-            f"gpu needs a CUDA GPU and torch's CUDA build; torch {torch.__version__} sees no GPU here"
-        )
-    names = args.parts.split(",") if args.parts else list(PARTS)
-    if unknown := set(names) - set(PARTS):
-        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(PARTS)}")
+        sees = f"torch {torch.__version__} sees no GPU here"
+        raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
+    names = chosen_parts(args, PARTS)
     args.out = args.out or (str(Path(args.root, "gpu-quick")) if args.quick else "results")
     if args.quick:
         args.batch_size, args.hidden, args.fanout, args.rounds = 64, 16, [5, 4, 3], 1
-    return run_parts({name: PARTS[name] for name in names}, args)
-
-
-def run_parts(parts, args):
-    """Run {name: (function of args and a Record, seconds it may take)} in turn -> {"failed": names}."""
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    file, end, entries = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes, {}
-    before = read_json(file) or {"parts": {}}  # parts that are not run again stay
+    file, end, rows, failed = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes, {}, []
     head = {"machine": hardware(gpu=True), "arguments": vars(args)}
-    write_json(file, head | {"parts": before["parts"]})
-    for name, (function, limit) in parts.items():
+    write_json(file, head | {"parts": read_json(file).get("parts", {})})  # not run again, they stay
+    for name in names:
+        function, limit = PARTS[name]
         # a rehearsal may run on an emulated GPU
         seconds = min(limit * (10 if args.quick else 1), end - time.time())
         print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
-        entries[name] = run_part(name, function, seconds, args)
-    rows = []
-    for name, entry in entries.items():
-        left_out = f"{len(entry['left_out'])} left out" if entry["left_out"] else "done"
-        state = f"{len(entry['failed'])} failed" if entry["failed"] else left_out
-        rows.append([name, f"{entry['seconds']:.0f}", state, entry.get("summary", "")])
+        entry = run_part(name, function, seconds, args)
+        failed += [name] if entry["failed"] else []
+        counts = [f"{len(entry[what])} {what.replace('_', ' ')}" for what in ENDS if entry[what]]
+        state, summary = (counts or ["done"])[0], entry.get("summary", "")
+        rows[name] = {"seconds": round(entry["seconds"]), "state": state, "in short": summary}
     print()
-    print_table(rows, ["part", "seconds", "state", "in short"])
+    print_table("part", rows)
     print(f"{GOALS}; written: {file}")
-    return {"failed": [name for name, entry in entries.items() if entry["failed"]]}
+    return {"failed": failed}
 
 
 def run_part(name, function, seconds, args):
     """Run one part in a process of its own -> its entry."""
     start = time.time()
     record = Record(args, name, start + seconds)
-    record.keep(finished=False, failed=[], left_out=[])  # in the place of an older run's
+    record.keep(finished=False, failed=[], left_out=[], seconds=0)  # in place of an older run's
     if seconds <= 0:
         record.fail(f"no time left of --minutes {args.minutes:g}")
-        record.keep(seconds=0)
         return record.figures
     process = PROCESSES.Process(target=_in_process, args=(function, args, record))
     process.start()
     try:
         process.join(seconds)
     finally:
-        alive = process.exitcode is None
-        if alive:
-            # it has not become the leader of its group yet
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started
-            process.kill()
-            process.join()
+        late = process.exitcode is None
+        kill_group(process)
     record.figures = read_json(record.file)["parts"][name]
-    if alive:
+    if late:
         record.fail(f"stopped after {seconds:.0f} s")
     elif not record.figures["finished"]:
         record.fail(f"its process ended with exit code {process.exitcode}")
@@ -178,41 +160,39 @@ def stores(args, record):
             seconds[size] = time.time() - start
             said = "  ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
             record.keep(built_s=seconds, summary=said)
-            print(f"{size}: {graph_name(args, size)}, {seconds[size]:.1f} s", flush=True)
+            print(said, flush=True)
 
 
 def losses(args, record):
     """Two epochs of each mode, model and precision beside the CPU's: fp32 to the printed digits, bf16 within 2 %."""
-    found, rows, same = {}, [], 0
-    options = "--epochs 2 --fanout 5,4,3 --hidden 64 --batch-size".split()
-    options.append("64" if args.quick else "256")
+    found, rows = {}, {}
+    options = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64]
+    options += ["--batch-size", 64 if args.quick else 256]
     convs = list(CONVS)[:2] if args.quick else CONVS
     runs = itertools.product(("fp32", "bf16"), convs, ("cpu-cpu", *GPU_MODES))
     for precision, conv, mode in runs:
         name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
-        words = flags_of(args, "small", mode, precision, *options, "--model", conv)
         with record.attempt(name):
-            found[name] = [entry["loss"] for entry in epochs_of(words)]
+            words = flags_of(args, "small", mode, precision, *options, "--model", conv)
+            first, second = found[name] = [entry["loss"] for entry in epochs_of(words)]
             record.keep(losses=found)
-            apart = [abs(a - b) for a, b in zip(found[name], found[cpu], strict=True)]
+            apart = [abs(a - b) for a, b in zip(found[name], found[cpu])]
             most = 1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])
-            fine = all(a < most for a in apart)  # a loss that is no number is not
-            said = "  ".join(f"{loss:.4f}" for loss in found[name])
-            rows.append([name, said, f"{max(apart):.1e}", "same" if fine else "DIFFERS"])
-            if not fine:
+            same = all(a < most for a in apart)  # a loss that is no number is not
+            rows[name] = {"epoch 1": first, "epoch 2": second, "apart": max(apart), "same": same}
+            if not same:
                 record.fail(f"{name}: losses {found[name]}, on the CPU {found[cpu]}")
-            same += fine and mode != "cpu-cpu"
-    print_table(rows, ["run", "losses of two epochs", "apart", "beside the CPU"])
+    print_table("losses beside the CPU's", rows)
+    same = sum(row["same"] for name, row in rows.items() if not name.endswith("cpu-cpu"))
     record.keep(summary=f"{same} of {2 * len(convs) * len(GPU_MODES)} runs give the CPU's losses")
 
 
 def trace(args, record):
     """A trace and a picture of the second epoch, of twelve steps, for each mode, in gpu-pictures.zip."""
-    drawn = False
+    drawn = bool(importlib.util.find_spec("matplotlib"))  # train.py refuses --timeline without it
     with record.attempt("timelines", optional=True):
-        import matplotlib  # noqa: F401  train.py refuses --timeline without it
-
-        drawn = True
+        if not drawn:
+            raise ImportError("matplotlib is not installed")
     with tempfile.TemporaryDirectory() as folder:
         for mode in GPU_MODES:
             with record.attempt(mode):
@@ -247,10 +227,8 @@ def tests(args, record):
 def sanitizer(args, record):
     """memcheck on the three checks below, of them two without torch's cache of memory, which hides what is out of bounds.
     (racecheck looks at shared memory, which no kernel uses.)"""
-    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    places = f"{os.environ.get('PATH', '')}{os.pathsep}{toolkit}/bin"
-    program = shutil.which("compute-sanitizer", path=places)
-    said = {}
+    toolkit, said = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"), {}
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=toolkit)
     with record.attempt("compute-sanitizer", optional=True):
         if not program:
             raise ImportError("it is not installed; it comes with the CUDA toolkit")

@@ -20,13 +20,13 @@ WORDS = ("", "x", "victim", "../victim", "/dev/zero", "-1", "float64", "int32", 
 STRANGE = (None, True, [], {}, [[]], *REALS, *NUMBERS, *WORDS)
 CELLS = "1e999 1.5 1e3 0x10 1_0 , \r \0 \xff \ufeff \" ' # ; true".split(" ")
 DTYPES = "f8 f4 f2 i1 u1 i2 i8 u8 >i8 c8 ? U5 O".split()
-IN_PLACE = {  # of a file: what it is a link to
-    "a link to zeros": "/dev/zero",
-    "a link to a file outside": "../victim",
-    "a link to nothing": "../strewn",
-    "a folder": None,
-    "a pipe": None,
-    "nothing": None,
+IN_PLACE = {  # of a file
+    "a link to zeros": lambda file: file.symlink_to("/dev/zero"),
+    "a link to a file outside": lambda file: file.symlink_to("../victim"),
+    "a link to nothing": lambda file: file.symlink_to("../strewn"),
+    "a folder": os.mkdir,
+    "a pipe": os.mkfifo,
+    "nothing": lambda file: None,
 }
 
 
@@ -53,10 +53,8 @@ def other_bytes(data, random):
     number = (pick(NUMBERS, random) % 2 ** (8 * width)).to_bytes(width, "little")
     ends = [i for i in range(max(0, at - 99), min(size, at + 99)) if data[i] in b", \n"]
     word = max((i + 1 for i in ends if i < at), default=at)
-    cell = str(pick((*CELLS, *STRANGE), random)).encode(
-        pick(("utf-8", "latin-1"), random), "replace"
-    )
-    ways = {  # (where the change begins, what stands there, where what follows begins)
+    cell, encoding = str(pick((*CELLS, *STRANGE), random)), pick(("utf-8", "latin-1"), random)
+    ways = {  # (where the change begins, what it writes, where what follows begins)
         "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
         "cut": (pick((at, page), random), b"", size),
         "longer": (size, random.bytes(length), size),
@@ -65,7 +63,11 @@ def other_bytes(data, random):
         "taken out": (at, b"", at + length),
         "a number": (at // width * width, number, at // width * width + width),
         "another page": (page, data[other : other + 4096], page + 4096),
-        "a word": (word, cell, min((i for i in ends if i >= at), default=at)),
+        "a word": (
+            word,
+            cell.encode(encoding, "replace"),
+            min((i for i in ends if i >= at), default=at),
+        ),
     }
     what = pick(list(ways), random)
     start, new, rest = ways[what]
@@ -81,12 +83,9 @@ def other_array(array, random):
         where = slice(None) if random.random() < 0.2 else int(random.integers(good.size))
         wrong.reshape(-1)[where] = pick(REALS if real else NUMBERS, random)
     with np.errstate(all="ignore"):
-        ways = [wrong, flat, good.T, good[None], flat[:0], flat[1:], flat[:1].sum()]
-        ways += [
-            wrong,
-            np.zeros_like(good),
-            good.astype("?" if is_tensor else pick(DTYPES, random)),
-        ]
+        cast = good.astype("?" if is_tensor else pick(DTYPES, random))
+    ways = [wrong, wrong, flat, good.T, good[None], flat[:0], flat[1:], flat[:1].sum(), cast]
+    ways += [np.zeros_like(good)]
     if is_tensor:
         ways = [torch.as_tensor(way) for way in ways] + [array.to("meta"), array.tolist(), "x"]
         ways += [array.reshape(-1).to_sparse(), torch.zeros(1).expand(1 << 40)]
@@ -95,10 +94,10 @@ def other_array(array, random):
 
 def leaves(tree, path=""):
     """Every place in nested dicts and lists -> [(container, key, path)]."""
-    places, items = [], tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in items:
+    places = []
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         places.append((tree, key, f"{path}/{key}"))
-        places += leaves(value, places[-1][2]) if isinstance(value, (dict, list)) else []
+        places += leaves(value, places[-1][2]) if isinstance(value, dict | list) else []
     return places
 
 
@@ -106,7 +105,7 @@ def other_value(tree, random):
     """Change one value of nested dicts and lists, or take it out -> what."""
     container, key, path = pick(leaves(tree), random)
     value, strange = container[key], pick(STRANGE, random)
-    if isinstance(value, (np.ndarray, torch.Tensor)):
+    if isinstance(value, np.ndarray | torch.Tensor):
         strange = other_array(value, random)
     elif type(value) is int and random.random() < 0.5:
         strange = value + pick((-1, 1, 100), random)
@@ -136,7 +135,6 @@ def harm_bytes(file, random):
         pick((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), random),
     )
     members[name], what = other_bytes(members[name], random)
-    file.unlink()
     with zipfile.ZipFile(file, "w", method) as archive:
         for member, data in members.items():
             archive.writestr(member, data)
@@ -150,7 +148,6 @@ def harm_values(file, random):
     what = other_value(state, random)
     if not is_npz and random.random() < 0.1:
         state, what = pick([Code(), [state], {"model": Code()}, None], random), "something else"
-    file.unlink()
     np.savez(file, **state) if is_npz else torch.save(state, file)
     return what, state
 
@@ -159,10 +156,7 @@ def put_in_its_place(file, random):
     """Put something that is no such file under its name -> what."""
     what = pick(list(IN_PLACE), random)
     file.unlink(missing_ok=True)
-    if IN_PLACE[what]:
-        file.symlink_to(IN_PLACE[what])
-    elif what != "nothing":
-        (os.mkfifo if what == "a pipe" else os.mkdir)(file)
+    IN_PLACE[what](file)
     return f"{what} as {file.name}"
 
 

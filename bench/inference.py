@@ -4,9 +4,13 @@ import torch
 from torch.nn import functional as F
 
 import model
-from bench.tools import dgl_graph, in_memory, interleave, made, opened, print_times
+from bench.tools import dgl_graph, in_memory, interleave, opened, prepared, print_times
 from run.allocator import keep_freed_memory
 from sampler import import_dgl
+
+# weights by name: DGL's, ours
+GAT = {"fc_src": "src_linear", "fc_dst": "dst_linear"}
+SAGE = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
 
 
 def dgl_twin(layer):
@@ -22,21 +26,15 @@ def dgl_twin(layer):
         return nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
     if isinstance(layer, model.GCNConv):
         twin = nn.GraphConv(layer.linear.in_features, layer.out_dim, norm="both")
-        twin.weight.data, twin.bias.data = (
-            layer.linear.weight.data.t().clone(),
-            layer.bias.data.clone(),
-        )
+        twin.weight.data = layer.linear.weight.data.t().clone()
+        twin.bias.data = layer.bias.data.clone()
         return twin
     if isinstance(layer, model.GATv2Conv):
         twin = nn.GATv2Conv(layer.src_linear.in_features, layer.attn.shape[1], layer.heads)
-        twin.attn.data, names = (
-            layer.attn.data[None].clone(),
-            {"fc_src": "src_linear", "fc_dst": "dst_linear"},
-        )
+        twin.attn.data, names = layer.attn.data[None].clone(), GAT
     else:
         kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
-        twin = nn.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind)
-        names = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
+        twin, names = nn.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind), SAGE
     for theirs, ours in names.items():
         if hasattr(layer, ours):
             getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
@@ -44,26 +42,21 @@ def dgl_twin(layer):
 
 
 def dgl_inference(net, indptr, indices, x):
-    """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net`.
-
-    Returns:
-        A function of the number of nodes taken at a time -> logits [V, C].
-    """
+    """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net` ->
+    function of the number of nodes taken at a time -> logits [V, C]."""
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
-    loops = isinstance(net.layers[0], model.GATv2Conv)
-    graph = dgl_graph(
-        *(model.with_self_loops(indptr, indices)[:2] if loops else (indptr, indices.long()))
-    )
+    if isinstance(net.layers[0], model.GATv2Conv):
+        indptr, indices, _ = model.with_self_loops(indptr, indices)
+    graph = dgl_graph(indptr, indices.long())
 
     @torch.no_grad()
     def infer(batch_size):
         h = x
-        for layer, width in zip(layers, (layer.out_dim for layer in net.layers)):
+        for layer, ours in zip(layers, net.layers):
             full, everyone = load.MultiLayerFullNeighborSampler(1), torch.arange(graph.num_nodes())
-            y = torch.empty(graph.num_nodes(), width)
-            for sources, targets, blocks in load.DataLoader(
-                graph, everyone, full, batch_size=batch_size
-            ):
+            y = torch.empty(graph.num_nodes(), ours.out_dim)
+            batches = load.DataLoader(graph, everyone, full, batch_size=batch_size)
+            for sources, targets, blocks in batches:
                 out = layer(blocks[0], h[sources])
                 if out.dim() == 3:  # heads: side by side, averaged in the last layer
                     out = out.mean(1) if layer is layers[-1] else out.flatten(1)
@@ -85,16 +78,16 @@ def bench_inference(args):
     torch.manual_seed(0)
     widths = x.shape[1], args.hidden, store.num_classes
     net = model.GNN(*widths, conv=args.model, num_layers=len(args.fanout), heads=4).eval()
-    runs = {
+    steps = {
         "ours": lambda i: model.inference(net, *graph, x),
         "ours, tables in files": lambda i: model.inference(net, *graph, x, memory=0),
     }
-    theirs = {} if args.model == "gcn" else made({"DGL": lambda: dgl_inference(net, *graph, x)})
-    for n in (4096, 65536) if theirs else ():
-        runs[f"DGL, {n} nodes at a time"] = lambda i, n=n: theirs["DGL"](n)
+    theirs = {} if args.model == "gcn" else {"DGL": lambda: dgl_inference(net, *graph, x)}
+    for infer in prepared(theirs).values():
+        for n in (4096, 65536):
+            steps[f"DGL, {n} nodes at a time"] = lambda i, infer=infer, n=n: infer(n)
     logits = {}
-    times = interleave(runs, args.rounds, warmup=1, note=logits.__setitem__)
+    times = interleave(steps, args.rounds, warmup=1, note=logits.__setitem__)
     apart = {name: (out - logits["ours"]).abs().max().item() for name, out in logits.items()}
-    column = {name: f"{difference:.1e}" for name, difference in apart.items()}
-    median, least = print_times("inference", times, "s", 2, **{"logits apart": column})
+    median, least = print_times("inference", times, "s", **{"logits apart": apart})
     return {"median_s": median, "min_s": least, "logits_apart": apart}

@@ -6,29 +6,14 @@ from pathlib import Path
 from disk.files import StoreError
 
 DRAWN = [f"results/{name}.json" for name in ("sampler-cpu", "step-cpu", "inference-cpu", "gpu")]
-DGL = ["DGL fused, int64", "DGL unfused, int64"], ["DGL, malloc kept", "DGL as shipped"]
-CHUNKS = [f"DGL, {n} nodes at a time" for n in (65536, 4096)]
-ON_GPU = [
-    f"{precision} {how}" for precision in ("fp32", "tf32", "bf16") for how in ("eager", "graph")
-]
-CHARTS = {  # command, or part of gpu: (title, entry with the times, its unit in milliseconds, contenders)
-    "sampler": ("sampling a batch", "contenders", 1, ["native", "torch ops", *DGL[0]]),
-    "step": ("a training step, dropout 0.5", "median_ms", 1, ["bf16", "all tricks", *DGL[1]]),
-    "inference": (
-        "exact inference, all nodes",
-        "median_s",
-        1000,
-        ["ours", "ours, tables in files", *CHUNKS],
-    ),
-    "sampling": ("sampling a batch", "median_ms", 1, ["native", "torch operations"]),
-    "products": (
-        "a training step, dropout 0.5",
-        "contenders",
-        1,
-        [*(f"cuda-cuda {how}" for how in ON_GPU), "cuda-cuda fp32 plain"],
-    ),
+CHARTS = {  # command, or part of gpu: (title, entry with the times)
+    "sampler": ("sampling a batch", "contenders"),
+    "step": ("a training step, dropout 0.5", "median_ms"),
+    "inference": ("exact inference, all nodes", "median_s"),
+    "sampling": ("sampling a batch", "median_ms"),
+    "products": ("a training step, dropout 0.5", "contenders"),
 }
-LABELS = {  # of a contender; its own name if it has none
+LABELS = {  # contenders that are drawn, beside DGL's
     "native": "ringblock",
     "torch ops": "ringblock, torch ops",
     "torch operations": "ringblock, torch ops",
@@ -37,29 +22,26 @@ LABELS = {  # of a contender; its own name if it has none
     "ours": "ringblock",
     "ours, tables in files": "ringblock, tables in files",
     "cuda-cuda fp32 plain": "plain version, fp32",
-    **{f"cuda-cuda {how}": f"ringblock, {how}" for how in ON_GPU},
 }
+for kind in (f"{p} {how}" for p in ("fp32", "tf32", "bf16") for how in ("eager", "graph")):
+    LABELS[f"cuda-cuda {kind}"] = f"ringblock, {kind}"
 
 
 def times_in(content):
-    """What a result file holds that can be drawn -> [(title, {label: milliseconds})]."""
+    """What a result file holds that can be drawn -> {title: {label: milliseconds, the fastest first}}."""
+    entries, where = {content.get("arguments", {}).get("what"): content}, ""
     if "parts" in content:
         entries, where = content["parts"], f", {content['machine'].get('gpu')}"
-    else:
-        entries, where = {content["arguments"]["what"]: content}, ""
-    charts = []
-    for what, (title, entry, unit, names) in CHARTS.items():
-        times, there = {}, entries.get(what, {}).get(entry, {})
-        for name in names:
-            if name in there:
-                value = there[name]
-                ms = (
-                    value
-                    if isinstance(value, float)
-                    else value.get("median_ms") or value["step_ms"]
-                )
-                times[LABELS.get(name, name)] = unit * ms
-        charts += [(title + where, times)] if times else []
+    charts = {}
+    for what, (title, entry) in CHARTS.items():
+        times = {}
+        for name, ms in entries.get(what, {}).get(entry, {}).items():
+            if name in LABELS or name.startswith("DGL") and "no dropout" not in name:
+                if isinstance(ms, dict):
+                    ms = ms.get("median_ms") or ms["step_ms"]
+                times[LABELS.get(name, name)] = 1000 * ms if entry == "median_s" else ms
+        if times:
+            charts[title + where] = dict(sorted(times.items(), key=lambda pair: pair[1]))
     return charts
 
 
@@ -72,19 +54,16 @@ def bench_picture(args):
 
     files, charts = args.files or [file for file in DRAWN if Path(file).exists()], {}
     for file in files:
-        for title, times in times_in(json.loads(Path(file).read_text())):
-            if title in charts:
-                raise StoreError(
-                    f"{file}: {title} is in a file before it as well; give one of them"
-                )
-            charts[title] = times
+        drawn = times_in(json.loads(Path(file).read_text()))
+        for title in drawn.keys() & charts.keys():
+            raise StoreError(f"{file}: {title} is in a file before it as well; give one of them")
+        charts |= drawn
     if not charts:
         raise StoreError(
-            f"nothing to draw in {files}: give what python -m bench sampler, step, inference or gpu wrote"
+            f"nothing to draw in {files}: bench sampler, step, inference and gpu write it"
         )
-    size = 4.2 * len(charts), 2.4
     figure, axes = pyplot.subplots(
-        1, len(charts), figsize=size, layout="constrained", squeeze=False
+        1, len(charts), figsize=(4.2 * len(charts), 2.4), layout="constrained", squeeze=False
     )
     for axis, (title, times) in zip(axes[0], charts.items()):
         colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]

@@ -1,24 +1,23 @@
 """python -m bench step | link | features | scaling: a training step beside DGL's, of nodes and of links; the ring beside
 a plain copy; several processes beside one."""
 
-import functools
-import json
+import collections
+import os
 import statistics
-import subprocess
-import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.contenders import Dgl, Ours, as_shipped
+from bench.contenders import dgl, ours, training_log
 from bench.tools import (
-    OwnProcess,
+    alone,
+    in_own_process,
     interleave,
-    made,
     medians,
     memory_of_process,
     opened,
+    prepared,
     print_table,
     print_times,
 )
@@ -29,7 +28,7 @@ from run.allocator import keep_freed_memory
 from sampler import Block, NeighborSampler
 
 NONE = dict(native_sampler=False, first_hop=False, kept_buffers=False, native_layers=False)
-TRICKS = {  # options of Ours
+TRICKS = {  # options of `ours`
     "all tricks": {},
     "without the native sampler": {"native_sampler": False},
     "without the first hop from the table": {"first_hop": False},
@@ -46,75 +45,52 @@ RATIOS = {  # pairs that compare like with like: (DGL's, ours)
 }
 
 
-def bench_step(args):
-    """Time a training step of every contender; returns the figures.
+def time_steps(args, contenders, ratios):
+    """Time a step of every contender -> figures; ratios: {name: (DGL's, ours)}.
 
-    This process keeps freed memory, as train.py does; contenders "as shipped" run in processes of their own.
+    This process keeps freed memory, as train.py does; contenders "as shipped" run in processes of their own, in which
+    glibc gives freed memory back as it does in any program.
     """
     keep_freed_memory()
-    ours = functools.partial(Ours, args, opened(args.dataset, args.root))
-    runs = {name: ours(**options) for name, options in TRICKS.items()}
-    runs["without kept malloc memory"] = as_shipped(Ours, args)
-    runs["none of them, nor kept memory"] = as_shipped(Ours, args, **NONE)
-    runs |= {"bf16": ours(bf16=True), "no dropout": ours(dropout=0.0)}
-    runs |= made(
-        {
-            "DGL as shipped": lambda: as_shipped(Dgl, args),
-            "DGL, malloc kept": lambda: Dgl(args),
-            "DGL as shipped, no dropout": lambda: as_shipped(Dgl, args, dropout=0.0),
-            "DGL, malloc kept, no dropout": lambda: Dgl(args, dropout=0.0),
-        }
-    )
-    median, least = print_times("one step", interleave(runs, args.rounds, twice=True), "ms", 0)
-    pairs = {name: pair for name, pair in RATIOS.items() if pair[0] in median}
-    ratios = {name: median[theirs] / median[own] for name, (theirs, own) in pairs.items()}
-    for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.2f} times as fast as DGL")
-    return {
-        "median_ms": median,
-        "min_ms": least,
-        "ratios": ratios,
-        "losses": step_losses(args, ours),
+    times = interleave(prepared(contenders), args.rounds, twice=True)
+    median, least = print_times("one step", times)
+    ratios = {name: median[a] / median[b] for name, (a, b) in ratios.items() if a in median}
+    print_table("DGL's time / ours", {name: {"ratio": ratio} for name, ratio in ratios.items()})
+    return {"median_ms": median, "min_ms": least, "ratios": ratios}
+
+
+def bench_step(args):
+    """Time a training step of every contender; returns the figures."""
+    as_shipped = partial(in_own_process, args.threads)
+    contenders = {name: partial(ours, args, **options) for name, options in TRICKS.items()} | {
+        "without kept malloc memory": partial(as_shipped, ours, args),
+        "none of them, nor kept memory": partial(as_shipped, ours, args, **NONE),
+        "bf16": partial(ours, args, bf16=True),
+        "no dropout": partial(ours, args, dropout=0.0),
+        "DGL as shipped": partial(as_shipped, dgl, args),
+        "DGL, malloc kept": partial(dgl, args),
+        "DGL as shipped, no dropout": partial(as_shipped, dgl, args, dropout=0.0),
+        "DGL, malloc kept, no dropout": partial(dgl, args, dropout=0.0),
     }
-
-
-def step_losses(args, ours):
-    """The loss curve of ten steps with all tricks and with none of them, dropout 0: the same within rounding."""
-    curves, count = {}, min(10, 2 * args.rounds)
+    figures = time_steps(args, contenders, RATIOS)
+    losses = {}  # without dropout they are the same within rounding
     for name in ("all tricks", "none of them"):
-        run = ours(**TRICKS[name], dropout=0.0)
-        curves[name] = [run(i) for i in range(count)]
-    apart = max(abs(a / b - 1) for a, b in zip(*curves.values()))
-    first, *_, last = curves["all tricks"]
-    said = (
-        f"all tricks against none: {first:.6f} .. {last:.6f}, at most {apart:.1e} apart (relative)"
-    )
-    print(f"loss over {count} steps, {said}")
-    return {**curves, "largest_relative_difference": apart}
+        step = ours(args, **TRICKS[name], dropout=0.0)
+        losses[name] = [step(i) for i in range(min(10, 2 * args.rounds))]
+    apart = max(abs(a / b - 1) for a, b in zip(*losses.values()))
+    print(f"losses of ten steps, all tricks against none: at most {apart:.1e} apart (relative)")
+    return figures | {"losses": losses | {"largest_relative_difference": apart}}
 
 
 def bench_link(args):
     """Time a step of link prediction of every contender; returns the figures. The graph has every edge's reverse."""
-    keep_freed_memory()
-    store = opened(args.dataset, args.root)
-    ours = {"ours": "exclude", "ours, nothing excluded": "keep"}
-    runs = {name: Ours(args, store, dropout=0.0, link=link) for name, link in ours.items()}
-    theirs = {"dropout": 0.0, "link": True}
-    runs |= made(
-        {
-            "DGL as shipped": lambda: as_shipped(Dgl, args, **theirs),
-            "DGL, malloc kept": lambda: Dgl(args, **theirs),
-        }
-    )
-    median, least = print_times("one step", interleave(runs, args.rounds, twice=True), "ms", 0)
-    ratios = {name: median[name] / median["ours"] for name in median if name.startswith("DGL")}
-    for name, ratio in ratios.items():
-        print(f"{ratio:.2f} times as fast as {name}")
-    return {"median_ms": median, "min_ms": least, "ratios": ratios}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# features
+    contenders = {
+        "ours": partial(ours, args, "exclude", dropout=0.0),
+        "ours, nothing excluded": partial(ours, args, "keep", dropout=0.0),
+        "DGL as shipped": partial(in_own_process, args.threads, dgl, args, True, dropout=0.0),
+        "DGL, malloc kept": partial(dgl, args, True, dropout=0.0),
+    }
+    return time_steps(args, contenders, {name: (name, "ours") for name in list(contenders)[2:]})
 
 
 def fetch(ring, slot, ids):
@@ -124,105 +100,67 @@ def fetch(ring, slot, ids):
 
 def bench_features(args):
     """Gather rows through the ring beside a plain copy, in the same run; returns the figures."""
-    source = torch.ones(1 << 28, dtype=torch.uint8)
-    copied, figures, rows = torch.empty_like(source), {}, []
+    size, figures = 1 << 28, {}
+    source, copied = torch.ones(2, size, dtype=torch.uint8)
     for row_bytes in (64, 400, 2048):
-        num_rows, n = (1 << 30) // row_bytes, (1 << 28) // row_bytes
-        table, labels = (
-            torch.ones(num_rows, row_bytes // 4),
-            torch.zeros(num_rows, dtype=torch.int64),
-        )
+        table = torch.ones((1 << 30) // row_bytes, row_bytes // 4)
+        labels = torch.zeros(len(table), dtype=torch.int64)
         ring = FeatureRing(table, labels, slots=3, log=lambda line: None, gather=gather_rows)
-        picks = [torch.randint(num_rows, (n,)) for _ in range(3)]
-        run = {
-            "ring": lambda i: fetch(ring, i % 3, picks[i % 3]),  # noqa: B023  run within this iteration
-            "fresh tensor": lambda i: table[picks[i % 3]],  # noqa: B023
+        picks = [torch.randint(len(table), (size // row_bytes,)) for _ in range(3)]
+        steps = {
+            "ring": lambda i: fetch(ring, i % 3, picks[i % 3]),
+            "fresh tensor": lambda i: table[picks[i % 3]],
             "copy": lambda i: copied.copy_(source),
         }
-        times = interleave(run, args.rounds, warmup=3)
-        rate = {name: (1 << 28) / seconds / 1e9 for name, seconds in medians(times).items()}
+        times = interleave(steps, args.rounds, warmup=3)
         # of one round
         share = statistics.median(copy / ring for copy, ring in zip(times["copy"], times["ring"]))
-        figures[row_bytes] = {**rate, "share_of_copy": share}
-        rows.append([str(row_bytes), *(f"{rate[name]:.1f}" for name in run), f"{100 * share:.0f}%"])
-    header = ["bytes a row", "ring GB/s", "fresh tensor GB/s", "plain copy GB/s", "ring / copy"]
-    print_table(rows, header)
+        rate = {name: size / seconds / 1e9 for name, seconds in medians(times).items()}
+        figures[row_bytes] = rate | {"share_of_copy": share}
+    print_table("GB/s by bytes a row", figures)
     return {"gb_per_s": figures, "memory": memory_of_processes(args)}
 
 
-class Reader:
-    """Reads every feature row of a store once through a ring, and keeps what it has read."""
-
-    def __init__(self, dataset, root):
-        store = self.store = opened(dataset, root)
-        features, log = store.features.tensor, lambda line: None
-        self.ring = FeatureRing(features, store.labels, slots=3, log=log)
-        for i, ids in enumerate(torch.arange(store.num_nodes).split(1 << 18)):
-            fetch(self.ring, i % 3, ids)
-
-    def __call__(self):
-        return memory_of_process("smaps_rollup")
+def read_all(dataset, root):
+    """Read every feature row of a store once through a ring -> function: the memory of this process, which keeps both."""
+    store = opened(dataset, root)
+    ring = FeatureRing(store.features.tensor, store.labels, slots=3, log=lambda line: None)
+    for i, ids in enumerate(torch.arange(store.num_nodes).split(1 << 18)):
+        fetch(ring, i % 3, ids)
+    return lambda ring=ring: memory_of_process("smaps_rollup")
 
 
 def memory_of_processes(args, procs=4):
     """Memory of processes that have read all of one store, each page counted once, over what has to be there."""
     if not Path("/proc/self/smaps_rollup").exists():
         return None
-    feature_bytes = opened(args.shared, args.root).meta["files"]["features.npy"]["bytes"]
-    readers = [OwnProcess(args.threads, Reader, args.shared, args.root) for _ in range(procs)]
-    memory = [reader() for reader in readers]
+    features = opened(args.shared, args.root).meta["files"]["features.npy"]["bytes"]
+    words = args.threads, read_all, args.shared, args.root
+    memory = [reader() for reader in [in_own_process(*words) for _ in range(procs)]]
     pss, own = (sum(figures[field] for figures in memory) for field in ("Pss", "Pss_Anon"))
-    ratio = pss / (feature_bytes + own)
-    said = f"summed PSS {pss / 1e9:.2f} GB, of it {own / 1e9:.2f} GB of their own"
-    print(
-        f"{procs} processes on {feature_bytes / 1e9:.2f} GB of features: {said}; {ratio:.2f} times features plus own"
-    )
-    sizes = {"feature_bytes": feature_bytes, "pss": pss, "own": own}
-    return {"processes": procs, **sizes, "ratio": ratio}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# scaling
+    figures = {"processes": procs, "feature_bytes": features, "pss": pss, "own": own}
+    figures["ratio"] = pss / (features + own)
+    print_table("memory", {"summed PSS / (features + own)": figures})
+    return figures
 
 
 def bench_scaling(args):
     """Epochs of train.py with each number of processes and the same total batch; returns the figures."""
-    rows, epochs, figures, cells = rows_computed(args), {}, {}, []
+    rows, epochs, figures = rows_computed(args), collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        epochs.setdefault(procs, []).extend(epochs_of(args, procs))
+        epochs[procs] += alone(args.threads, epochs_of, args, procs)
     first = args.procs[0]
-    for procs, found in epochs.items():
-        stages = ("seconds", "exchange", "stall", "optimizer")
-        seconds, exchange, stall, optimizer = (
-            statistics.median(epoch.get(stage, 0) for epoch in found) for stage in stages
-        )
-        least, repeated = min(epoch["seconds"] for epoch in found), rows[procs] / rows[first]
-        speedup = (figures[first]["median_s"] if figures else seconds) / seconds
-        # on CPU they share the same cores
-        efficiency = speedup * first / procs if args.gpus else speedup
-        costs = {
-            "rows that several processes compute": seconds * (1 - 1 / repeated),
-            "exchange of gradients and waiting for each other": exchange,
-            "waiting for data": stall,
-            "the optimizer, which every process runs": optimizer,
-        }
-        ms = [f"{1e3 * s:.0f}" for s in (seconds, least, exchange, stall)]
-        ratios = [f"{speedup:.2f}", f"{100 * efficiency:.0f} %"]
-        cells.append(
-            [f"{procs}", *ms[:2], *ratios, *ms[2:], f"{repeated:.2f}", max(costs, key=costs.get)]
-        )
-        figures[procs] = {"n": len(found), "median_s": seconds, "min_s": least, "speedup": speedup}
-        figures[procs] |= {"efficiency": efficiency, "rows": rows[procs], "costs_s": costs}
-    header = [
-        "processes",
-        "epoch ms",
-        "min ms",
-        "speed-up",
-        "efficiency",
-        "exchange ms",
-        "stall ms",
-    ]
-    print_table(cells, [*header, "rows", "costs most"])
+    for procs, entries in epochs.items():
+        seconds = [entry["seconds"] for entry in entries]
+        row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
+        row["speedup"] = figures[first]["median_s"] / row["median_s"] if figures else 1.0
+        # on CPU the processes share the same cores
+        row["efficiency"] = row["speedup"] * (first / procs if args.gpus else 1)
+        row |= {"rows": rows[procs], "rows / first": rows[procs] / rows[first]}
+        for stage in ("exchange", "stall", "optimizer"):
+            row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
+        figures[procs] = row
+    print_table("processes", figures)
     return {"scaling": figures}
 
 
@@ -239,20 +177,10 @@ def rows_computed(args):
 
 
 def epochs_of(args, procs):
-    """Run four epochs of train.py with so many processes -> the log entries of the last three."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = {
-            "--dataset": args.dataset,
-            "--root": args.root,
-            "--fanout": ",".join(map(str, args.fanout)),
-            "--hidden": args.hidden,
-            "--batch-size": args.batch_size // procs,
-            "--epochs": 4,
-            "--log": f"{folder}/log",
-            "--gpus": procs if args.gpus else 0,
-            "--procs": 1 if args.gpus else procs,
-        }
-        command = [sys.executable, Path(__file__).parent.with_name("train.py")]
-        command += [str(word) for pair in words.items() for word in pair]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return [entry for entry in map(json.loads, open(f"{folder}/log")) if "epoch" in entry][1:4]
+    """Run four epochs of train.py in `procs` processes -> the log entries of the last three."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ranks print by themselves
+    words = ["--dataset", args.dataset, "--root", args.root, "--hidden", args.hidden]
+    words += ["--fanout", ",".join(map(str, args.fanout)), "--epochs", 4]
+    words += ["--batch-size", args.batch_size // procs, "--gpus", procs if args.gpus else 0]
+    entries, _ = training_log([*words, "--procs", 1 if args.gpus else procs])
+    return [entry for entry in entries if "epoch" in entry][1:4]

@@ -2,10 +2,8 @@
 small graphs. What trains is in bench/store_train.py."""
 
 import ctypes
-import functools
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 
 from bench.store_train import AHEAD, print_training, train_each
-from bench.tools import OwnProcess, forget_pages, interleave, print_table, watch
+from bench.tools import alone, chosen_parts, forget_pages, interleave, medians, print_table, watch
 from disk.files import StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.reader import open_rows
@@ -24,16 +22,9 @@ from sampler import NeighborSampler
 from sources import prepare
 from store import SAMPLERS, GraphStore, build_store
 
-# without --parts; "papers" takes half an hour and much disk
-PARTS = ("build", "reads", "train", "lmdb", "graphs")
 # ogbn-papers100M
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)
 GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, where memory is short"
-
-
-def gb(size):
-    """Bytes in words."""
-    return f"{size / 1e9:.2f} GB"
 
 
 def build_edges(folder, num_edges):
@@ -44,25 +35,13 @@ def build_edges(folder, num_edges):
         b = min(a + (1 << 22), num_edges)
         edges[:, a:b] = random.integers(0, num_nodes, (2, b - a), np.int32)
     edges.flush()
-    nodes = {
-        "features": np.zeros((num_nodes, 1), np.float32),
-        "labels": np.zeros(num_nodes, np.int64),
-    }
+    features, labels = np.zeros((num_nodes, 1), np.float32), np.zeros(num_nodes, np.int64)
+    nodes = {"features": features, "labels": labels, "split": {"train": [0]}}
     with watch() as seen:
-        build_store(
-            folder / "built", edge_index=edges, symmetrize=True, split={"train": [0]}, **nodes
-        )
-    figures = {
-        "input_edges": num_edges,
-        "stored_edges": GraphStore.open(folder / "built").num_edges,
-    }
-    rate = num_edges / seen.seconds
-    return {
-        **figures,
-        "seconds": seen.seconds,
-        "input_edges_per_s": rate,
-        "peak_anonymous": seen.peak,
-    }
+        build_store(folder / "built", edge_index=edges, symmetrize=True, **nodes)
+    rate, stored = num_edges / seen["seconds"], GraphStore.open(folder / "built").num_edges
+    sizes = {"input_edges": num_edges, "stored_edges": stored}
+    return {**sizes, "input_edges_per_s": rate, **seen}
 
 
 def sample_graph(path, args, where):
@@ -74,28 +53,26 @@ def sample_graph(path, args, where):
         indices, threads = map_npy(path, "indices.npy", file, "int32", None, ahead=False), SAMPLERS
     sampler = NeighborSampler(graph.indptr, indices, args.fanout, check=False, threads=threads)
     forget_pages(path)
-    graph.indptr.sum(), where == GRAPHS[0] and indices.sum()
+    graph.indptr.sum()
+    if where == GRAPHS[0]:
+        indices.sum()
     seeds = torch.randint(graph.num_nodes, (args.batch_size,)).unique()
     start = time.perf_counter()
     sampler.sample(seeds, 0)
     return 1e3 * (time.perf_counter() - start)
 
 
-def part_build(args, folder, alone):
+def part_build(args, folder):
     """Build and sample -> figures."""
-    built = alone(build_edges, folder, args.edges)
-    said = (
-        f"{built['input_edges']:,} edges -> {built['stored_edges']:,} in {built['seconds']:.1f} s"
-    )
-    rate = f"{built['input_edges_per_s'] / 1e6:.1f} M input edges/s"
-    print(f"build: {said}, {rate}, at most {gb(built['peak_anonymous'])} anonymous memory")
-    built["sample_ms"] = {}
-    for where in GRAPHS:
-        times = [alone(sample_graph, folder / "built", args, where) for _ in range(3)]
-        built["sample_ms"][where] = statistics.median(times)
-    rows = [[where, f"{ms:.0f}"] for where, ms in built["sample_ms"].items()]
-    print_table(rows, ["graph", "ms to sample a batch"])
-    shutil.rmtree(folder / "built")
+    built, path = alone(args.threads, build_edges, folder, args.edges), folder / "built"
+    times = {
+        where: [alone(args.threads, sample_graph, path, args, where) for _ in range(3)]
+        for where in GRAPHS
+    }
+    built["sample_ms"] = medians(times)
+    print_table("build", {"random edges": built})
+    print_table("graph", {where: {"ms a batch": ms} for where, ms in built["sample_ms"].items()})
+    shutil.rmtree(path)
     (folder / "edges").unlink()
     return built
 
@@ -110,42 +87,36 @@ def read_rows(folder, args):
             out.write(block[: size - a])
         os.fsync(out.fileno())
     types = ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3
-    source, flags = (
-        Path(__file__).with_name("plain_read.c").read_text(),
-        ["-O2", "-fPIC", "-shared"],
-    )
-    plain = build.load_c("plain_read", source, flags, {"plain_read": types})
+    source, flags = Path(__file__).with_name("plain_read.c"), ["-O2", "-fPIC", "-shared"]
+    plain = build.load_c("plain_read", source.read_text(), flags, {"plain_read": types})
     handle, figures = os.open(file, os.O_RDONLY | os.O_DIRECT), {}
     for row_bytes, run in ((400, 1), (1024, 1), (4096, 1), (1024, 8), (1024, 32)):
         rows, count = (size - 4096) // row_bytes, args.reads // run
         span = -(-row_bytes * run // 512) * 512
-        starts = lambda end: torch.randint(end, (count,), generator=random)  # noqa: B023, E731
-        ids = (starts(rows - run).unsqueeze(1) + torch.arange(run)).flatten()
-        out = torch.zeros(count * run, row_bytes, dtype=torch.uint8)
+        ids = torch.randint(rows - run, (count, 1), generator=random) + torch.arange(run)
+        ids, out = ids.flatten(), torch.zeros(count * run, row_bytes, dtype=torch.uint8)
         reader = open_rows(file, 4096, row_bytes, rows)
 
-        def theirs(i):
-            offsets = starts((size - span) // 512) * 512  # noqa: B023
-            if plain.plain_read(handle, offsets.data_ptr(), count, span, 64) != count * span:  # noqa: B023
+        def read_plainly(i):
+            offsets = torch.randint((size - span) // 512, (count,), generator=random) * 512
+            if plain.plain_read(handle, offsets.data_ptr(), count, span, 64) != count * span:
                 raise StoreError(f"the plain reader could not read {file}")
 
-        runs = {"plain": theirs, "threads": lambda i: reader.read(ids, out)}  # noqa: B023
-        times = interleave(runs, args.rounds, warmup=1)
+        steps = {"plain": read_plainly, "threads": lambda i: reader.read(ids, out)}
+        took = medians(interleave(steps, args.rounds, warmup=1))
         name = f"{row_bytes} B" if run == 1 else f"{run} x {row_bytes} B side by side"
-        figures[name] = {who: count / statistics.median(seconds) for who, seconds in times.items()}
+        figures[name] = {who: count / seconds for who, seconds in took.items()}
+        figures[name]["threads / plain"] = took["plain"] / took["threads"]
     os.close(handle)
     file.unlink()
     return figures
 
 
-def part_reads(args, folder, alone):
+def part_reads(args, folder):
     """Read rows -> figures."""
-    read, rows = alone(read_rows, folder, args), []
-    for name, f in read.items():
-        cells = [f"{f['plain']:,.0f}", f"{f['threads']:,.0f}", f"{f['threads'] / f['plain']:.2f}"]
-        rows.append([name, *cells])
-    print_table(rows, ["rows", "plain, reads/s", "threads, reads/s", "threads / plain"])
-    return read
+    figures = alone(args.threads, read_rows, folder, args)
+    print_table("reads/s", figures)
+    return figures
 
 
 class RandomEdges:
@@ -183,63 +154,38 @@ def build_papers(path, p):
     features = Rows([V, p["features"]], np.float16, ahead(rows, V, 1 << 15))
     split = {"train": np.sort(random.choice(V, p["train"], replace=False))}
     nodes = {"features": features, "labels": labels, "num_classes": p["classes"], "split": split}
+    nodes |= {"source": "random, as ogbn-papers100M", "progress": True}
     with watch() as seen:
-        build_store(
-            path, edge_index=edges, source="random, as ogbn-papers100M", progress=True, **nodes
-        )
-    size, rate = sum(file.stat().st_size for file in path.iterdir()), p["edges"] / seen.seconds
-    return {
-        "seconds": seen.seconds,
-        "edges_per_s": rate,
-        "peak_anonymous": seen.peak,
-        "bytes": size,
-    }
+        build_store(path, edge_index=edges, **nodes)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return {"edges_per_s": p["edges"] / seen["seconds"], "bytes": size, **seen}
 
 
-def part_papers(args, folder, alone):
+def part_papers(args, folder):
     """Build that store and train --batches batches of 1,024 with fanout 15,10,5 from it -> figures."""
     p = {name: n if n <= 1000 else max(2000, int(n * args.papers)) for name, n in PAPERS.items()}
     needed = 12 * p["edges"] + 2 * p["nodes"] * (p["features"] + 8)
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise StoreError(
-            f"--parts papers takes {needed / 1e9:.0f} GB of disk, {folder} has {free / 1e9:.0f} GB left"
-        )
+        need = f"--parts papers takes {needed / 1e9:.0f} GB of disk"
+        raise StoreError(f"{need}, {folder} has {free / 1e9:.0f} GB left")
     args.fanout, args.batch_size, args.graphbolt = [15, 10, 5], 1024, None
-    built = alone(build_papers, folder / "papers", p)
+    built = alone(args.threads, build_papers, folder / "papers", p)
+    print_table("papers", {"build": p | built})
     ways = {name: (how, int(args.cache_gb * 1e9)) for name, how in AHEAD.items()}
     training = train_each(folder / "papers", args, ways)
-    trained = next(iter(training.values()))
-    epoch = -(-p["train"] // args.batch_size) / trained["batches_per_s"]
-    size, rate = (
-        f"{p['nodes']:,} nodes, {p['edges']:,} edges",
-        f"{built['edges_per_s'] / 1e6:.1f} M edges/s",
-    )
-    memory = f"at most {gb(built['peak_anonymous'])} anonymous memory; {gb(built['bytes'])} on disk"
-    print(f"papers: {size} built in {built['seconds']:.0f} s, {rate}, {memory}")
-    rate = f"{trained['batches_per_s']:.2f} batches/s, an epoch of {p['train']:,} nodes in {epoch / 3600:.2f} h"
-    memory = f"at most {gb(trained['peak_anonymous'])} anonymous and {gb(trained['mapped'])} mapped"
-    print(f"papers: {rate}; {memory}")
-    print_training(training, f"{gb(built['bytes'])} on disk")
+    rate = next(iter(training.values()))["batches_per_s"]
+    epoch = -(-p["train"] // args.batch_size) / rate
+    print(f"papers: an epoch of {p['train']:,} nodes in {epoch / 3600:.2f} h")
+    print_training(training, f"{built['bytes'] / 1e9:.1f} GB on disk")
     shutil.rmtree(folder / "papers")
     return {"build": built, "training": training, "epoch_s": epoch, **p}
 
 
-def part_training(args, part):
+def train_under_root(args, backend, ways):
     """Train from a store under --root, removed at the end unless it was there before -> figures."""
-    nodes, cache = max(1000, int(args.features_gb * 1e9) // 1024), int(args.cache_gb * 1e9)
-    ways = {"LMDB": ("map", 0)}
-    if part == "train":
-        ways = {
-            "mmap": ("map", 0),
-            "mmap, RAM cache": ("map", cache),
-            "disk, RAM cache": ("disk", cache),
-        }
-        ways |= {name: (how, cache) for name, how in AHEAD.items()}
-        ways |= {name: ("lookahead", cache, name) for name in ("LABOR", "LABOR, layer, batch 4")}
-        ways["disk, cache of train.py's default"] = ("lookahead", None)
-    there = set(Path(args.root).iterdir())
+    nodes, there = max(1000, int(args.features_gb * 1e9) // 1024), set(Path(args.root).iterdir())
     dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-    path = prepare.prepare(dataset, args.root, backend="lmdb" if part == "lmdb" else "mmap")
+    path = prepare.prepare(dataset, args.root, backend=backend)
     try:
         return train_each(path, args, ways)
     finally:
@@ -258,10 +204,8 @@ def write_graphs(path, count):
             nodes = random.integers(20, 41, min(4096, count - first))
             V, edges = nodes.sum(), 2 * nodes
             ends = random.integers(0, np.repeat(nodes, edges), (2, 2 * V))
-            x, e = (
-                random.integers(0, 100, (V, 9), np.uint8),
-                random.integers(0, 5, (2 * V, 3), np.uint8),
-            )
+            x = random.integers(0, 100, (V, 9), np.uint8)
+            e = random.integers(0, 5, (2 * V, 3), np.uint8)
             y = random.random((len(nodes), 1), np.float32)
             batch = block_diagonal(nodes, edges, ends, x, e, y)
             making += time.perf_counter() - start
@@ -269,8 +213,7 @@ def write_graphs(path, count):
 
     with watch() as seen:
         build_graphs(path, batches())
-    rate = count / (seen.seconds - making)
-    return {"graphs": count, "graphs_per_s": rate, "peak_anonymous": seen.peak, "grown": seen.grown}
+    return {"graphs": count, "graphs_per_s": count / (seen["seconds"] - making), **seen}
 
 
 def read_graphs(path, batch_size=256):
@@ -282,42 +225,44 @@ def read_graphs(path, batch_size=256):
     with watch() as seen:
         for ids in order:
             graphs.batch(ids)
-    figures = {"graphs_per_s": len(graphs) / seen.seconds, "peak_anonymous": seen.peak}
-    return figures | {"grown": seen.grown, "mapped": seen.mapped}
+    return {"graphs": len(graphs), "graphs_per_s": len(graphs) / seen["seconds"], **seen}
 
 
-def part_graphs(args, folder, alone):
+def part_graphs(args, folder):
     """Write and read many small graphs -> figures."""
-    graphs = {"write": alone(write_graphs, folder / "many", args.graphs)}
-    graphs["read"] = alone(read_graphs, folder / "many")
-    for name, f in graphs.items():
-        memory = f"{gb(f['peak_anonymous'])}, {f['grown'] / 1e6:+.0f} MB from first to last"
-        rate = f"{f['graphs_per_s']:,.0f}/s of {args.graphs:,}"
-        print(f"graphs: {name} {rate}, anonymous memory at most {memory}")
-    return graphs
+    figures = {"write": alone(args.threads, write_graphs, folder / "many", args.graphs)}
+    figures["read"] = alone(args.threads, read_graphs, folder / "many")
+    print_table("graphs", figures)
+    return figures
+
+
+def part_train(args, folder):
+    """Train from features on disk, in every way -> figures."""
+    cache = int(args.cache_gb * 1e9)
+    ways = {"mmap": ("map", 0), "mmap, RAM cache": ("map", cache)}
+    ways |= {name: (how, cache) for name, how in {"disk, RAM cache": "disk", **AHEAD}.items()}
+    ways |= {name: ("lookahead", cache, name) for name in ("LABOR", "LABOR, layer, batch 4")}
+    ways["disk, cache of train.py's default"] = ("lookahead", None)
+    return train_under_root(args, "mmap", ways)
+
+
+PARTS = {
+    "build": part_build,
+    "reads": part_reads,
+    "graphs": part_graphs,
+    "train": part_train,  # and then LMDB: both may not fit on the disk
+    "lmdb": lambda args, folder: train_under_root(args, "lmdb", {"LMDB": ("map", 0)}),
+    "papers": part_papers,  # only where named: it takes half an hour and much disk
+}
 
 
 def bench_store(args):
     """Build, read rows, train from disk, write and read small graphs, each in its own process; returns the figures."""
-
-    def alone(function, *words):
-        return OwnProcess(args.threads, functools.partial, function, *words)()
-
-    parts = set(args.parts.split(",")) if args.parts else set(PARTS)
-    if unknown := parts - {*PARTS, "papers"}:
-        known = f"{','.join(PARTS)},papers"
-        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {known}")
+    parts = chosen_parts(args, PARTS) if args.parts else [*PARTS][:-1]
     Path(args.root).mkdir(parents=True, exist_ok=True)
-    figures, trained = {}, {}
     with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
-        folder = Path(folder)
-        for part, run in (("build", part_build), ("reads", part_reads), ("graphs", part_graphs)):
-            if part in parts:
-                figures[part] = run(args, folder, alone)
-        for part in ("train", "lmdb"):  # one at a time: both may not fit on the disk
-            trained |= part_training(args, part) if part in parts else {}
-        if trained:
-            print_training(trained, f"{args.features_gb:g} GB of features")
-        if "papers" in parts:
-            figures["papers"] = part_papers(args, folder, alone)
-    return {**figures, "training": trained, "cache_bytes": int(args.cache_gb * 1e9)}
+        figures = {part: PARTS[part](args, Path(folder)) for part in PARTS if part in parts}
+    training = figures.pop("train", {}) | figures.pop("lmdb", {})
+    if training:
+        print_training(training, f"{args.features_gb:g} GB of features")
+    return {**figures, "training": training, "cache_bytes": int(args.cache_gb * 1e9)}

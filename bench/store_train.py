@@ -1,27 +1,21 @@
 """Training from features on disk, in this project's ways and with GraphBolt: for `python -m bench store`."""
 
-import functools
 import itertools
 import json
 import math
+import mmap
 import statistics
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.contenders import Ours
+from bench.contenders import make_ring, trainer
 from bench.sampler import LABORS
-from bench.tools import (
-    OwnProcess,
-    bytes_from_disk,
-    forget_pages,
-    memory_of_process,
-    print_table,
-    watch,
-)
+from bench.tools import alone, forget_pages, print_table, watch, watched_rounds
 from disk.cache import LookaheadCache
 from disk.files import StoreError
 from features import CachedFeatures, expected_visits
@@ -32,170 +26,117 @@ from store import GraphStore, MmapFeatures
 
 AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
 ADVISED = "GraphBolt, mmap advised"
+ROUNDS = 20
 
 
-class FromDisk:
-    """Trains on features that stay on disk, `cache` bytes of them in memory; called with a number of batches ->
-    figures.
+def train_from_disk(path, args, how, cache, drawn="uniform"):
+    """Train on features that stay on disk, `cache` bytes of them in memory -> figures of each of ROUNDS rounds.
 
     how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead,
     "past" so too and past the page cache. cache: None for the default of train.py. drawn: by the sampler of
     bench/sampler.py's LABORS with this name.
     """
-
-    def __init__(self, path, args, how, cache, drawn="uniform"):
-        keep_freed_memory()
-        store = GraphStore.open(path)
-        table, nodes, mapped = store.features, store.split["train"], []
-        if isinstance(table, MmapFeatures):  # on disk also where they would fit
-            array = np.load(store.path / "features.npy", mmap_mode="r")
-            mapped = [torch.from_numpy(array)]
-            cache = table.default_cache() if cache is None else cache
-            beside = math.inf if how == "past" else table.beside + cache
-            file = [] if how == "map" else [store.path, array.offset, beside]
-            table = MmapFeatures(*mapped, True, *file)
-        with watch() as seen:
-            if cache:
-                visits = expected_visits(
-                    store.indptr, store.indices, nodes, args.fanout, args.batch_size
-                )
-                if how in AHEAD.values():
-                    table = LookaheadCache(table, cache, None, visits)
-                else:
-                    table = CachedFeatures(table, visits, cache)
-                del visits
-                trim_memory(1)  # what that took, as train.py does
-        self.table, self.peak = table, seen.peak  # making the cache takes memory, too
-        self.ours = Ours(args, store, features=table, slots=3)
-        options = {**LABORS[drawn], "check": False, "threads": args.threads}
-        sampler = NeighborSampler(store.indptr, store.indices, args.fanout, **options)
-        options = {"batch_size": args.batch_size, "sampler": sampler, "ring": self.ours.kept_ring}
-        loader = NodeLoader(store, nodes, args.fanout, **options)
-        self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
-        forget_pages(path, mapped)
-
-    def __call__(self, count):
-        aggregated = self.ours.kept_ring.first_hop
-        with watch() as seen:
-            batches = itertools.islice(self.batches, count)
-            losses = [self.ours.train(batch, aggregated) for batch in batches]
-        counts = self.table.counts() if isinstance(self.table, LookaheadCache) else {}
-        return {
-            "batches_per_s": count / seen.seconds,
-            "peak_anonymous": max(self.peak, seen.peak),
-            "mapped": seen.mapped,
-            "major_faults": seen.faults,
-            "from_disk": seen.read,
-            "losses": losses,
-            "cache_hit_rate": getattr(self.table, "hit_rate", None),
-            "lookahead": getattr(self.table, "lookahead", None),
-            **counts,
-        }
+    keep_freed_memory()
+    store = GraphStore.open(path)
+    csc, table, nodes = (store.indptr, store.indices), store.features, store.split["train"]
+    if isinstance(table, MmapFeatures):  # on disk also where they would fit
+        array = np.load(store.path / "features.npy", mmap_mode="r")
+        cache = table.default_cache() if cache is None else cache
+        beside = math.inf if how == "past" else table.beside + cache
+        file = [] if how == "map" else [store.path, array.offset, beside]
+        table = MmapFeatures(torch.from_numpy(array), True, *file)
+    with watch() as made:
+        if cache:
+            visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
+            if how in AHEAD.values():
+                table = LookaheadCache(table, cache, None, visits)
+            else:
+                table = CachedFeatures(table, visits, cache)
+            del visits
+            trim_memory(1)  # what that took, as train.py does
+    options = {**LABORS[drawn], "check": False, "threads": args.threads}
+    sampler, ring = NeighborSampler(*csc, args.fanout, **options), make_ring(store, table, slots=3)
+    options = {"batch_size": args.batch_size, "sampler": sampler, "ring": ring}
+    loader, train_on = NodeLoader(store, nodes, args.fanout, **options), trainer(args, store)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+    if isinstance(store.features, MmapFeatures):
+        array._mmap.madvise(mmap.MADV_DONTNEED)
+    forget_pages(path)
+    step = lambda: train_on(next(batches), ring.first_hop)  # noqa: E731
+    rounds = watched_rounds(step, ROUNDS, max(1, args.batches // ROUNDS))
+    rounds[0]["peak_anonymous"] = max(made["peak_anonymous"], rounds[0]["peak_anonymous"])
+    rounds[-1] |= table.counts() if isinstance(table, LookaheadCache) else {}
+    rounds[-1]["cache_hit_rate"] = getattr(table, "hit_rate", None)
+    rounds[-1]["lookahead"] = getattr(table, "lookahead", None)
+    return rounds
 
 
-class GraphBolt:
-    """Trains in the interpreter `--graphbolt`, called as `FromDisk` is.
-
-    how: "documented", or "advised": with a word to the kernel not to read ahead of each row.
-    """
-
-    def __init__(self, path, args, how):
-        nodes, random = GraphStore.open(path).split["train"], torch.Generator().manual_seed(0)
-        epochs = -(-(args.batches + 3) * args.batch_size // nodes.numel())
-        seeds = [nodes[torch.randperm(nodes.numel(), generator=random)] for _ in range(epochs)]
-        words = [",".join(map(str, args.fanout)), args.batch_size, args.hidden, args.threads, how]
-        with tempfile.NamedTemporaryFile(suffix=".npy") as order:
-            np.save(order, torch.cat(seeds).numpy())
-            order.flush()
-            script = Path(__file__).with_name("graphbolt.py")
-            command = [args.graphbolt, script, path, order.name, *words]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            try:
-                self.process = subprocess.Popen(list(map(str, command)), text=True, **pipes)
-                ready = self.process.stdout.readline() == "ready\n"
-            except OSError as error:
-                said = f"--graphbolt {args.graphbolt} cannot be started: {error.strerror}"
-                raise StoreError(said) from error
-        if not ready:
-            said = "cannot run bench/graphbolt.py; its words are above"
-            raise StoreError(f"--graphbolt {args.graphbolt} {said}")
-        self.faults, self.read = 0, bytes_from_disk(self.process.pid)
-        forget_pages(path)
-
-    def __call__(self, count):
-        self.process.stdin.write(f"{count}\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise StoreError("GraphBolt ended before its batches were trained; its words are above")
-        answer, pid, faults, read = json.loads(line), self.process.pid, self.faults, self.read
-        memory, stat = memory_of_process("status", pid), Path(f"/proc/{pid}/stat").read_text()
-        self.read, self.faults = bytes_from_disk(pid), int(stat.rpartition(")")[2].split()[9])
-        return {
-            "batches_per_s": count / answer["seconds"],
-            "peak_anonymous": memory["RssAnon"],
-            "losses": answer["losses"],
-            "mapped": memory["RssFile"],
-            "major_faults": self.faults - faults,
-            "from_disk": self.read - read,
-            "cache_hit_rate": None,
-        }
-
-    def shutdown(self):
-        """End the process."""
-        self.process.communicate()
+def train_graphbolt(path, args, how, rounds, each):
+    """The same with GraphBolt in the interpreter `--graphbolt`; how: "documented", or "advised": with a word to the
+    kernel not to read ahead of each row."""
+    nodes, random = GraphStore.open(path).split["train"], torch.Generator().manual_seed(0)
+    epochs = -(-(args.batches + ROUNDS) * args.batch_size // nodes.numel())
+    seeds = [nodes[torch.randperm(nodes.numel(), generator=random)] for _ in range(epochs)]
+    with tempfile.NamedTemporaryFile(suffix=".npy") as order:
+        np.save(order, torch.cat(seeds).numpy())
+        order.flush()
+        words = [Path(path).resolve(), order.name, ",".join(map(str, args.fanout)), args.batch_size]
+        words += [args.hidden, args.threads, how, rounds, each]
+        command = [args.graphbolt, "-m", "bench.graphbolt", *map(str, words)]
+        try:
+            folder = Path(__file__).parents[1]
+            done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE)
+        except OSError as error:
+            reason = f"cannot be started: {error.strerror}"
+            raise StoreError(f"--graphbolt {args.graphbolt} {reason}") from error
+    if done.returncode:
+        reason = "cannot run bench/graphbolt.py; its errors are above"
+        raise StoreError(f"--graphbolt {args.graphbolt} {reason}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def train_each(path, args, ways):
     """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, each in a process of its
     own and one after another, because pages that one of them reads would serve the others -> {name: figures};
     batches_per_s is of all but the first quarter, by which caches are full, "seconds" and "from_disk" of all."""
-    start = functools.partial(OwnProcess, args.threads, FromDisk, path, args)
-    starts = {name: functools.partial(start, *way) for name, way in ways.items()}
+    each, figures = max(1, args.batches // ROUNDS), {}
+    trainings = {
+        name: partial(alone, args.threads, train_from_disk, path, args, *way)
+        for name, way in ways.items()
+    }
     if args.graphbolt and len(ways) > 1:
-        starts[ADVISED] = functools.partial(GraphBolt, path, args, "advised")
-    figures, each = {}, max(1, args.batches // 20)
-    for name, start in starts.items():
-        process = start()
-        rounds = [process(each) for _ in range(20)]
-        process.shutdown()
-        timed = rounds[5:]
+        trainings[ADVISED] = partial(train_graphbolt, path, args, "advised", ROUNDS, each)
+    for name, training in trainings.items():
+        rounds = training()
+        timed = rounds[ROUNDS // 4 :]
         rates = [f["batches_per_s"] for f in timed]
+        losses = [loss for f in rounds for loss in f["losses"]]
         figures[name] = {
             **rounds[-1],
             "batches_per_s": statistics.median(rates),
             "rates": rates,
-            "seconds": sum(each / f["batches_per_s"] for f in rounds),
+            "seconds": sum(f["seconds"] for f in rounds),
             "from_disk": sum(f["from_disk"] for f in rounds),
             "peak_anonymous": max(f["peak_anonymous"] for f in rounds),
             "major_faults": sum(f["major_faults"] for f in timed),
-            "losses": [loss for f in rounds for loss in f["losses"]],
+            "losses": losses,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
         }
-    if ADVISED in starts:
-        documented = GraphBolt(path, args, "documented")
-        rate = documented(3)["batches_per_s"]
+    if ADVISED in trainings:
+        (documented,) = train_graphbolt(path, args, "documented", 1, 3)
+        rate = documented["batches_per_s"]
         print(f"GraphBolt, without advice: {rate:.4f} batches/s, of three batches")
-        documented.shutdown()
     return figures
 
 
 def print_training(trained, what):
-    """Print the table, ratios, and whether the losses are the same."""
-    gb, rows = (lambda size: f"{size / 1e9:.2f} GB"), []
+    """Print the table, with ratios, and whether the losses are the same bits; curves of losses are dropped."""
+    curves, shown = {name: f.pop("losses") for name, f in trained.items()}, {}
     for name, f in trained.items():
-        hits = "" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.3f}"
-        memory = [gb(f["peak_anonymous"]), gb(f["mapped"]), gb(f["from_disk"])]
-        rows.append([name, f"{f['batches_per_s']:.2f}", f"{f['seconds']:.0f}", *memory, hits])
-    header = ["batches/s", "s in all", "anonymous", "mapped", "from the disk", "hits"]
-    print_table(rows, [what, *header])
-    for name, other in itertools.product(trained, ("mmap, RAM cache", ADVISED)):
-        if name.startswith(("disk", "LABOR")) and other in trained:
-            ratio = trained[name]["batches_per_s"] / trained[other]["batches_per_s"]
-            print(f"{name}: {ratio:.2f} times the batches/s of {other}")
-    first = next(iter(trained))
-    curves = {name: f.pop("losses") for name, f in trained.items()}
-    for name, curve in curves.items():
-        trained[name] |= {"first_loss": curve[0], "last_loss": curve[-1]}
-        if len(curves) > 1 and not name.startswith(("GraphBolt", "LABOR")):
-            same = "the same bits as" if curve == curves[first] else "NOT the same bits as"
-            print(f"{name}: loss {curve[0]:.6f} .. {curve[-1]:.6f}, {same} {first}")
+        row = shown[name] = dict(f)
+        if not name.startswith(("GraphBolt", "LABOR")):
+            row["losses"] = "same" if curves[name] == next(iter(curves.values())) else "DIFFER"
+        for other in {"mmap, RAM cache", ADVISED} & trained.keys():
+            row[f"rate / {other}"] = f["batches_per_s"] / trained[other]["batches_per_s"]
+    print_table(what, shown)

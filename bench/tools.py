@@ -1,9 +1,10 @@
-"""What the commands share: contenders timed in turn, tables, memory, processes for them alone, figures."""
+"""What the commands share: contenders timed in turn, tables, memory, processes of their own, figures."""
 
 import contextlib
 import ctypes
-import importlib.metadata
+import functools
 import json
+import math
 import mmap
 import multiprocessing
 import os
@@ -15,36 +16,28 @@ import statistics
 import subprocess
 import threading
 import time
-import types
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
+from disk.files import StoreError, write_whole
 from run import allocator
 from sampler import import_dgl
 from sources import prepare
 from store import GraphStore
 
-GPU_FIELDS = {  # of nvidia-smi; asked without a CUDA context, since some GPUs serve one process at a time
-    "gpu": "name",
-    "gpu_memory": "memory.total",
-    "capability": "compute_cap",
-    "driver": "driver_version",
-    "power_limit": "power.limit",
-    "sm_clock": "clocks.max.sm",
-    "memory_clock": "clocks.max.mem",
-    "pcie": "pcie.link.gen.max",
-    "pcie_width": "pcie.link.width.max",
-}
+# asked of nvidia-smi without a CUDA context, since some GPUs serve one process at a time
+GPU_FIELDS = "name memory.total compute_cap driver_version power.limit clocks.max.sm clocks.max.mem"
+GPU_FIELDS = [*GPU_FIELDS.split(), "pcie.link.gen.max", "pcie.link.width.max"]
 
 
 def hardware(gpu=False):
     """Processor, memory, versions and, with `gpu`, the GPU and its libraries -> dict."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    found = {
+    figures = {
         "cpu": named[1].strip() if named else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -52,15 +45,13 @@ def hardware(gpu=False):
         "torch": torch.__version__,
     }
     if gpu:
-        query = f"--query-gpu={','.join(GPU_FIELDS.values())}"
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        figures["cuda"] = torch.version.cuda
+        command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-            found |= dict(zip(GPU_FIELDS, done.stdout.splitlines()[0].split(", ")))
-        for package in ("numpy", "nvidia-cuda-nvrtc"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[package] = importlib.metadata.version(package)
-    return found
+            answers = done.stdout.splitlines()[0].split(", ")
+            figures |= dict(zip(["gpu", *GPU_FIELDS[1:]], answers))
+    return figures
 
 
 def settle(threads):
@@ -70,62 +61,69 @@ def settle(threads):
     allocator.before_torch()  # oneDNN reads its variables at its first product
 
 
+@functools.cache
 def opened(dataset, root):
-    """The store of a data set, built under `root` if it is not there -> GraphStore."""
+    """The store of a data set, built under `root` if it is not there -> GraphStore, one for a process."""
     return GraphStore.open(prepare.prepare(dataset, root))
 
 
-def made(makers):
-    """Call {name: function that makes a contender} -> {name: contender}; prints which are left out, and why."""
-    contenders = {}
-    for name, make in makers.items():
-        try:
-            contenders[name] = make()
-        except Exception as error:  # importing another library can raise anything
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
-            print(f"left out: {name} ({reason[:120]})")
-    return contenders
+@contextlib.contextmanager
+def without_others(name):
+    """Leave out a contender of another library, whose import can raise anything; one of ours must not fail."""
+    try:
+        yield
+    except Exception as error:
+        if not name.startswith(("DGL", "GraphBolt")):
+            raise
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        print(f"left out: {name} ({reason[:120]})")
 
 
-def on_host(run, i):
-    """Call a contender -> (seconds, what it returned)."""
-    # the OpenMP threads of the one before spin for a while and would slow this one down
+def prepared(contenders, attempt=without_others):
+    """Call {name: function that prepares a contender and returns its step} -> {name: step}."""
+    steps = {}
+    for name, prepare_step in contenders.items():
+        with attempt(name):
+            steps[name] = prepare_step()
+    return steps
+
+
+def on_host(step, i):
+    """Take a step -> (seconds, what it returned)."""
+    # the OpenMP threads of the step before spin for a while and would slow this one down
     time.sleep(0.02)
     start = time.perf_counter()
-    result = run(i)
+    result = step(i)
     return time.perf_counter() - start, result
 
 
 def interleave(
-    contenders,
+    steps,
     rounds,
     *,
     warmup=2,
     twice=False,
     note=lambda name, result: None,
     timed=on_host,
-    attempt=contextlib.nullcontext,
+    attempt=without_others,
 ):
-    """Time contenders {name: function of the round's number}, each once a round, in turn -> {name: [seconds]}.
+    """Time contenders {name: step, a function of the round's number}, once a round each, in turn -> {name: [seconds]}.
 
     The first `warmup` rounds do not count. With `twice`, an untimed run precedes each timed one, so that a contender
-    finds memory and caches as it left them itself. note(name, result) is called with what each run returned; a run
-    that raises in the context attempt(name) takes part no longer, if that context goes on.
+    finds memory and caches as it left them itself. note(name, result) is called with what each run returned; a
+    contender that raises in the context attempt(name) takes part no longer, if that context goes on.
     """
-    times = {name: [] for name in contenders}
+    times = {name: [] for name in steps}
     for i in range(warmup + rounds):
         for name in list(times):
-            seconds = None
             with attempt(name):
                 if twice:
-                    contenders[name](i)
-                seconds, result = timed(contenders[name], i)
-            if seconds is None:
-                del times[name]
+                    steps[name](i)
+                seconds, result = timed(steps[name], i)
+                note(name, result)
+                times[name] += [seconds] * (i >= warmup)
                 continue
-            if i >= warmup:
-                times[name].append(seconds)
-            note(name, result)
+            del times[name]
     return times
 
 
@@ -134,36 +132,70 @@ def medians(times):
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def print_table(rows, header):
-    """Print rows of strings under a header, columns aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+def figure_text(value):
+    """A number with four digits and k, M or G; anything else as it is, None as nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return "" if value is None else str(value)
+    thousands = min(max(0, len(str(abs(round(value)))) - 2) // 3, 3)
+    return f"{value / 1000**thousands:.4g}{('', ' k', ' M', ' G')[thousands]}"
 
 
-def print_times(what, times, unit, digits, **columns):
-    """Print a row for each contender, with further columns {header: {name: cell}} -> its median, its minimum.
+def print_table(what, rows):
+    """Print {row: {column: figure}}, aligned; figures that are dicts or lists are for the JSON file alone."""
+    cells = [(c, v) for row in rows.values() for c, v in row.items()]
+    columns = list(dict.fromkeys(c for c, v in cells if not isinstance(v, dict | list)))
+    lines = [[what, *columns]]
+    for name, row in rows.items():
+        lines.append([str(name), *(figure_text(row.get(column)) for column in columns)])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+
+
+def by_row(columns):
+    """{column: {row: figure}} -> {row: {column: figure}}; the first column has all rows."""
+    first = next(iter(columns.values()))
+    return {row: {name: column.get(row) for name, column in columns.items()} for row in first}
+
+
+def print_times(what, times, unit="ms", **columns):
+    """Print a row for each contender, with further columns {header: {name: figure}} -> its median, its minimum.
 
     Both are {name: number} in the unit, "ms" or "s"; the ratio is to the median of the first contender.
     """
     factor, first = {"ms": 1e3, "s": 1}[unit], next(iter(times))
     median = {name: factor * seconds for name, seconds in medians(times).items()}
     least = {name: factor * min(seconds) for name, seconds in times.items()}
-    rows = []
-    for name in times:
-        cells = [f"{median[name]:.{digits}f}", f"{least[name]:.{digits}f}"]
-        ratio = f"{median[name] / median[first]:.2f}"
-        rows.append([name, *cells, ratio, *(column[name] for column in columns.values())])
-    print_table(rows, [what, f"median {unit}", f"min {unit}", f"time / {first}", *columns])
+    ratio = {name: value / median[first] for name, value in median.items()}
+    shown = {f"median {unit}": median, f"min {unit}": least, f"time / {first}": ratio}
+    print_table(what, by_row(shown | columns))
     return median, least
+
+
+def read_json(file):
+    """The content of a JSON file; {} where there is none."""
+    return json.loads(Path(file).read_text()) if Path(file).exists() else {}
+
+
+def write_json(file, content):
+    """Write or replace a JSON file, which is whole at any time."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(Path(file), lambda out: out.write(text.encode()))
 
 
 def keep_figures(args, machine, figures):
     """Write the figures to --json, with the machine (`hardware`) and the arguments."""
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        everything = {"machine": machine, "arguments": vars(args), **figures}
-        Path(args.json).write_text(json.dumps(everything, indent=1) + "\n")
+        write_json(args.json, {"machine": machine, "arguments": vars(args), **figures})
+
+
+def chosen_parts(args, parts):
+    """The parts in --parts, or all of `parts`."""
+    names = args.parts.split(",") if args.parts else list(parts)
+    if unknown := set(names) - set(parts):
+        raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(parts)}")
+    return names
 
 
 def in_memory(tensor, dtype=None):
@@ -185,86 +217,108 @@ def dgl_graph(indptr, indices):
     return import_dgl().graph(("csc", (indptr, indices, [])), num_nodes=indptr.numel() - 1)
 
 
-class OwnProcess:
-    """What make(*args, **options) returns, in a process whose memory is its own; calls are passed on to it."""
-
-    held = None  # in that process: what was made
-
-    def __init__(self, threads, make, *args, **options):
-        spawn = multiprocessing.get_context("spawn")
-        self.process = ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
-        self.process.submit(OwnProcess._make, make, args, options).result()
-
-    def __call__(self, *args):
-        return self.process.submit(OwnProcess._call, args).result()
-
-    def shutdown(self):
-        self.process.shutdown()
-
-    @staticmethod
-    def _make(make, args, options):
-        OwnProcess.held = make(*args, **options)
-
-    @staticmethod
-    def _call(args):
-        return OwnProcess.held(*args)
+def own_process(threads):
+    """An executor of one process whose memory is its own."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
 
 
-def memory_of_process(file, pid="self"):
-    """Figures of a process from /proc/PID/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
-    lines = [line.split() for line in Path("/proc", str(pid), file).read_text().splitlines()]
+def alone(threads, function, *args):
+    """What function(*args) returns, called in a process of its own."""
+    with own_process(threads) as process:
+        return process.submit(function, *args).result()
+
+
+def in_own_process(threads, prepare_step, *args, **options):
+    """Prepare a contender in a process of its own -> its step, which is taken there."""
+    process = own_process(threads)
+    process.submit(_prepare, prepare_step, args, options).result()
+    return lambda *words: process.submit(_take, words).result()
+
+
+def _prepare(prepare_step, args, options):
+    _take.step = prepare_step(*args, **options)
+
+
+def _take(words):
+    return _take.step(*words)
+
+
+def memory_of_process(file):
+    """Figures of this process from /proc/self/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
+    lines = [line.split() for line in Path("/proc/self", file).read_text().splitlines()]
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def bytes_from_disk(pid="self"):
-    """Bytes that a process has had read from disks so far."""
-    return int(Path("/proc", str(pid), "io").read_text().split("\nread_bytes: ")[1].split()[0])
+def disk_reads():
+    """(bytes that this process has had read from disks, page faults that waited for one) so far."""
+    read = Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0]
+    return int(read), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 @contextlib.contextmanager
 def watch():
-    """Watch this process while the body runs; yields a namespace, which is filled when the body ends.
+    """Watch this process while the body runs; yields a dict, which is filled when the body ends.
 
-    .seconds; .peak and .grown, bytes of anonymous memory; .mapped, bytes of files; .faults that waited for the disk;
-    .read, bytes from the disk.
+    seconds; peak_anonymous and grown, bytes of anonymous memory; mapped, bytes of files; major_faults, which waited
+    for the disk; from_disk, bytes.
     """
-    seen, done = types.SimpleNamespace(peak=0), threading.Event()
+    seen, done, peaks = {}, threading.Event(), [0]
 
     def sample():
         while not done.wait(0.02):
-            seen.peak = max(seen.peak, memory_of_process("status")["RssAnon"])
+            peaks.append(memory_of_process("status")["RssAnon"])
 
-    before, faults = memory_of_process("status"), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    read, thread = bytes_from_disk(), threading.Thread(target=sample)
+    before, (read, faults) = memory_of_process("status"), disk_reads()
+    thread = threading.Thread(target=sample)
     thread.start()
     start = time.perf_counter()
     try:
         yield seen
-        seen.seconds = time.perf_counter() - start
+        seen["seconds"] = time.perf_counter() - start
     finally:
         done.set()
         thread.join()
-    after = memory_of_process("status")
-    seen.faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
-    seen.grown, seen.mapped = after["RssAnon"] - before["RssAnon"], after["RssFile"]
-    seen.read = bytes_from_disk() - read
+    after, (read_after, faults_after) = memory_of_process("status"), disk_reads()
+    seen |= {"peak_anonymous": max(peaks), "grown": after["RssAnon"] - before["RssAnon"]}
+    seen |= {"mapped": after["RssFile"], "major_faults": faults_after - faults}
+    seen["from_disk"] = read_after - read
 
 
-def forget_pages(path, mapped=()):
-    """Make the kernel drop the files of a store from memory, so that they are read from the disk.
+def watched_rounds(step, rounds, each):
+    """Take `each` steps a round -> what `watch` sees of every round, with batches_per_s and losses."""
+    figures = []
+    for _ in range(rounds):
+        with watch() as seen:
+            losses = [step() for _ in range(each)]
+        figures.append(seen | {"batches_per_s": each / seen["seconds"], "losses": losses})
+    return figures
 
-    mapped: tensors over them in this process, whose pages would stay.
-    """
-    for tensor in mapped:
-        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        size = tensor.data_ptr() + tensor.nbytes - start
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+def forget_pages(path):
+    """Make the kernel drop the files of a store, which no process maps, from memory: they are read from the disk."""
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def exit_code(main, words):
+    """What a command line ends with."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as stop:
+        return stop.code
+
+
 def end_with_the_parent():
     """Have the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def kill_group(process):
+    """End a process, which may or may not lead a group by now, with what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()

@@ -17,7 +17,7 @@ import torch
 import store
 import train
 from bench.harm import harm_bytes, harm_store, harm_values, pick
-from bench.tools import end_with_the_parent
+from bench.tools import end_with_the_parent, exit_code
 from disk import graphs
 from disk.files import StoreError
 from disk.graphs import GraphDataset
@@ -37,19 +37,22 @@ TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **P
 def make_good(case):
     """Make the inputs, stores and checkpoints that cases take copies of; C code is compiled on the way."""
     base, random = case.base, np.random.default_rng(0)
-    parts = np.split(random.permutation(NODES), [64, 96])
-    graph = dict(
-        edge_index=random.integers(0, NODES, (2, 600)),
-        features=random.standard_normal((NODES, WIDTH)).astype(np.float32),
-        labels=random.integers(0, 4, NODES),
-        **dict(zip(PARTS.values(), parts)),
-    )
+    graph = {
+        "edge_index": random.integers(0, NODES, (2, 600)),
+        "features": random.standard_normal((NODES, WIDTH)).astype(np.float32),
+        "labels": random.integers(0, 4, NODES),
+        **dict(zip(PARTS.values(), np.split(random.permutation(NODES), [64, 96]))),
+    }
     np.savez(base / "npz.npz", **graph)
     (base / "csv").mkdir()
     for name, entry in TABLES.items():
-        rows = graph[entry].T if name == "edges" else graph[entry].reshape(len(graph[entry]), -1)
-        lines = (",".join(map(repr, row)) + "\n" for row in rows.tolist())
-        (base / "csv" / f"{name}.csv").write_text("".join(lines))
+        form = "%.9g" if name == "features" else "%d"
+        np.savetxt(
+            base / "csv" / f"{name}.csv",
+            graph[entry].T if name == "edges" else graph[entry],
+            form,
+            ",",
+        )
     # far more than such a file is large
     np.savez_compressed(base / "bomb.npz", **graph | {"labels": np.zeros(1 << 27)})
     (base / "bomb.csv.gz").write_bytes(gzip.compress(b"1,2\n" * (1 << 24), 1))
@@ -60,9 +63,7 @@ def make_good(case):
         bond_offsets=np.append(0, bonds.cumsum()),
         atom_feat=random.integers(0, 9, (nodes.sum(), 3), np.uint8),
         bond_feat=random.random((bonds.sum(), 2), np.float32),
-        bond_index_local=np.stack(
-            [np.zeros(bonds.sum(), int), random.integers(1, nodes.repeat(bonds))]
-        ),
+        bond_index_local=random.integers([[0], [1]], [[1] * bonds.sum(), nodes.repeat(bonds)]),
         targets=nodes.astype(np.float32),
     )
     np.savez(
@@ -73,7 +74,7 @@ def make_good(case):
         lattice=4 * np.eye(3) + 0.5 * random.random((40, 3, 3)),
         energy=random.standard_normal(40) * cells,
     )
-    store.main(["build", str(base / "molecules.npz"), str(base / "graphs")])
+    exit_code(store.main, ["build", base / "molecules.npz", base / "graphs"])
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
     build_in(base / "mmap", graph, "mmap")
@@ -84,10 +85,9 @@ def make_good(case):
         features.put_rows(torch.arange(0, NODES, 7), torch.full((23, WIDTH), float(number)))
     for lock in base.glob("*/*-lock"):
         lock.unlink()
-    for task in ("node", "link"):
-        words = ["--scorer", "mlp", "--early-stop", 5] if task == "link" else []
+    for task, words in {"node": [], "link": ["--scorer", "mlp", "--early-stop", 5]}.items():
         words += ["--checkpoint", base / f"{task}.pt"]
-        train.main(command(base / "mmap", 1, *words, task=task))
+        exit_code(train.main, command(base / "mmap", 1, *words, task=task))
 
 
 def build_in(path, arrays, backend="lmdb", block_rows=None):
@@ -122,7 +122,7 @@ def attack_input(case):
         edges, *others = (next(source.glob(f"{name}.csv*")) for name in TABLES)
         pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
         words = [edges, "built", *(word for pair in pairs for word in pair)]
-    code = exit_code(store.main, ["build", *map(str, words)])
+    code = exit_code(store.main, ["build", *words])
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
         wrong = (graphs if many else store).verify("built")
@@ -157,8 +157,7 @@ def attack_checkpoint(case):
         what, forged = harm(Path("bad.pt"), random)
         case.note(what=what, forged=bool(forged))
     words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
-    case.note(code=exit_code(train.main, command(case.base / "mmap", 2, *words, task=task)))
-    note_result(case)
+    run_train(case, case.base / "mmap", 2, *words, task=task)
 
 
 def attack_process(case):
@@ -184,11 +183,9 @@ def attack_process(case):
             os.utime(left, (0, time.time() - 2 * 86400))
     began = time.monotonic()
     work(case)
-    case.note(seconds=time.monotonic() - began, code=0)
+    case.note(seconds=time.monotonic() - began)
     case.note(strewn=sorted(file.name for file in Path().rglob(".*")))
-    if case.kind == "train":
-        note_result(case)
-    else:
+    if case.kind != "train":
         train_on(case, "store", task="graph" if case.kind == "append" else "node")
 
 
@@ -217,8 +214,7 @@ def append_it(case):
 def train_it(case):
     """Train, or go on with it, with a checkpoint after every step."""
     words = ["--checkpoint", "out.pt", "--checkpoint-every", 1, "--resume", "auto"]
-    if code := exit_code(train.main, command(case.base / "mmap", 4, *words)):
-        raise RuntimeError(f"training ended with {code}")
+    run_train(case, case.base / "mmap", 4, *words)
 
 
 def torn():
@@ -246,28 +242,21 @@ def command(dataset, epochs, *words, task="node"):
     """The command line of a small training run -> list of words."""
     layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
     sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
-    return [str(word) for word in ["--task", task, "--dataset", dataset, *sizes, *words]]
-
-
-def exit_code(main, words):
-    """What a command line ends with."""
-    try:
-        return main(words)
-    except SystemExit as error:
-        return error.code
+    return ["--task", task, "--dataset", dataset, *sizes, *words]
 
 
 def train_on(case, dataset, *words, task="node"):
-    """Train on a store, note the exit code and what came out."""
-    words = ["--checkpoint", "out.pt", *words, *["--predict", "out.npy"] * (task == "node")]
-    words = ["--predict-what", "scores", *words] if task == "node" else words
-    case.note(code=exit_code(train.main, command(dataset, 1, *words, task=task)))
-    note_result(case)
+    """Train on a store, and note what came of it."""
+    if task == "node":
+        words += "--predict", "out.npy", "--predict-what", "scores"
+    run_train(case, dataset, 1, "--checkpoint", "out.pt", *words, task=task)
 
 
-def note_result(case):
-    """Note a digest of what training has left: the weights, and the scores of all nodes."""
-    if case.notes()["code"] == 0 and Path("out.pt").exists():
+def run_train(case, dataset, epochs, *words, task="node"):
+    """Run train.py and note its exit code and a digest of what it left: the weights, and the scores of all nodes."""
+    code = exit_code(train.main, command(dataset, epochs, *words, task=task))
+    case.note(code=code)
+    if code == 0 and Path("out.pt").exists():
         weights = torch.load("out.pt", weights_only=True)["model"].values()
         digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights))
         digest.update(Path("out.npy").read_bytes() if Path("out.npy").exists() else b"")

@@ -1,6 +1,7 @@
-"""Tests: attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; python -m bench attack does more; python -m bench and README.md."""
+"""Tests of python -m bench and of what README.md shows."""
 
 import collections
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -24,6 +25,7 @@ from bench import attack, gpu_speed, harm, picture
 from bench import gpu as bench_gpu
 from bench import sampler as bench_sampler
 from bench import step as bench_step
+from disk.files import StoreError
 from disk.graphs import block_diagonal
 from run import flags
 from tests.common import (
@@ -40,9 +42,6 @@ from tests.common import (
     _save_npz,
     _train,
 )
-
-# -------------------------------------------------------------------------------------------------
-# attacked: 120 stores, 60 inputs and 60 checkpoints with one thing wrong, 6 processes killed; python -m bench attack does more
 
 
 @_beside(
@@ -97,21 +96,23 @@ def test_attack_changes_one_thing_and_the_same_one_each_time(tmp_path):
     assert {what.partition(" as ")[0] for what in kinds} == set(harm.IN_PLACE)
 
 
-# -------------------------------------------------------------------------------------------------
-# python -m bench and README.md
+def _bench(words, out, code=0):
+    """Run python -m bench on a small graph -> what --json holds."""
+    small = f"--root {out.parent} --hidden 8 --threads 2 --json {out}"
+    assert bench.main(f"{words} {small}".split()) == code
+    return json.loads(out.read_text())
+
+
+def _has(package):
+    return importlib.util.find_spec(package) is not None
 
 
 def test_bench_inference_equals_dgls_loop(tmp_path):
     _dgl()
-    words = (
-        f"inference --dataset {TINY} --root {tmp_path} --hidden 8 --fanout 1,1 --rounds 1".split()
-    )
     for conv in ("sage", "gat", "gin"):
-        out = tmp_path / f"{conv}.json"
-        assert bench.main([*words, "--model", conv, "--json", str(out)]) == 0
-        figures = json.loads(out.read_text())
+        words = f"inference --dataset {TINY} --fanout 1,1 --rounds 1 --model {conv}"
+        figures = _bench(words, tmp_path / f"{conv}.json")
         assert len(figures["median_s"]) == 4 and max(figures["logits_apart"].values()) < 1e-3
-    torch.set_num_threads(2)
 
 
 def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
@@ -135,33 +136,46 @@ def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
     settings = [("", "--lr 0.02 --weight-decay 5e-4"), (":row_normalize=0", "--lr 1e-6")]
     real = ("--hidden 16 --epochs 40", *bench_accuracy.REAL["cora"][1:3], settings)
     monkeypatch.setitem(bench_accuracy.REAL, "cora", real)
-    out = tmp_path / "out.json"
-    words = f"accuracy --dataset cora --data {DATA} --runs 2 --threads 1 --json {out}".split()
-    assert bench.main([*words, "--models", "mlp,gcn"]) == 0
-    torch.set_num_threads(2)
+    words = f"accuracy --dataset cora --data {DATA} --runs 2"
+    figures = _bench(f"{words} --models mlp,gcn", tmp_path / "out.json")["accuracy"]
     for bad, complaint in (
-        (["--runs", "1"], "--runs 1: a standard"),
-        (["--models", "gcm"], "--models gcm: choose from mlp,sage"),
+        ("--runs 1", "--runs 1: a standard"),
+        ("--models gcm", "--models gcm: choose from mlp,sage"),
     ):
         with pytest.raises(SystemExit):
-            bench.main([*words, *bad])
+            bench.main(f"{words} {bad}".split())
         assert complaint in capsys.readouterr().err
-    figures = json.loads(out.read_text())["accuracy"]
     assert 40 < figures["cora, mlp, no edges"]["test"] < 65
     for how in ("all neighbours", "sampled"):
         figure = figures[f"cora, gcn, {how}"]
         assert figure["test"] > 76 and "--lr 0.02" in figure["flags"] and len(figure["trials"]) == 2
 
 
-def test_bench_picture_draws_what_is_committed(tmp_path, monkeypatch, capsys):
-    """Without files named, the ones of the tables; a chart that is in two files is refused."""
+def test_bench_picture_draws_what_is_committed_and_figures_of_a_gpu(tmp_path, monkeypatch, capsys):
+    """Without files named, the ones of the tables; a chart that is in two files, and none at all, are refused."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(HERE)
-    assert bench.main(["picture", "--png", str(tmp_path / "speed.png")]) == 0
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    parts = {
+        "sampling": {"median_ms": {"native": 0.2}},
+        "products": {"contenders": {"cuda-cuda fp32 eager": {"step_ms": 2.5}}},
+        "trace": {},
+    }
+    files = {"gpu.json": parts, "none.json": {"trace": {}}}
+    for name, drawn in files.items():
+        content = {"machine": {"gpu": "some GPU"}, "parts": drawn}
+        (tmp_path / name).write_text(json.dumps(content))
+    png = tmp_path / "speed.png"
+    for drawn in ([], [f"{tmp_path}/gpu.json"]):
+        assert bench.main(["picture", *drawn, "--png", str(png)]) == 0
+        assert png.read_bytes().startswith(b"\x89PNG")
+        png.unlink()
     two = ["results/sampler-cpu.json", "results/sampler-edges-cpu.json"]
-    assert bench.main(["picture", *two, "--png", str(tmp_path / "two.png")]) == 2
-    assert "sampler-edges-cpu.json: sampling a batch is in a file before" in capsys.readouterr().err
+    for drawn, complaint in (
+        (two, "sampler-edges-cpu.json: sampling a batch is in a file before"),
+        ([f"{tmp_path}/none.json"], "nothing to draw"),
+    ):
+        assert bench.main(["picture", *drawn, "--png", str(png)]) == 2 and not png.exists()
+        assert complaint in capsys.readouterr().err
 
 
 def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
@@ -171,44 +185,32 @@ def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
         charts |= picture.times_in(json.loads((HERE / f"results/{name}-cpu.json").read_text()))
     sampling, step = charts["sampling a batch"], charts["a training step, dropout 0.5"]
     readme, results = (HERE / "README.md").read_text(), (HERE / "results/README.md").read_text()
-    drawn = {
-        "native": sampling["ringblock"],
-        "torch ops": sampling["ringblock, torch ops"],
-        "DGL fused, int64": sampling["DGL fused, int64"],
-        "DGL unfused, int64": sampling["DGL unfused, int64"],
-    }
-    for name, ms in drawn.items():
-        assert f"\n| {name} | {ms:.1f} |" in results
-    for name, ms in {"all tricks": "ringblock, fp32", "bf16": "ringblock, bf16"}.items():
-        assert f"\n| {name} | {step[ms]:.0f} |" in results
-    ours, theirs = sampling["ringblock"], sampling["DGL fused, int64"]
-    assert f"| {ours:.1f} ms | {theirs:.1f} ms | {theirs / ours:.1f} |" in readme
-    ours, theirs = step["ringblock, fp32"], step["DGL, malloc kept"]
-    assert f"| {ours:.0f} ms | {theirs:.0f} ms | {theirs / ours:.1f} |" in readme
+    drawn = {"native": "ringblock", "torch ops": "ringblock, torch ops"}
+    for name in (*drawn, "DGL fused, int64", "DGL unfused, int64"):
+        assert f"\n| {name} | {sampling[drawn.get(name, name)]:.1f} |" in results
+    for name, label in {"all tricks": "ringblock, fp32", "bf16": "ringblock, bf16"}.items():
+        assert f"\n| {name} | {step[label]:.0f} |" in results
+    for times, ours, theirs, digits in (
+        (sampling, "ringblock", "DGL fused, int64", 1),
+        (step, "ringblock, fp32", "DGL, malloc kept", 0),
+    ):
+        ours, theirs = times[ours], times[theirs]
+        assert f"| {ours:.{digits}f} ms | {theirs:.{digits}f} ms | {theirs / ours:.1f} |" in readme
 
 
-def test_bench_gpu_without_a_gpu_is_one_sentence_and_the_others_say_cpu(
-    tmp_path, monkeypatch, capsys
-):
+def test_bench_without_a_gpu_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["gpu", "--root", str(tmp_path), "--threads", "2"]) == 2
     said = capsys.readouterr()
-    assert (
-        not said.out
-        and said.err.startswith("python -m bench: gpu needs a CUDA GPU")
-        and said.err.count("\n") == 1
-    )
+    assert not said.out and said.err.count("\n") == 1
+    assert said.err.startswith("python -m bench: gpu needs a CUDA GPU")
     monkeypatch.setattr(bench_sampler, "bench_sampler", lambda args: {})
-    assert bench.main(["sampler", "--threads", "2", "--json", str(tmp_path / "s.json")]) == 0
+    assert "gpu" not in _bench("sampler", tmp_path / "s.json")["machine"]
     assert re.match("measured on the CPU  cpu ", capsys.readouterr().out.splitlines()[0])
-    assert "gpu" not in json.loads((tmp_path / "s.json").read_text())["machine"]
 
 
 def _part_that_keeps(args, record):
-    record.keep(
-        median_ms={"native": 1.5, "torch operations": 6.0},
-        summary=f"{args.batch_size} seeds in 1.5 ms",
-    )
+    record.keep(summary=f"{args.batch_size} seeds in 1.5 ms")
     with record.attempt("PyG", optional=True):
         raise ImportError("no PyG here")
 
@@ -291,73 +293,36 @@ def test_bench_gpu_times_whole_epochs_where_steps_are_fast(monkeypatch):
     assert fast["steps_timed"] == 192 and fast["epoch_s"] == pytest.approx(0.1922)
 
 
-def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch, capsys):
+def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
+    words = (
+        f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2 --hidden 8".split()
+    )
+    entries = gpu_speed.epochs_of(words)
+    assert len(entries) == 2 and all(entry["loss"] > 0 and entry["seconds"] for entry in entries)
+    with pytest.raises(StoreError, match="exit code 2: .*--fanout"):
+        gpu_speed.epochs_of([*words, "--fanout", "x"])
+
+
+def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch):
     """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
-    losses, took = collections.defaultdict(list), bench_step.interleave
-    monkeypatch.setattr(
-        bench_step, "as_shipped", lambda kind, args, **options: kind(args, **options)
+    losses = collections.defaultdict(list)
+    here = lambda threads, contender, *args, **options: contender(*args, **options)  # noqa: E731
+    noted = functools.partial(
+        bench_step.interleave, note=lambda name, loss: losses[name].append(loss)
     )
-    monkeypatch.setattr(
-        bench_step,
-        "interleave",
-        lambda runs, *a, **k: took(
-            runs, *a, **k, note=lambda name, loss: losses[name].append(loss)
-        ),
-    )
-    words = f"link --dataset {TINY} --root {tmp_path} --rounds 2 --fanout 3,3 --hidden 8"
-    words += f" --batch-size 50 --threads 1 --json {tmp_path}/l.json"
-    assert bench.main(words.split()) == 0
-    found = json.loads((tmp_path / "l.json").read_text())
+    monkeypatch.setattr(bench_step, "in_own_process", here)
+    monkeypatch.setattr(bench_step, "interleave", noted)
+    words = f"link --dataset {TINY} --rounds 2 --fanout 3,3 --batch-size 50"
+    found = _bench(words, tmp_path / "l.json")
     assert {"ours", "ours, nothing excluded"} <= found["median_ms"].keys() == losses.keys()
     assert all(0.3 < loss < 1.5 for some in losses.values() for loss in some)
-    if _has_dgl():
-        assert found["ratios"].keys() == {"DGL as shipped", "DGL, malloc kept"}
-        assert "times as fast as DGL" in capsys.readouterr().out
-
-
-def test_bench_picture_takes_up_figures_of_a_gpu(tmp_path):
-    pytest.importorskip("matplotlib")
-    parts = {
-        "sampling": {"median_ms": {"native": 0.2}},
-        "products": {"contenders": {"cuda-cuda fp32 eager": {"step_ms": 2.5}}},
-        "trace": {},
-    }
-    for name, drawn in (("gpu", parts), ("none", {"trace": {}})):
-        content = {"machine": {"gpu": "some GPU"}, "parts": drawn}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    png = ["--png", str(tmp_path / "speed.png")]
-    assert bench.main(["picture", str(tmp_path / "gpu.json"), *png]) == 0
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
-    # nothing of it can be drawn
-    assert bench.main(["picture", str(tmp_path / "none.json"), *png]) == 2
-
-
-def _has_dgl():
-    return importlib.util.find_spec("dgl") is not None
-
-
-def _has_pyg():
-    return importlib.util.find_spec("torch_geometric") is not None
-
-
-def _readme_commands():
-    """README's shell commands that need no GPU, no download and no second graph, without their comments."""
-    lines = [
-        line.split("  #")[0].strip()
-        for block in _readme_blocks("bash")
-        for line in block.splitlines()
-    ]
-    away = ("ogbn-", "cora", "--gpus 4", "pip install", "my_graph", "my_store", "other.npz", "PATH")
-    return [
-        line
-        for line in lines
-        if line.startswith("python ") and not any(word in line for word in away)
-    ]
+    dgls = {"DGL as shipped", "DGL, malloc kept"} if _has("dgl") else set()
+    assert found["ratios"].keys() == dgls
 
 
 def test_readme_commands_run_word_for_word(tmp_path):
-    """All in one folder, in the order of README, with small settings behind them; train.py's in forks where it starts
-    no ranks."""
+    """All that need no GPU, no download and no second graph, in one folder, in the order of README, with small settings
+    behind them; train.py's in forks where it starts no ranks."""
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     for folder in ("native", "disk", "sources", "tasks", "run", "bench", "results"):
@@ -365,40 +330,45 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
     _save_npz(tmp_path / "events.npz", **_events(200, 3000))
-    absent = [
-        name for name, there in (("mydgl.py", _has_dgl()), ("mypyg.py", _has_pyg())) if not there
-    ]
     np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
-    commands, known = _readme_commands(), set(flags.make_parser()._option_string_actions)
-    assert len(commands) > 4
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    here = {
+        "mydgl.py": _has("dgl"),
+        "mypyg.py": _has("torch_geometric"),
+        "--timeline": _has("matplotlib"),
+        "picture": _has("matplotlib"),
+        "esol.npz": DATA.is_dir(),
     }
+    if here["esol.npz"]:
+        shutil.copy(DATA / "esol.npz", tmp_path)
+    away = "ogbn-", "cora", "--gpus 4", "pip install", "my_graph", "my_store", "other.npz", "PATH"
+    absent = [word for word, there in here.items() if not there]
+    lines = [
+        line.split("  #")[0].strip() for b in _readme_blocks("bash") for line in b.splitlines()
+    ]
+    commands = [line for line in lines if line.startswith("python ")]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment, ran = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}, 0
     for command in commands:
-        assert {
-            word for word in command.split() if word.startswith("--") and "train.py" in command
-        } <= known, command
-        if "python -m bench" in command and "picture" not in command:
-            continue  # they take hours; the tests above run them small
-        if any(name in command for name in absent):
+        if any(word in command for word in away):
             continue
-        if any(
-            word in command for word in ("--timeline", "picture")
-        ) and not importlib.util.find_spec("matplotlib"):
+        if "train.py" in command:
+            words = {word for word in command.split() if word.startswith("--")}
+            assert words <= set(flags.make_parser()._option_string_actions), command
+        ran += 1
+        # python -m bench takes hours; the tests above run it small
+        if (
+            any(word in command for word in absent)
+            or "bench" in command
+            and "picture" not in command
+        ):
             continue
         if "esol.npz" in command:
-            if not DATA.is_dir():
-                continue
-            shutil.copy(DATA / "esol.npz", tmp_path)
             command += " --epochs 2"
         elif "events.npz" in command:
             command += " --epochs 2 --fanout 3,3"
         elif "train.py" in command and "--resume" not in command and "--help" not in command:
-            command += f" --dataset {TINY} --epochs 2 --fanout 3,3" + (
-                " --runs 2" if "--runs" in command else ""
-            )
+            command += f" --dataset {TINY} --epochs 2 --fanout 3,3"
+            command += " --runs 2" if "--runs" in command else ""
         if "train.py" in command and "--procs" not in command:
             _train(*shlex.split(command)[2:], cwd=tmp_path)
             continue
@@ -406,6 +376,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, (command, done.stderr)
+    assert ran > 4
 
 
 def test_readme_python_blocks_run(tmp_path, monkeypatch):
@@ -435,7 +406,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
     for block in blocks:
-        if "dgl" in block and not _has_dgl() or "torch_geometric" in block and not _has_pyg():
+        if any(name in block and not _has(name) for name in ("dgl", "torch_geometric")):
             continue
         given = names
         if "block_diagonal" in block:  # 400 graphs of two nodes and an edge
