@@ -2,6 +2,7 @@
 
     python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
     python -m bench step                         # a training step beside DGL's, and what each trick is worth
+    python -m bench layers --fanout 10,10,10 --hidden 128 --dataset synthetic    # every model's layers beside DGL's, PyG's
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
     python -m bench features                     # the ring beside a plain copy; four processes on one store
     python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
@@ -37,7 +38,7 @@ from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 SHARED = "synthetic:nodes=2500000,degree=1,features=400"
-NAMES = "sampler step store inference accuracy defaults gpu attack picture"
+NAMES = "sampler step layers store inference accuracy defaults gpu attack picture"
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in NAMES.split()}
 MODULES |= {"link": "step", "features": "step", "scaling": "step", "labor": "accuracy"}
@@ -81,7 +82,10 @@ def make_parser():
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     # accuracy, labor
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--models", metavar="A,B", help="accuracy: of mlp,sage,sage-pool,gcn,gat,gin,labels")
+    add("--heads", type=int, default=1, help="layers: of gat")
+    add(
+        "--models", metavar="A,B", help="accuracy, layers: of mlp,sage,sage-pool,gcn,gat,gin,labels"
+    )
     add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
     # gpu, attack, picture
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
@@ -117,7 +121,7 @@ def main(argv=None):
     if args.what != "picture" and (on_gpu or not gpu):
         where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
         print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
-    if args.what in ("sampler", "step", "link", "features", "inference"):
+    if args.what in ("sampler", "step", "layers", "link", "features", "inference"):
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:
