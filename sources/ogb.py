@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from disk.files import SPLITS, StoreError, reading, sync
-from disk.sort import Rows
+from disk.files import SPLITS, Rows, StoreError, reading, sync
 from sources.tables import Table, spool
 from store import build_store
 
