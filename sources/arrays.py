@@ -20,9 +20,8 @@ import torch
 
 from disk.files import StoreError, free_host_bytes, integers, readable_size, reading
 from disk.sort import Rows
-from sources.header import MISSING, like_number
 from sources.splits import PARTS
-from sources.tables import short
+from sources.tables import MISSING, like_number, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")

@@ -17,7 +17,7 @@ import torch
 
 from disk.checks import check_labels, check_split
 from disk.files import StoreError, read_meta, reading, refuse_existing, scratch_folder
-from sources import edge_tables, node_tables
+from sources import graph_tables
 from sources.arrays import FEATURES, LABELS, Arrays, open_npz
 from sources.molecules import build_crystals, build_molecules
 from sources.splits import DRAWN, PARTS, drawn_per_class, found
@@ -283,18 +283,18 @@ def _build_tables(path, file, own, more, seed, options) -> Path:
 
 def _read_tables(file, own, more, folder) -> dict:
     """The arrays of tables, by the names that an .npz file has for them, and node_names; some are kept in a folder."""
-    rows, nodes = node_tables.features(own.pop("features"), folder / "features")
+    rows, nodes = graph_tables.features(own.pop("features"), folder / "features")
     arrays = {"features": rows, "node_names": nodes.names}
     if "labels" in own:
-        arrays["labels"] = node_tables.labels(own.pop("labels"), nodes)
+        arrays["labels"] = graph_tables.labels(own.pop("labels"), nodes)
     if "node_time" in more:
-        arrays["node_time"] = node_tables.node_times(more.pop("node_time"), nodes)
+        arrays["node_time"] = graph_tables.node_times(more.pop("node_time"), nodes)
     files = {name: value for name, value in more.items() if os.path.isfile(value)}
     keep = {name: [value] for name, value in more.items() if name not in files}
     if "edge_features" in keep:
         keep["edge_features"] = more["edge_features"].split(",")
-    arrays["edge_index"], columns = edge_tables.edges(file, folder / "edges", nodes, keep)
+    arrays["edge_index"], columns = graph_tables.edges(file, folder / "edges", nodes, keep)
     arrays |= columns
     for name, table in files.items():
-        arrays[name] = edge_tables.edge_rows(table, folder / name, name)
-    return arrays | {name: node_tables.ids(ids, nodes) for name, ids in own.items()}
+        arrays[name] = graph_tables.edge_rows(table, folder / name, name)
+    return arrays | {name: graph_tables.ids(ids, nodes) for name, ids in own.items()}

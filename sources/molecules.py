@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from disk.sort import ahead
 from disk.files import check_finite
 from disk.graphs import block_diagonal, build_graphs
+from disk.sort import ahead
 from sources.splits import of_graphs
 
 # atoms and their images among which the neighbours of a crystal's atoms are searched

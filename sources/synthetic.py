@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.sort import Rows, ahead
 from disk.files import SPLITS, StoreError
+from disk.sort import Rows, ahead
 from store import build_store
 
 SYNTHETIC = dict(

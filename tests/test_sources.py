@@ -23,8 +23,8 @@ import torch
 
 import store
 import train
-from disk import files as disk
 from disk import counts
+from disk import files as disk
 from disk.files import StoreError
 from sources import ogb, planetoid
 from sources import prepare as datasets
