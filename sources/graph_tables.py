@@ -14,13 +14,52 @@ what.
 from __future__ import annotations
 
 import os
+import re
 
 import numpy as np
 
 from disk.files import StoreError
 from sources.tables import DESTINATIONS, LABELS, SOURCES, opened, plural, short, spool, stacked
 
+# names of files with tables
+TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
 LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
+
+
+def read_tables(file, own, more, folder) -> dict:
+    """The arrays of a graph in tables, by the names that an .npz file has for them, and `node_names`.
+
+    Args:
+        file: the table of edges. own: {name of an array: file of a table}, with "features" among them.
+        more: {name of a column of a store: file of a table, or columns of the table of edges}.
+        folder: where some of the arrays are kept.
+    """
+    if not TABLE.search(file):
+        raise StoreError(
+            f"{file} cannot be read: give an .npz file, or a table that ends in .csv, .tsv, .txt or .parquet (.gz, .bz2 or "
+            ".xz may follow)"
+        )
+    if "features" not in own:
+        raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
+    rows, nodes = features(own["features"], folder / "features")
+    arrays = {"features": rows, "node_names": nodes.names}
+    read = {"labels": labels, "node_time": node_times}
+    tables = {name: table for name, table in own.items() if name != "features"}
+    tables |= {name: table for name, table in more.items() if name == "node_time"}
+    of_edges = {name: given for name, given in more.items() if name != "node_time"}
+    files = {name: table for name, table in of_edges.items() if os.path.isfile(table)}
+    keep = {
+        name: given.split(",") if name == "edge_features" else [given]
+        for name, given in of_edges.items()
+        if name not in files
+    }
+    arrays |= {
+        name: read.get(name, ids)(tables.pop(name), nodes) for name in read if name in tables
+    }
+    arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
+    arrays |= columns
+    arrays |= {name: edge_rows(table, folder / name, name) for name, table in files.items()}
+    return arrays | {name: ids(table, nodes) for name, table in tables.items()}
 
 
 class Nodes:
