@@ -363,7 +363,7 @@ def test_cuda_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     backend = _emulated(s, tmp_path)
     rows, _ = backend.shapes(20)
     monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1]))
-    with pytest.raises(RuntimeError, match=r"batch of 20 seeds asked for more room 4 times"):
+    with pytest.raises(RuntimeError, match="batch of 20 seeds asked for more room 4 times"):
         backend.sample(torch.arange(20), 0)
 
 
