@@ -836,7 +836,7 @@ def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path
 
 
 def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
-    monkeypatch.setattr(sampler, "native_dgl", None)
+    monkeypatch.setattr(sampler, "sampler_cpu", None)
     sampler._warn_missing.cache_clear()
     with pytest.warns(UserWarning, match="copy the folder native/ beside sampler.py") as caught:
         backends = [NeighborSampler(**_small()).backend for _ in range(2)]
