@@ -203,25 +203,19 @@ class FeatureRing:
         """
         if self.first_hop and not self.on_device:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
-        fields = [block._asdict() for block in blocks] + [{"y": y}]
-        on_host = [
-            (values, name, t.contiguous())
-            for values in fields
-            for name, t in values.items()
-            if t is not None and not t.is_cuda
-        ]
-        sizes = (-(-t.nbytes // 16) * 16 for *_, t in on_host)
-        *starts, size = accumulate(sizes, initial=0)
+        fields = [t for block in blocks for t in block] + [y]
+        sent = [i for i, t in enumerate(fields) if t is not None and not t.is_cuda]
+        *starts, size = accumulate((-(-fields[i].nbytes // 16) * 16 for i in sent), initial=0)
         if size:
             part = lambda memory, t, a: memory[a : a + t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
             memory = self._buffer(slot, "rest", (size,), torch.uint8)
-            for (*_, t), a in zip(on_host, starts):
-                part(memory, t, a).copy_(t)
+            for i, a in zip(sent, starts):
+                part(memory, fields[i], a).copy_(fields[i])
             arriving = self.copies.copy(memory)
-            for (values, name, t), a in zip(on_host, starts):
-                values[name] = part(arriving, t, a)
-        *fields, last = fields
-        return [type(block)(**values) for block, values in zip(blocks, fields)], last["y"]
+            for i, a in zip(sent, starts):
+                fields[i] = part(arriving, fields[i], a)
+        values = iter(fields)
+        return [type(block)(*islice(values, len(block))) for block in blocks], next(values)
 
     def _edges(self, slot, blocks):
         """For each block the features [E, D] of its edges, if the ring has any."""
@@ -246,10 +240,8 @@ class FeatureRing:
             rows = table.gather(ids, missing=upload)
         elif self.copies:
             rows = self._upload(slot, name, table, ids, block)
-        elif self.reuse:
-            rows = self._fill(slot, name, table, ids, block)
         else:
-            rows = self._read(table, ids, block)
+            rows = self._fill(slot, name, table, ids, block)
         return rows.to(self.convert or table.dtype)
 
     def _upload(self, slot, name, table, ids, block=None):
@@ -260,7 +252,9 @@ class FeatureRing:
         return self.copies.copy(rows)
 
     def _fill(self, slot, name, table, ids, block=None):
-        """Read rows into the slot's buffer -> [n, F], a view of it."""
+        """Read rows into the slot's buffer -> [n, F], a view of it; a tensor of its own with reuse=False on CPU."""
+        if not self.copies and not self.reuse:
+            return self._read(table, ids, block)
         shape = ids.numel(), self.width if block else table.shape[1]
         dtype = self.dtype if block else table.dtype
         return self._read(table, ids, block, self._buffer(slot, name, shape, dtype))

@@ -1006,21 +1006,6 @@ def test_the_adapter_feeds_dgls_dataloader():
                 assert torch.equal(inputs, ours.sample(outputs, step)[0].src_nodes)
 
 
-def test_sampler_step_seed_and_hop_key_the_draws():
-    indptr, indices = _random_graph(np.random.default_rng(0), 200, 30)
-    seeds = torch.arange(50)
-    one = _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
-    assert one == _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
-    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=2).sample(seeds, 7))
-    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 8))
-    # a node draws the same neighbours whatever batch it is in: ranks and batch sizes do not change the draws
-    alone = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds[20:21], 7)[0]
-    among = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds, 7)[0]
-    a, b = among.indptr[20], among.indptr[21]
-    near = among.src_nodes[among.indices[a:b].long()]
-    assert torch.equal(alone.src_nodes[alone.indices.long()], near)
-
-
 def test_sampler_from_many_threads_at_once():
     indptr, indices = _random_graph(np.random.default_rng(1), 3000, 20)
     s = NeighborSampler(indptr, indices, [10, 5, 3], seed=3)
