@@ -13,7 +13,7 @@ from disk.files import StoreError
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from loader import NodeLoader
-from sources.prepare import say_empty_parts
+from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, roc_auc
 
 

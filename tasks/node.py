@@ -6,7 +6,7 @@ from disk.counts import edge_line
 from disk.files import StoreError
 from loader import seeds_at
 from model import EDGE_CONVS, GNN, cross_entropy
-from sources.prepare import choose_split
+from sources.splits import choose_split
 from store import GraphStore
 from tasks.metrics import binary_cross_entropy, score
 

@@ -1482,7 +1482,7 @@ def test_store_build_names_a_path_that_cannot_be(tmp_path, monkeypatch, capsys):
     for name, complaint in (
         ("e.csv", "e.csv is no .npz file.*features and labels.*store.py build e.csv my_store"),
         ("z" * 5000, "is unknown"),
-        ("data.pt", "data.pt is neither an .npz file nor a table .*datasets.build.data"),
+        ("data.pt", "data.pt is neither an .npz file nor a table .*build.data"),
         ("folder", "folder is a folder without meta.json, so no store"),
         ("none.csv", "'none.csv' is unknown"),
         (

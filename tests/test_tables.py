@@ -1,4 +1,4 @@
-"""Tests: sources/tables.py and sources/node_tables.py, sources/edge_tables.py."""
+"""Tests: sources/tables.py and sources/graph_tables.py."""
 
 import bz2
 import collections
@@ -19,9 +19,9 @@ import pytest
 import store
 from disk import files as disk
 from disk.files import StoreError
-from sources import edge_tables, node_tables, tables
-from sources.arrays import Arrays
+from sources import graph_tables, tables
 from sources import prepare as datasets
+from sources.arrays import Arrays
 from store import GraphStore, build_store, verify
 from tests.common import _edges, _run
 
@@ -227,14 +227,14 @@ DAMAGE = {
     "a zero byte": (
         "e",
         EDGES.replace("2,3", "2,\0003"),
-        "e.csv is no text: archives have to be unpacked",
+        "e.csv is no text in UTF-8: unpack archives",
     ),
     "Latin-1": (
         "e",
         EDGES.replace("2,3", "2,\xe9").encode("latin1"),
-        "e.csv: byte 0xe9 is not UTF-8",
+        "e.csv cannot be read: .* byte 0xe9",
     ),
-    "UTF-16": ("e", EDGES.encode("utf-16"), "e.csv: byte 0xff is not UTF-8"),
+    "UTF-16": ("e", EDGES.encode("utf-16"), "e.csv is no text in UTF-8"),
     "gzip by content": ("e", gzip.compress(EDGES.encode()), None),
     "bzip2": ("x", bz2.compress(X.encode()), None),
     "xz": ("y", lzma.compress(Y.encode()), None),
@@ -248,7 +248,7 @@ DAMAGE = {
         gzip.compress(EDGES.encode())[:-8] + bytes(8),
         "e.csv cannot be read: CRC check failed",
     ),
-    "zip": ("e", b"PK\3\4" + bytes(30), "e.csv is no text: archives have to be unpacked"),
+    "zip": ("e", b"PK\3\4" + bytes(30), "e.csv is no text in UTF-8: unpack archives"),
     "nothing": ("y", "", "y.csv is empty"),
     "a header only": ("e", "src,dst\n", "e.csv has a header and no rows"),
     "comments only": ("e", "# 0,1\n\n", "e.csv is empty"),
@@ -288,18 +288,18 @@ def test_tables_of_strangers(tmp_path, capsys, case):
 
 def test_tables_say_what_was_guessed(tmp_path, capsys):
     file = _table_file(tmp_path / "e.csv", "# a\n# b\n\nsrc;dst\n0;1\n1;0\n")
-    edge_tables.edges(file, tmp_path / "e", node_tables.Nodes(2, "x.csv"))
-    _, nodes = node_tables.features(
+    graph_tables.edges(file, tmp_path / "e", graph_tables.Nodes(2, "x.csv"))
+    _, nodes = graph_tables.features(
         _table_file(tmp_path / "x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path / "x"
     )
-    node_tables.labels(_table_file(tmp_path / "y.csv", "r;b c\np;a\n"), nodes)
-    edge_tables.edges(_table_file(file, EDGES), tmp_path / "e", node_tables.Nodes(6, "x.csv"))
+    graph_tables.labels(_table_file(tmp_path / "y.csv", "r;b c\np;a\n"), nodes)
+    graph_tables.edges(_table_file(file, EDGES), tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
     assert capsys.readouterr().out == (
         "e.csv: 2 columns by separator ';', header src;dst, 2 rows\n"
         "x.csv: 3 columns by separator ',', no header, column 1 names the nodes, such as p, 3 rows, 2 features\n"
         "y.csv: 2 columns by separator ';', no header, column 1 taken as ids, column 2 as labels, 2 rows\n"
-        "e.csv: 2 columns by separator ',', no header (0,1 is a row: if pandas wrote it as a header, put names in its "
-        "place), column 1 taken as source, column 2 as destination, 6 rows\n"
+        "e.csv: 2 columns by separator ',', no header (0,1 is a row: if pandas wrote it, put names in its place), "
+        "column 1 taken as source, column 2 as destination, 6 rows\n"
     )
 
 
@@ -356,7 +356,7 @@ def test_tables_nodes_with_names(tmp_path):
     with pytest.raises(
         StoreError, match="holds the ids of the nodes, but b is there more than once"
     ):
-        node_tables.features(_table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n"), tmp_path / "x")
+        graph_tables.features(_table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n"), tmp_path / "x")
 
 
 def test_tables_names_of_nodes_are_guarded(tmp_path):
@@ -445,9 +445,9 @@ def test_tables_classes_are_kept(tmp_path):
 
 
 def test_tables_ids_of_a_split(tmp_path):
-    nodes = node_tables.Nodes(9, "x.csv")
+    nodes = graph_tables.Nodes(9, "x.csv")
     for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
-        assert node_tables.ids(_table_file(tmp_path / "t.csv", text), nodes).tolist() == [3, 1, 8]
+        assert graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes).tolist() == [3, 1, 8]
     for text, complaint in (
         ("", "is empty"),
         ("id\n", "no rows"),
@@ -457,7 +457,7 @@ def test_tables_ids_of_a_split(tmp_path):
         ("0,1\n2,3\n", "has 2 columns"),
     ):
         with pytest.raises(StoreError, match=complaint):
-            node_tables.ids(_table_file(tmp_path / "t.csv", text), nodes)
+            graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes)
 
 
 def test_tables_weights_and_times(tmp_path):
@@ -465,13 +465,13 @@ def test_tables_weights_and_times(tmp_path):
         tmp_path / "e.csv",
         "w,dst,Source ID,Timestamp\n1,0,1,1700000000123456789\n.5,1,2,1700000000123456788\n",
     )
-    nodes = node_tables.Nodes(3, "x.csv")
+    nodes = graph_tables.Nodes(3, "x.csv")
     keep = {"edge_weight": ["w"], "edge_time": ["4"]}
-    edge_index, more = edge_tables.edges(file, tmp_path / "e", nodes, keep)
+    edge_index, more = graph_tables.edges(file, tmp_path / "e", nodes, keep)
     assert edge_index.tolist() == [[1, 2], [0, 1]] and list(more) == ["edge_weight", "edge_time"]
     assert more["edge_weight"].tolist() == [1, 0.5]
     assert more["edge_time"].tolist() == [1700000000123456789, 1700000000123456788]
-    _, more = edge_tables.edges(file, tmp_path / "e", nodes, {"edge_features": ["Timestamp", "w"]})
+    _, more = graph_tables.edges(file, tmp_path / "e", nodes, {"edge_features": ["Timestamp", "w"]})
     assert more["edge_features"].tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
     for keep, complaint in (
         (
@@ -486,11 +486,11 @@ def test_tables_weights_and_times(tmp_path):
         ({"edge_weight": ["dst"]}, "'dst' is taken for two"),
     ):
         with pytest.raises(StoreError, match=complaint):
-            edge_tables.edges(file, tmp_path / "e", nodes, keep)
+            graph_tables.edges(file, tmp_path / "e", nodes, keep)
     for header in ("source,paper", "dst,src,dst2", "from,u,to"):
-        with pytest.raises(StoreError, match="call one of them source|more columns"):
+        with pytest.raises(StoreError, match="call one source|more columns"):
             text = f"{header}\n" + ",".join("012"[: len(header.split(","))]) + "\n"
-            edge_tables.edges(_table_file(tmp_path / "e.csv", text), tmp_path / "e", nodes)
+            graph_tables.edges(_table_file(tmp_path / "e.csv", text), tmp_path / "e", nodes)
 
 
 def test_tables_change_far_inside(tmp_path):
@@ -502,10 +502,10 @@ def test_tables_change_far_inside(tmp_path):
         (b"1,x\n", "column 2 is no number: invalid value 'x'"),
     ):
         with pytest.raises(StoreError, match=f"line {count + 1}: .*{complaint}"):
-            node_tables.features(
+            graph_tables.features(
                 _table_file(tmp_path / "x.csv", good * count + bad), tmp_path / "x"
             )
-    x, _ = node_tables.features(
+    x, _ = graph_tables.features(
         _table_file(tmp_path / "x.csv", good * count + b'"3", 4 \n\n' + good * count),
         tmp_path / "x",
     )
@@ -626,7 +626,7 @@ def _slow_meaning(kind, rows):
         named = (
             rows[0] != [""]
             and not any(map(number, rows[0]))
-            and not rows[0][0][:1] in "+-.0123456789"
+            and rows[0][0][:1] not in "+-.0123456789"
         )
     names = names if named else None
     rows = rows[1:] if names else rows
@@ -655,7 +655,7 @@ def test_tables_fuzz(tmp_path, capsys):
     RINGBLOCK_FUZZ=60000 makes it as many.
     """
     random = np.random.default_rng(0)
-    nodes, counts = node_tables.Nodes(30, "x.csv"), collections.Counter()
+    nodes, counts = graph_tables.Nodes(30, "x.csv"), collections.Counter()
     for trial in range(int(os.environ.get("RINGBLOCK_FUZZ", 500))):
         kind = ("edges", "features", "labels", "text")[trial % 4]
         separator = ",;\t "[random.integers(4)] if kind in ("edges", "features") else ","
@@ -718,11 +718,11 @@ def test_tables_fuzz(tmp_path, capsys):
         expected = None if rows is None else _slow_meaning(kind, rows)
         try:
             if kind == "edges":
-                found = edge_tables.edges(file, tmp_path / "e", nodes)[0].T.tolist()
+                found = graph_tables.edges(file, tmp_path / "e", nodes)[0].T.tolist()
             elif kind == "features":
-                found = node_tables.features(file, tmp_path / "x")[0].tolist()
+                found = graph_tables.features(file, tmp_path / "x")[0].tolist()
             else:
-                found = node_tables.labels(file, node_tables.Nodes(25, "x.csv"))
+                found = graph_tables.labels(file, graph_tables.Nodes(25, "x.csv"))
                 found = Arrays(file, {"labels": found}).labels()
                 found = store.check_labels(found, 25)[0].tolist()
         except StoreError as error:
@@ -737,7 +737,7 @@ def test_tables_fuzz(tmp_path, capsys):
 
 def test_tables_damaged_archives(tmp_path):
     """Wherever a compressed table is cut off or changed, it is refused or read as it was."""
-    random, nodes = np.random.default_rng(0), node_tables.Nodes(1000, "x.csv")
+    random, nodes = np.random.default_rng(0), graph_tables.Nodes(1000, "x.csv")
     pairs = random.integers(0, 1000, (2000, 2))
     text = "".join(f"{u},{v}\n" for u, v in pairs).encode()
     outcomes = collections.Counter()
@@ -748,7 +748,7 @@ def test_tables_damaged_archives(tmp_path):
             pack(text[: text.index(b"\n", 9000) + 1]) + pack(text[text.index(b"\n", 9000) + 1 :]),
         )
         # archives one after the other
-        assert np.array_equal(edge_tables.edges(two, tmp_path / "e", nodes)[0].T, pairs)
+        assert np.array_equal(graph_tables.edges(two, tmp_path / "e", nodes)[0].T, pairs)
         for trial in range(60):
             bad = bytearray(good)
             if trial % 3:
@@ -756,7 +756,7 @@ def test_tables_damaged_archives(tmp_path):
             else:
                 bad = bad[: random.integers(1, len(bad))]
             try:
-                found = edge_tables.edges(
+                found = graph_tables.edges(
                     _table_file(tmp_path / "e.csv", bytes(bad)), tmp_path / "e", nodes
                 )[0].T
             except StoreError as error:
@@ -770,7 +770,7 @@ def test_tables_damaged_archives(tmp_path):
 
 def test_tables_take_little_memory(tmp_path):
     """Lines without an end, archives that unpack to a thousand times their size: refused before they are in memory."""
-    nodes = node_tables.Nodes(10, "x.csv")
+    nodes = graph_tables.Nodes(10, "x.csv")
     endless, labels = b"1," * (1 << 23), gzip.compress(b"1\n" * (1 << 22), 1)
     comments = (b"#" * 999 + b"\n") * (1 << 15)
     tracemalloc.start()
@@ -781,15 +781,15 @@ def test_tables_take_little_memory(tmp_path):
             (comments, "is empty"),
         ):
             with pytest.raises(StoreError, match=complaint):
-                edge_tables.edges(
+                graph_tables.edges(
                     _table_file(tmp_path / "e.csv", gzip.compress(content, 1)),
                     tmp_path / "e",
                     nodes,
                 )
         with pytest.raises(StoreError, match="zero cannot be read: it is no regular file"):
-            node_tables.features("/dev/zero", tmp_path / "x")
+            graph_tables.features("/dev/zero", tmp_path / "x")
         with pytest.raises(StoreError, match="there are more rows than the 10"):
-            node_tables.labels(_table_file(tmp_path / "y.csv", labels), nodes)
+            graph_tables.labels(_table_file(tmp_path / "y.csv", labels), nodes)
         assert tracemalloc.get_traced_memory()[1] < 90 << 20
     finally:
         tracemalloc.stop()
@@ -797,18 +797,18 @@ def test_tables_take_little_memory(tmp_path):
 
 def test_tables_parquet(tmp_path, monkeypatch):
     file = _table_file(tmp_path / "e.parquet", b"PAR1" + bytes(20))
-    nodes = node_tables.Nodes(6, "x.csv")
+    nodes = graph_tables.Nodes(6, "x.csv")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(StoreError, match=r"e.parquet cannot be read: .*pyarrow"):
-            edge_tables.edges(file, tmp_path / "e", nodes)
+            graph_tables.edges(file, tmp_path / "e", nodes)
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
     with pytest.raises(
         StoreError, match="e.parquet cannot be read: Invalid|e.parquet cannot be read: Parquet"
     ):
-        edge_tables.edges(file, tmp_path / "e", nodes)
+        graph_tables.edges(file, tmp_path / "e", nodes)
     random = np.random.default_rng(0)
     x = random.standard_normal((6, 3)).astype(np.float32)
     written = {
@@ -818,13 +818,13 @@ def test_tables_parquet(tmp_path, monkeypatch):
     }
     for name, columns in written.items():
         parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-    assert edge_tables.edges(file, tmp_path / "e", nodes)[0].tolist() == EDGES_X_Y[0]
-    assert str(node_tables.labels(tmp_path / "y.parquet", nodes)) == "[ 2. nan  0.  1. nan  1.]"
+    assert graph_tables.edges(file, tmp_path / "e", nodes)[0].tolist() == EDGES_X_Y[0]
+    assert str(graph_tables.labels(tmp_path / "y.parquet", nodes)) == "[ 2. nan  0.  1. nan  1.]"
     with pytest.raises(StoreError, match="a cell is empty"):
-        node_tables.features(tmp_path / "x.parquet", tmp_path / "x")
+        graph_tables.features(tmp_path / "x.parquet", tmp_path / "x")
     written["x"]["id"][5] = "f"
     parquet.write_table(pa.table(written["x"]), tmp_path / "x.parquet")
-    found, nodes = node_tables.features(tmp_path / "x.parquet", tmp_path / "x")
+    found, nodes = graph_tables.features(tmp_path / "x.parquet", tmp_path / "x")
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
     for columns, complaint in (
         ({"src": [[1]], "dst": [[2]]}, "e.parquet.* cast"),
@@ -833,4 +833,4 @@ def test_tables_parquet(tmp_path, monkeypatch):
     ):
         parquet.write_table(pa.table(columns), file)
         with pytest.raises(StoreError, match=complaint):
-            edge_tables.edges(file, tmp_path / "e", node_tables.Nodes(6, "x.csv"))
+            graph_tables.edges(file, tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
