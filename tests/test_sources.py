@@ -45,6 +45,12 @@ from tests.common import (
     _sums,
 )
 
+
+def _opened(dataset, root, **options):
+    """The open store of a data set."""
+    return GraphStore.open(prepare(dataset, root, progress=False, **options))
+
+
 SMALL = "synthetic:nodes=3000,degree=12,features=8,classes=5"
 
 
@@ -158,17 +164,12 @@ def test_datasets_npz(tmp_path):
 
 
 def test_datasets_npz_word_counts(tmp_path, capsys):
-    csr = {
-        "feat_indptr": np.arange(0, 401, 2),
-        "feat_indices": np.tile([1, 3], 200),
-        "feat_shape": [4, 200],
-        "feat_data": np.tile([1, 3], 200),
-        "x": None,
-    }
+    file, data = tmp_path / "words.npz", np.tile([1, 3], 200)
+    csr = dict(feat_indptr=np.arange(0, 401, 2), feat_indices=data.copy(), feat_shape=[4, 200])
     csr["feat_indptr"][1:] -= 2  # a node without a word, first; the last one's are left over
-    _save_npz(tmp_path / "words.npz", **csr)
+    _save_npz(file, **csr, feat_data=data, x=None)
     with pytest.raises(StoreError, match="feat_indptr must rise from 0 to the 400 entries"):
-        prepare(tmp_path / "words.npz", tmp_path, progress=False)
+        prepare(file, tmp_path, progress=False)
     csr["feat_indptr"][-1] += 2
     csr["feat_indices"][10:12] = 2  # the same word twice: its counts are added
     capsys.readouterr()
@@ -178,392 +179,215 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
         ("f8", "", [0, 1, 0, 3], 4),
         ("f4", ":row_normalize=1", [0, 0.25, 0, 0.75], 1),
     ):
-        _save_npz(tmp_path / "words.npz", **dict(csr, feat_data=csr["feat_data"].astype(kind)))
-        features = GraphStore.open(
-            prepare(f"{tmp_path}/words.npz{option}", tmp_path, progress=False)
-        ).features.tensor
-        assert (
-            features[5].tolist() == some
-            and features[6].tolist() == [0, 0, twice, 0]
-            and not features[0].any()
-        )
-        assert features.dtype == (torch.float64 if kind == "f8" else torch.float32)
+        _save_npz(file, **csr, feat_data=data.astype(kind), x=None)
+        x = _opened(f"{file}{option}", tmp_path).features.tensor
+        assert x[5].tolist() == some and x[6].tolist() == [0, 0, twice, 0] and not x[0].any()
+        assert x.dtype == (torch.float64 if kind == "f8" else torch.float32)
         said = capsys.readouterr().out
         assert ("divided by its sum" if sum(some) == 1 else "as they are") in said
         assert ("values" if "f" in kind else "counts") in said
 
 
 def _refused_npz():
-    """(part of the message, parameters behind the name, changes of a good file) of what must not become a store."""
-    mask, csr = (
-        np.arange(200) < 50,
-        {"x": None, "feat_indptr": np.arange(201), "feat_indices": np.arange(200) % 5},
-    )
-    splits = np.stack([mask, ~mask, mask])
+    """(part of the message, changes of a good file, parameters behind the name) of what must not become a store."""
+    mask, y, ids, five = np.arange(200) < 50, np.arange(200) % 4, np.arange(200), np.ones(5)
+    csr = {"x": None, "feat_indptr": np.arange(201), "feat_indices": ids % 5}
+    splits, times = np.stack([mask, ~mask, mask]), np.ones(3000)
+    most = np.full((2, 9), 2**64 - 1, np.uint64)
     return [
-        ("no array edge_index or edges; its arrays are x, y", "", {"edge_index": None}),
+        ("no array edge_index or edges; its arrays are x, y", dict(edge_index=None)),
+        ("split .train. holds node 0, which has no label", dict(y=None, train_idx=[0, 1])),
+        (r"y is \[200, 4\].*one-hot", dict(y=np.eye(4)[y])),
+        (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
+        (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
+        ("y holds numbers, and text such as 'a': give", dict(y=np.array(["1", "a"] * 100))),
+        ("y holds complex128", dict(y=np.ones(200, complex))),
+        ("run up to 10,000,003 and 4 different .* 10,000,004 .* 5.12 GB", dict(y=y + 10**7)),
+        ("labels run up to 1,000,000,000,000", dict(y=ids + 10**12 - 199)),
+        ("labels run up to 2,199,023,255,551", dict(y=np.full(200, 2**41 - 1))),
+        (r"y holds 18446744073709551615: .* below 2\^63", dict(y=np.full(200, most[0, 0]))),
+        ("none of the 200 nodes has a label", dict(y=np.full(200, -1))),
+        (r"labels\[0\] is -100", dict(y=np.where(ids, 1, -100))),
+        ("edge_index holds 18446744073709551615", dict(edge_index=most)),
+        ("edge_index has dtype float64", dict(edge_index=np.zeros((2, 9)))),
+        ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
+        (r"edges is \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
+        ("has edge_index and edges, which mean the same", dict(edges=np.zeros((9, 2), int))),
+        ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
+        (r"weight is \[5\]: .* of the 3000 edges .*ignore=edge_weight", dict(edge_weight=five)),
         (
-            "split .train. holds node 0, which has no label",
-            "",
-            {"y": None, "train_idx": np.arange(3)},
+            r"weight\[2\] is -1.0: a weight",
+            dict(edge_weight=np.where(np.arange(3000) == 2, -1, 1.0)),
         ),
-        (r"y is \[200, 4\].*one-hot", "", {"y": np.eye(4)[np.arange(200) % 4]}),
+        ("edge_time and time, which mean the same", dict(time=times, edge_time=times)),
+        (r"edge_time\[0\] is 1.5: whole numbers", dict(time=1.5 * times)),
+        (r"node_time is \[3000\]: a row for each of the 200 nodes", dict(node_time=times)),
+        ("w is not used: what edges carry is called edge_weight, edge_time or", dict(w=times)),
+        ("trainmask is not used: .* is known, train_mask is; drop", dict(trainmask=mask)),
+        ("no array nothing; its arrays are", {}, ":ignore=nothing"),
+        ("num_nodes is 300", dict(num_nodes=300)),
+        ("has val_idx, but no train_idx", dict(val_idx=[1, 2])),
+        ("train_idx and train_mask, which mean the", dict(train_idx=[1, 2], train_mask=mask)),
+        (r"train_mask is \[199\]: a mask is \[200\]", dict(train_mask=mask[1:])),
+        (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
+        ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
+        ("holds node -1", dict(train_idx=[-1, 5])),
+        ("holds node 200", dict(train_idx=[200, 5])),
+        ("'train' has dtype float64", dict(train_idx=[0.5, 5])),
+        ("node 3 more than once", dict(train_idx=[3, 3])),
+        ("'train' is empty", dict(train_mask=mask & ~mask)),
         (
-            r"y\[7\] is 2.5: labels are whole .* node regression, are not supported",
-            "",
-            {"y": np.where(np.arange(200) == 7, 2.5, 1)},
+            r"train_idx is \[2, 5, 2\]: ids are \[n\], of K",
+            dict(train_idx=ids[:20].reshape(2, 5, 2)),
         ),
-        (r"y\[7\] is inf", "", {"y": np.where(np.arange(200) == 7, np.inf, 1)}),
-        ("y holds numbers, and text such as 'a': give", "", {"y": np.array(["1", "a"] * 100)}),
-        ("y holds complex128", "", {"y": np.ones(200, complex)}),
+        ("of 2 splits, number 1: .* holds node 11 more than", dict(train_idx=[[0, 1], [11, 11]])),
+        ("2 and 3 splits in train_masks, val_", dict(train_masks=splits, val_masks=~splits[:2])),
+        ("split=3 is out of range: its 3 splits", dict(train_masks=splits), ":split=3"),
+        ("split=0 has no effect: it has one split", dict(train_mask=mask), ":split=0"),
+        ("split=1 has no effect: it has no split", {}, ":split=1"),
+        ("radius has no effect: it holds one graph", {}, ":radius=3"),
+        ("row_normalize=0 has no effect: it is for a CSR matrix", {}, ":row_normalize=0"),
+        ("feat_indices holds -1: columns lie in", {**csr, "feat_indices": np.full(200, -1)}),
+        (r"holds 5: columns lie in \[0, 5\)", {**csr, "feat_indices": ids, "feat_shape": [200, 5]}),
+        ("feat_indices has dtype float64", {**csr, "feat_indices": np.ones(200)}),
+        ("feat_data holds <U1", {**csr, "feat_data": np.full(200, "a")}),
+        ("feat_data holds complex128", {**csr, "feat_data": np.ones(200, complex)}),
+        ("feat_data holds -1.*row_normalize=0", {**csr, "feat_data": np.where(ids == 3, -1, 1)}),
+        ("and feat_data have as many", {**csr, "feat_data": np.ones(3)}),
+        (r"features\[7, 2\] is nan", {**csr, "feat_data": np.where(ids == 7, np.nan, 1)}),
+        ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201)[::-1]}),
+        ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201) + 1}),
+        (r"shape \[150, 5\]: 200 rows", {**csr, "feat_shape": [150, 5]}),
         (
-            "labels run up to 10,000,003 and 4 different ones occur: 10,000,004 .* 5.12 GB",
-            "",
-            {"y": np.arange(200) % 4 + 10**7},
-        ),
-        ("labels run up to 1,000,000,000,000", "", {"y": np.arange(200) + 10**12 - 199}),
-        ("labels run up to 2,199,023,255,551", "", {"y": np.full(200, 2**41 - 1)}),
-        (
-            r"y holds 18446744073709551615: whole numbers below 2\^63",
-            "",
-            {"y": np.full(200, 2**64 - 1, np.uint64)},
-        ),
-        ("none of the 200 nodes has a label", "", {"y": np.full(200, -1)}),
-        (r"labels\[0\] is -100", "", {"y": np.where(np.arange(200), 1, -100)}),
-        (
-            "edge_index holds 18446744073709551615",
-            "",
-            {"edge_index": np.full((2, 9), 2**64 - 1, np.uint64)},
-        ),
-        ("edge_index has dtype float64", "", {"edge_index": np.zeros((2, 9))}),
-        ("edge_index has dtype bool", "", {"edge_index": np.zeros((2, 9), bool)}),
-        (r"edges is \[2, 9\]: \[M, 2\]", "", {"edge_index": None, "edges": np.zeros((2, 9), int)}),
-        ("has edge_index and edges, which mean the same", "", {"edges": np.zeros((9, 2), int)}),
-        ("has features and x, which mean the same.*ignore=x", "", {"features": np.ones((200, 2))}),
-        (
-            r"edge_weight is \[5\]: a row for each of the 3000 edges is needed; .*ignore=edge_weight",
-            "",
-            {"edge_weight": np.ones(5)},
-        ),
-        (
-            r"edge_weight\[2\] is -1.0: a weight",
-            "",
-            {"edge_weight": np.where(np.arange(3000) == 2, -1, 1.0)},
-        ),
-        (
-            "it has edge_time and time, which mean the same",
-            "",
-            {"time": np.ones(3000), "edge_time": np.ones(3000)},
-        ),
-        (r"edge_time\[0\] is 1.5: whole numbers", "", {"time": np.full(3000, 1.5)}),
-        (
-            r"node_time is \[3000\]: a row for each of the 200 nodes",
-            "",
-            {"node_time": np.ones(3000)},
-        ),
-        (
-            "w is not used: what edges carry is called edge_weight, edge_time or edge_features",
-            "",
-            {"w": np.ones(3000)},
-        ),
-        (
-            "trainmask is not used: no array of that name is known, train_mask is; drop",
-            "",
-            {"trainmask": mask},
-        ),
-        ("no array nothing; its arrays are", ":ignore=nothing", {}),
-        ("num_nodes is 300", "", {"num_nodes": 300}),
-        ("has val_idx, but no train_idx", "", {"val_idx": [1, 2]}),
-        (
-            "has train_idx and train_mask, which mean the same",
-            "",
-            {"train_idx": [1, 2], "train_mask": mask},
-        ),
-        (r"train_mask is \[199\]: a mask is \[200\]", "", {"train_mask": mask[1:]}),
-        (r"train_idx is \[199\]: a mask is", "", {"train_idx": mask[1:]}),
-        ("train_mask holds values other than 0 and 1", "", {"train_mask": 2 * mask}),
-        ("holds node -1", "", {"train_idx": [-1, 5]}),
-        ("holds node 200", "", {"train_idx": [200, 5]}),
-        ("'train' has dtype float64", "", {"train_idx": [0.5, 5]}),
-        ("node 3 more than once", "", {"train_idx": [3, 3]}),
-        ("'train' is empty", "", {"train_mask": mask & ~mask}),
-        (
-            r"train_idx is \[2, 5, 2\]: ids are \[n\], of K splits \[K, n\]",
-            "",
-            {"train_idx": np.arange(20).reshape(2, 5, 2)},
-        ),
-        (
-            "of 2 splits, number 1: split 'train' holds node 11 more than once",
-            "",
-            {"train_idx": [[0, 1], [11, 11]]},
-        ),
-        (
-            "2 and 3 splits in train_masks, val_masks",
-            "",
-            {"train_masks": splits, "val_masks": ~splits[:2]},
-        ),
-        ("split=3 is out of range: its 3 splits", ":split=3", {"train_masks": splits}),
-        ("split=0 has no effect: it has one split", ":split=0", {"train_mask": mask}),
-        ("split=1 has no effect: it has no split", ":split=1", {}),
-        ("radius has no effect: it holds one graph", ":radius=3", {}),
-        ("row_normalize=0 has no effect: it is for a CSR matrix", ":row_normalize=0", {}),
-        ("feat_indices holds -1: columns lie in", "", {**csr, "feat_indices": np.full(200, -1)}),
-        (
-            r"feat_indices holds 9: columns lie in \[0, 5\)",
-            "",
-            {**csr, "feat_indices": np.full(200, 9), "feat_shape": [200, 5]},
-        ),
-        ("feat_indices has dtype float64", "", {**csr, "feat_indices": np.ones(200)}),
-        ("feat_data holds <U1", "", {**csr, "feat_data": np.full(200, "a")}),
-        ("feat_data holds complex128", "", {**csr, "feat_data": np.ones(200, complex)}),
-        (
-            "feat_data holds -1.*row_normalize=0",
-            "",
-            {**csr, "feat_data": np.where(np.arange(200) == 3, -1, 1)},
-        ),
-        ("and feat_data have as many", "", {**csr, "feat_data": np.ones(3)}),
-        (
-            r"features\[7, 2\] is nan",
-            "",
-            {**csr, "feat_data": np.where(np.arange(200) == 7, np.nan, 1)},
-        ),
-        (
-            "feat_indptr must rise from 0 to the 200",
-            "",
-            {**csr, "feat_indptr": np.arange(201)[::-1]},
-        ),
-        ("feat_indptr must rise from 0 to the 200", "", {**csr, "feat_indptr": np.arange(201) + 1}),
-        (r"shape \[150, 5\]: 200 rows", "", {**csr, "feat_shape": [150, 5]}),
-        (
-            r"shape \[200, 1099511627776\]: 200 rows and from 1 to",
-            "",
+            r"shape \[200, 1099511627776\]: 200 rows and from 1",
             {**csr, "feat_shape": [200, 1 << 40]},
         ),
-        (r"labels has shape \[200\]: \[100\]", "", {"x": np.ones((100, 2))}),
-        (
-            "features has dtype longdouble|features has dtype float128",
-            "",
-            {"x": np.ones((200, 2), np.longdouble)},
-        ),
+        (r"labels has shape \[200\]: \[100\]", dict(x=np.ones((100, 2)))),
+        ("features has dtype (longdouble|float128)", dict(x=np.ones((200, 2), np.longdouble))),
+        ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
 
 def test_datasets_npz_bad_files(tmp_path):
     file = tmp_path / "bad.npz"
-    for content, message in ((b"no zip", "cannot be read"), (b"", "cannot be read")):
+    for content in (b"no zip", b""):
         file.write_bytes(content)
-        with pytest.raises(StoreError, match=message):
+        with pytest.raises(StoreError, match="cannot be read"):
             prepare(file, tmp_path, progress=False)
-    _save_npz(file, x=np.array([{}] * 200, object))
-    with pytest.raises(StoreError, match="cannot be read"):
-        prepare(file, tmp_path, progress=False)
-    for message, option, entries in _refused_npz():
+    for message, entries, *option in _refused_npz():
         _save_npz(file, **entries)
-        before = set(tmp_path.iterdir())
         with pytest.raises(StoreError, match=message) as error:
-            prepare(f"{file}{option}", tmp_path, progress=False)
-        assert "\n" not in str(error.value) and set(tmp_path.iterdir()) == before
+            prepare("".join([str(file), *option]), tmp_path, progress=False)
+        assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == [file]
 
 
-def test_datasets_npz_splits(tmp_path, capsys):
+def test_datasets_npz_splits(tmp_path):
     train, valid, test = np.arange(50), np.arange(50, 80), np.arange(80, 150)
-    second = np.arange(100, 150)
-    masks = {
-        f"{name}_mask": _mask(ids)
-        for name, ids in (("train", train), ("val", valid), ("test", test))
-    }
-    several = {
-        "train": np.stack([_mask(train), _mask(second)]),
-        "val": np.stack([_mask(valid)] * 2),
-    }
-    for number, (entries, option, expected, says) in enumerate(
-        (
-            (
-                dict(train_idx=train[:, None], valid_idx=valid[None], test_idx=test.astype(">u2")),
-                "",
-                (train, valid, test),
-                "",
-            ),
-            (masks, "", (train, valid, test), ""),
-            (
-                {name: mask.astype(np.uint8) for name, mask in masks.items()},
-                "",
-                (train, valid, test),
-                "",
-            ),
-            (
-                {name: mask.astype(float)[:, None] for name, mask in masks.items()},
-                "",
-                (train, valid, test),
-                "",
-            ),
-            (dict(train_idx=_mask(train), test_idx=test), "", (train, [], test), ""),
-            (
-                dict(train_masks=several["train"], val_masks=several["val"]),
-                "",
-                (train, valid, []),
-                "",
-            ),
-            (
-                dict(train_masks=several["train"], val_masks=several["val"]),
-                ":split=1",
-                (second, valid, []),
-                "",
-            ),
-            (
-                dict(
-                    train_mask=several["train"].T,
-                    val_mask=several["val"].T,
-                    test_mask=_mask(second - 20),
-                ),
-                ":split=1",
-                (second, valid, second - 20),
-                "refused",
-            ),
-            (
-                dict(
-                    train_mask=several["train"].T,
-                    val_mask=several["val"].T,
-                    test_mask=_mask(test[:9]),
-                ),
-                ":split=1",
-                (second, valid, test[:9]),
-                "",
-            ),
-        )
+    second, file = np.arange(100, 150), tmp_path / "a.npz"
+    masks = dict(train_mask=_mask(train), val_mask=_mask(valid), test_mask=_mask(test))
+    several = dict(
+        train_masks=np.stack([_mask(train), _mask(second)]), val_masks=np.stack([_mask(valid)] * 2)
+    )
+    turned = {name.removesuffix("s"): rows.T for name, rows in several.items()}
+    ids = dict(train_idx=train[:, None], valid_idx=valid[None], test_idx=test.astype(">u2"))
+    for entries, option, expected in (
+        (ids, "", (train, valid, test)),
+        (masks, "", (train, valid, test)),
+        ({n: mask.astype(np.uint8) for n, mask in masks.items()}, "", (train, valid, test)),
+        ({n: mask.astype(float)[:, None] for n, mask in masks.items()}, "", (train, valid, test)),
+        (dict(train_idx=_mask(train), test_idx=test), "", (train, [], test)),
+        (several, "", (train, valid, [])),
+        (several, ":split=1", (second, valid, [])),
+        (dict(turned, test_mask=_mask(test[:9])), ":split=1", (second, valid, test[:9])),
     ):
-        file = tmp_path / f"{number}.npz"
         _save_npz(file, **entries)
-        if says == "refused":
-            with pytest.raises(StoreError, match="node 100 is in split 'train' and in 'test'"):
-                prepare(f"{file}{option}", tmp_path, progress=False)
-            continue
         path, other = (
             prepare(f"{file}{option}", tmp_path, seed=seed, progress=False) for seed in (0, 1)
         )
         split = GraphStore.open(path).split
-        assert [ids.tolist() for ids in split.values()] == [list(ids) for ids in expected], number
+        assert [part.tolist() for part in split.values()] == [list(part) for part in expected]
         assert path == other, "a seed decides on nothing here"
+    _save_npz(file, **turned, test_mask=_mask(second - 20))
+    with pytest.raises(StoreError, match="node 100 is in split 'train' and in 'test'"):
+        prepare(f"{file}:split=1", tmp_path, progress=False)
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     """Ids of K splits come as [K, n] or [n, K], short rows filled up with -1; masks as [K, V]; --runs takes one after
     the other."""
-    first = np.stack(
-        [np.arange(40), np.arange(100, 140), np.r_[np.arange(50, 80), np.full(10, -1)]]
-    )
-    valid, test = (
-        np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)]),
-        np.arange(190, 200),
-    )
+    first = [np.arange(40), np.arange(100, 140), np.r_[np.arange(50, 80), np.full(10, -1)]]
+    valid = np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)])
     masks = np.stack([_mask(ids[ids >= 0]) for ids in first])
-    for number, given in enumerate(
-        (
-            dict(train_idx=first, val_idx=valid),
-            dict(train_idx=first.T, val_idx=valid.T),
-            dict(train_masks=masks, val_idx=valid),
-        )
+    first, test = np.stack(first), np.arange(190, 200)
+    for given in (
+        dict(train_idx=first, val_idx=valid),
+        dict(train_idx=first.T, val_idx=valid.T),
+        dict(train_masks=masks, val_idx=valid),
     ):
-        _save_npz(tmp_path / f"{number}.npz", test_idx=test, **given)
-        path = prepare(tmp_path / f"{number}.npz", tmp_path, progress=False)
-        graph = GraphStore.open(path)
+        _save_npz(tmp_path / "a.npz", test_idx=test, **given)
+        graph = _opened(tmp_path / "a.npz", tmp_path)
+        path = graph.path
         assert graph.num_splits == 3 and not verify(path) and "the first of 3" in store.info(path)
         for k in range(3):
             choose_split(graph, k)
-            assert graph.split["train"].tolist() == first[k][first[k] >= 0].tolist()
-            assert (
-                graph.split["valid"].tolist() == valid[k].tolist()
-                and graph.split["test"].tolist() == test.tolist()
-            )
+            expected = first[k][first[k] >= 0], valid[k], test
+            assert [ids.tolist() for ids in graph.split.values()] == [e.tolist() for e in expected]
         choose_split(graph, turn=4)
         assert graph.split["valid"].tolist() == valid[1].tolist()
         with pytest.raises(StoreError, match="split 3 is out of range: .* has 3, counted from 0"):
             choose_split(graph, 3)
     capsys.readouterr()
-    common = ["--dataset", str(path), "--fanout", "2", "--epochs", "1", "--gpus", "0"]
-    assert train_main_says(["--runs", "4", *common], capsys, r"split   number (\d) of 3") == [
-        "0",
-        "1",
-        "2",
-        "0",
-    ]
-    assert train_main_says(
-        ["--split", "2", *common], capsys, r"split   number (\d) of 3|train (\d+) /"
-    ) == ["2", "30"]
+    common = ["--fanout", "2", "--epochs", "1", "--gpus", "0", "--dataset"]
+    assert train.main([*common, str(path), "--runs", "4"]) == 0
+    taken = re.findall(r"split   number (\d) of 3", capsys.readouterr().out)
+    assert taken == ["0", "1", "2", "0"]
+    assert train.main([*common, str(path), "--split", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "split   number 2 of 3" in said and "train 30 /" in said
     one = build_store(tmp_path / "one", **_graph())
-    for words, message in (
-        (["--split", "3"], "split 3 is out of range"),
-        (["--dataset", str(one), "--split", "0"], "--split 0 has no effect"),
+    for graph, number, message in (
+        (path, "3", "split 3 is out of range"),
+        (one, "0", "--split 0 has no effect"),
     ):
         with pytest.raises(SystemExit):
-            train.main([*common, *words])
+            train.main([*common, str(graph), "--split", number])
         assert message in capsys.readouterr().err
 
 
-def train_main_says(words, capsys, pattern):
-    """What train.py prints that a pattern finds."""
-    assert train.main(words) == 0
-    return [
-        "".join(found) if isinstance(found, tuple) else found
-        for found in re.findall(pattern, capsys.readouterr().out)
-    ]
-
-
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
-    y = np.arange(200) % 4
+    y, text = np.arange(200) % 4, np.array(["b", " a", "d", "c"])
+    odd, written = np.array([b"x", b"nan", b"", b"a"]), np.array(["0", "1.0", "nan", "10"])
     for number, (labels, expected, says) in enumerate(
         (
             (y.astype(float), y, ""),
             (y[:, None].astype(np.uint8), y, ""),
             (y[None].astype(">i4"), y, ""),
             (y > 1, y > 1, ""),
-            (
-                np.where(y, y, np.nan).astype(np.float32),
-                np.where(y, y, -1),
-                "50 of 200 in y are NaN",
-            ),
+            (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
             (np.float16(y), y, ""),
-            (np.array(["b", " a", "d", "c"])[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
-            (np.array([b"x", b"nan", b"", b"a"])[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
-            (np.array(["0", "1.0", "nan", "10"])[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
+            (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
+            (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
+            (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
         )
     ):
-        _save_npz(tmp_path / f"{number}.npz", y=labels, train_idx=[3, 7, 11])
-        graph = GraphStore.open(
-            datasets.build(tmp_path / f"{number}.npz", tmp_path / f"s{number}", symmetrize=True)
-        )
+        _save_npz(tmp_path / "y.npz", y=labels, train_idx=[3, 7, 11])
+        path = datasets.build(tmp_path / "y.npz", tmp_path / f"s{number}", symmetrize=True)
+        graph = GraphStore.open(path)
         assert graph.labels.tolist() == list(expected) and graph.num_classes == max(expected) + 1
         said = capsys.readouterr().out
         assert says in said and bool(says) == bool(said.replace("classes have no node", ""))
         if "text" in says:
-            assert graph.meta["source"]["classes"] == sorted(
-                set(np.char.strip(labels.astype(str))) - {"", "nan"}
-            )
-    extra = dict(
-        edge_weight=np.ones(3000),
-        timestamps=np.ones(3000),
-        years=np.ones(200),
-        names=["a", "b"],
-        num_nodes=200,
-    )
-    _save_npz(tmp_path / "x.npz", train_idx=[1, 2], **extra)
-    path = prepare(f"{tmp_path}/x.npz:ignore=edge_weight+timestamps", tmp_path, progress=False)
+            names = set(np.char.strip(labels.astype(str))) - {"", "nan"}
+            assert graph.meta["source"]["classes"] == sorted(names)
+    extra = dict(edge_weight=np.ones(3000), timestamps=np.ones(3000), years=np.ones(200))
+    file, ignore = tmp_path / "x.npz", ["edge_weight", "timestamps"]
+    _save_npz(file, train_idx=[1, 2], **extra, names=["a", "b"], num_nodes=200)
+    path = prepare(f"{file}:ignore={'+'.join(ignore)}", tmp_path, progress=False)
     assert "not used: years, names\n" in capsys.readouterr().out
-    assert GraphStore.open(path).meta["source"] == {
-        "dataset": "x.npz",
-        "ignore": ["edge_weight", "timestamps"],
-    }
-    again = datasets.build(
-        tmp_path / "x.npz", tmp_path / "again", ignore=["edge_weight", "timestamps"]
-    )
-    assert _sums(path) == _sums(again)
-    _save_npz(
-        tmp_path / "edges.npz", edge_index=None, edges=np.array([[0, 1], [2, 3]]), train_idx=[1]
-    )
-    assert _edges(GraphStore.open(datasets.build(tmp_path / "edges.npz", tmp_path / "edges"))) == [
-        (0, 1),
-        (2, 3),
-    ]
+    assert GraphStore.open(path).meta["source"] == {"dataset": "x.npz", "ignore": ignore}
+    assert _sums(path) == _sums(datasets.build(file, tmp_path / "again", ignore=ignore))
+    _save_npz(file, edge_index=None, edges=np.array([[0, 1], [2, 3]]), train_idx=[1])
+    assert _edges(_opened(file, tmp_path)) == [(0, 1), (2, 3)]
 
 
 def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys, monkeypatch):
