@@ -470,55 +470,42 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
 
 
 def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys):
-    _save_npz(tmp_path / "g.npz", edge_index=np.array([[0, 0, 2], [1, 1, 2]]), train_idx=[1, 2])
-    common = ["--root", str(tmp_path), "--fanout", "2", "--epochs", "1", "--gpus", "0"]
-    common += ["--dataset", str(tmp_path / "g.npz")]
+    file, checkpoint = tmp_path / "g.npz", str(tmp_path / "c.pt")
+    _save_npz(file, edge_index=np.array([[0, 0, 2], [1, 1, 2]]), train_idx=[1, 2])
+    common = ["--fanout", "2", "--epochs", "1", "--gpus", "0", "--root", str(tmp_path)]
+    common += ["--dataset", str(file)]
+    both = ["--drop-duplicates", "--symmetrize"]
+
+    def said(*words):
+        assert train.main([*common, *words]) == 0
+        return capsys.readouterr().out
+
     for words, line in (
-        (
-            [],
-            "graph   3 edges: 1 duplicates, 1 self loops, 67 % without a reverse, 197 isolated nodes",
-        ),
-        (["--drop-duplicates"], "graph   2 edges: 1 self loops, 50 % without a reverse, 197"),
-        (
-            ["--drop-duplicates", "--symmetrize"],
-            "graph   3 edges: 1 self loops, 197 isolated nodes",
-        ),
+        ([], "3 edges: 1 duplicates, 1 self loops, 67 % without a reverse, 197 isolated nodes"),
+        (both[:1], "2 edges: 1 self loops, 50 % without a reverse, 197"),
+        (both, "3 edges: 1 self loops, 197 isolated nodes"),
     ):
         for _ in range(2):
-            assert train.main([*common, *words, "--checkpoint", str(tmp_path / "c.pt")]) == 0
-            said = capsys.readouterr().out
-            assert line in said
+            out = said(*words, "--checkpoint", checkpoint)
+            assert f"graph   {line}" in out
             for empty in ("valid nodes: no epoch can", "test nodes: there will be no test score"):
-                assert f"split   it has no {empty}" in said
+                assert f"split   it has no {empty}" in out
     # from the store of the last run, which has been built with these flags
-    assert train.main(["--resume", str(tmp_path / "c.pt"), "--epochs", "2", "--gpus", "0"]) == 0
+    assert train.main(["--resume", checkpoint, "--epochs", "2", "--gpus", "0"]) == 0
     capsys.readouterr()
-    _save_npz(tmp_path / "g.npz", y=np.arange(200) % 3, x=np.ones((200, 2)))
-    assert train.main(common) == 0
-    assert "split   it has no" not in capsys.readouterr().out
-    _save_npz(tmp_path / "g.npz", y=np.arange(200) % 5, x=np.ones((200, 2)))
-    for _ in range(2):
-        assert train.main(common) == 0
-        assert "split   it has no test nodes" in capsys.readouterr().out
+    _save_npz(file, y=np.arange(200) % 3, x=np.ones((200, 2)))
+    assert "split   it has no" not in said()
+    _save_npz(file, y=np.arange(200) % 5, x=np.ones((200, 2)))
+    assert all("split   it has no test nodes" in said() for _ in range(2))
 
 
 def test_train_symmetrize_and_runs_build_as_many_stores_as_there_are_graphs(tmp_path, capsys):
     _save_npz(tmp_path / "own.npz", train_idx=np.arange(50), test_idx=np.arange(50, 90))
     _save_npz(tmp_path / "drawn.npz")
-    common = [
-        "--root",
-        str(tmp_path / "data"),
-        "--fanout",
-        "2",
-        "--epochs",
-        "1",
-        "--runs",
-        "3",
-        "--gpus",
-        "0",
-    ]
+    common = ["--fanout", "2", "--epochs", "1", "--runs", "3", "--gpus", "0"]
+    common += ["--root", str(tmp_path / "data"), "--dataset"]
     for name, words, stores in (("own", [], 1), ("own", ["--symmetrize"], 2), ("drawn", [], 3)):
-        assert train.main(["--dataset", str(tmp_path / f"{name}.npz"), *common, *words]) == 0
+        assert train.main([*common, str(tmp_path / f"{name}.npz"), *words]) == 0
         assert len(list((tmp_path / "data").iterdir())) == stores
         assert ("one way" in capsys.readouterr().out) == (not words)
 
@@ -534,48 +521,40 @@ def _zip(file, members, **options):
 def _npy(array, shape=None, descr=None):
     """The bytes of an array as .npy, its header perhaps declaring something else."""
     file, array = io.BytesIO(), np.asarray(array)
-    np.lib.format.write_array_header_1_0(
-        file,
-        {"descr": descr or array.dtype.str, "fortran_order": False, "shape": shape or array.shape},
-    )
+    header = {"descr": descr or array.dtype.str, "fortran_order": False}
+    np.lib.format.write_array_header_1_0(file, {**header, "shape": shape or array.shape})
     return file.getvalue() + array.tobytes()
 
 
 def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     graph, file = _graph(), tmp_path / "h.npz"
-    good = [
-        (name, _npy(array))
-        for name, array in (
-            ("edge_index", graph["edge_index"]),
-            ("x", graph["features"]),
-            ("y", graph["labels"]),
-        )
-    ]
-    for message, x in (
-        ("x cannot be read: MemoryError", _npy(graph["features"], (200, 1 << 40))),
-        ("x cannot be read: ", _npy(graph["features"], (-200, -5))),
-        ("x cannot be read: it is longer than its header says", _npy(graph["features"], (200, 4))),
-        ("x cannot be read: EOF", _npy(graph["features"], (200, 6))),
-        ("x cannot be read: Object arrays", _npy(graph["features"], descr="|O")),
-        ("x cannot be read: ", b"\x93NUMPY\2\0" + b"\xff" * 4000),
-        ("x cannot be read: EOF", b""),
-    ):
-        _zip(file, [*(pair for pair in good if pair[0] != "x"), ("x", x)])
+    x, names = graph["features"], {"edge_index": "edge_index", "y": "labels"}
+    rest = [(name, _npy(graph[argument])) for name, argument in names.items()]
+
+    def refused(message):
         with pytest.raises(StoreError, match=message):
             datasets.build(file, tmp_path / "s")
-    _zip(file, good)
-    good_bytes = file.read_bytes()
-    for name, at, value, message in (
-        ("encrypted", 6, b"\1", "encrypted"),
-        ("unknown compression", 8, b"\x63", "compression"),
+
+    for message, member in (
+        ("MemoryError", _npy(x, (200, 1 << 40))),
+        ("", _npy(x, (-200, -5))),
+        ("it is longer than its header says", _npy(x, (200, 4))),
+        ("EOF", _npy(x, (200, 6))),
+        ("Object arrays", _npy(x, descr="|O")),
+        ("", b"\x93NUMPY\2\0" + b"\xff" * 4000),
+        ("EOF", b""),
     ):
-        data = bytearray(good_bytes)  # in the local header and in the directory
+        _zip(file, [*rest, ("x", member)])
+        refused(f"x cannot be read: {message}")
+    _zip(file, [*rest, ("x", _npy(x))])
+    good = file.read_bytes()
+    for at, value, message in ((6, b"\1", "encrypted"), (8, b"\x63", "compression")):
+        data = bytearray(good)  # in the local header and in the directory
         for magic, shift in ((b"PK\3\4", 0), (b"PK\1\2", 2)):
             data[(start := data.index(magic)) + at + shift : start + at + shift + 1] = value
         file.write_bytes(data)
-        with pytest.raises(StoreError, match=message):
-            datasets.build(file, tmp_path / "s")
-    _zip(file, [*good, ("unused", np.random.default_rng(0).bytes(3000))])
+        refused(message)
+    _zip(file, [*rest, ("x", _npy(x)), ("unused", np.random.default_rng(0).bytes(3000))])
     data = file.read_bytes()
     where = data.index(b"unused.npy") + 500
     # a bomb or damage that nobody reads
@@ -585,43 +564,35 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     bomb = np.zeros((1 << 16, 5), np.float32)
     np.savez_compressed(file, edge_index=graph["edge_index"], x=bomb, y=np.zeros(1 << 16, int))
     monkeypatch.setattr("sources.arrays.free_host_bytes", lambda: 1 << 20)
-    with pytest.raises(StoreError, match="x cannot be read: 1.31 MB unpacked, and 1.05 MB are"):
-        datasets.build(file, tmp_path / "s")
+    refused("x cannot be read: 1.31 MB unpacked, and 1.05 MB are")
     os.mkfifo(tmp_path / "fifo.npz")
     with pytest.raises(StoreError, match="cannot read .*fifo.npz: there is no regular file"):
         prepare(tmp_path / "fifo.npz", tmp_path / "d")
     assert {entry.name for entry in tmp_path.iterdir()} == {"h.npz", "fifo.npz"}
 
 
+FEATURES, LABELS = (
+    ("features", "x", "feat", "node_features"),
+    ("labels", "y", "label", "node_labels"),
+)
+SPLIT = {  # part: [(name, kind)]
+    part: [(f"{word}_{kind}", kind) for word in words for kind in ("idx", "mask", "masks")]
+    for part, words in (("train", ["train"]), ("valid", ["val", "valid"]), ("test", ["test"]))
+}
+KNOWN = {"edge_index", "edges", "num_nodes", "feat_indptr", "feat_indices", "feat_data"}
+KNOWN |= {"feat_shape", *FEATURES, *LABELS, *(name for part in SPLIT.values() for name, _ in part)}
+
+
 def _plain_reading(file):
     """What an .npz file says, read by numpy and plain loops: a dict, or None where it must not become a store."""
-    names = {
-        "features": ("features", "x", "feat", "node_features"),
-        "labels": ("labels", "y", "label", "node_labels"),
-    }
     with np.load(file, allow_pickle=False) as data:
         arrays = {name: data[name] for name in data.files}
-    known = {
-        "edge_index",
-        "edges",
-        "num_nodes",
-        "feat_indptr",
-        "feat_indices",
-        "feat_data",
-        "feat_shape",
-        *names["features"],
-        *names["labels"],
-    }
-    known |= {
-        f"{part}_{kind}"
-        for part in ("train", "val", "valid", "test")
-        for kind in ("idx", "mask", "masks")
-    }
-    if any(re.search("edge|weight|time|mask|train", name) for name in arrays.keys() - known):
+    if any(re.search("edge|weight|time|mask|train", name) for name in arrays.keys() - KNOWN):
         return None
-    labels = [arrays[name] for name in names["labels"] if name in arrays]
-    features = [arrays[name] for name in names["features"] if name in arrays]
-    edges = [np.asarray(arrays[name]) for name in ("edge_index", "edges") if name in arrays]
+    labels, features, edges = (
+        [arrays[name] for name in names if name in arrays]
+        for names in (LABELS, FEATURES, ("edge_index", "edges"))
+    )
     has_features = len(features) + ("feat_indptr" in arrays)
     if len(labels) > 1 or len(edges) != 1 or has_features > 1 or not (labels or has_features):
         return None
@@ -629,60 +600,55 @@ def _plain_reading(file):
         return None
     y = [] if labels else [-1] * (len(features[0]) if features else len(arrays["feat_indptr"]) - 1)
     for value in labels[0].reshape(-1).tolist() if labels else ():
-        if value != value:
-            y.append(-1)
-        elif int(value) != value or value < -1:
+        if value == value and (int(value) != value or value < -1):
             return None
-        else:
-            y.append(int(value))
+        y.append(int(value) if value == value else -1)
     pairs = edges[0].T.tolist() if "edge_index" in arrays else edges[0].tolist()
-    x, count = None, len(y)
-    if features:
-        x = features[0].astype(np.float64).tolist()
-    elif "feat_indptr" in arrays:
-        ends, columns = arrays["feat_indptr"].tolist(), arrays["feat_indices"].tolist()
-        values = arrays["feat_data"] if "feat_data" in arrays else np.ones(len(columns), int)
-        if "feat_shape" in arrays:
-            width = next(int(n) for n in arrays["feat_shape"][::-1] if n != count)
-        else:
-            width = max(columns) + 1
-        x = [[0.0] * width for _ in range(count)]
-        for row, (a, b) in enumerate(zip(ends, ends[1:])):
-            for column, value in zip(columns[a:b], values.tolist()[a:b]):
-                if column < 0:
-                    return None
-                x[row][column] += value
-            total = sum(x[row])
-            if values.dtype.kind != "f" and total:
-                x[row] = [value / total for value in x[row]]
+    x = features[0].astype(np.float64).tolist() if features else None
+    if "feat_indptr" in arrays:
+        x = _plain_rows(arrays, len(y))
+        if x is None:
+            return None
+    split = _plain_split(arrays, len(y))
+    if split is None or split and not split.get("train"):
+        return None
+    return {"edges": sorted((int(u), int(v)) for u, v in pairs), "x": x, "y": y, "split": split}
+
+
+def _plain_rows(arrays, count):
+    ends, columns = arrays["feat_indptr"].tolist(), arrays["feat_indices"].tolist()
+    values, width = arrays.get("feat_data", np.ones(len(columns), int)), max(columns) + 1
+    if "feat_shape" in arrays:
+        width = next(int(n) for n in arrays["feat_shape"][::-1] if n != count)
+    x = [[0.0] * width for _ in range(count)]
+    for row, (a, b) in enumerate(zip(ends, ends[1:])):
+        for column, value in zip(columns[a:b], values.tolist()[a:b]):
+            if column < 0:
+                return None
+            x[row][column] += value
+        total = sum(x[row])
+        if values.dtype.kind != "f" and total:
+            x[row] = [value / total for value in x[row]]
+    return x
+
+
+def _plain_split(arrays, count):
     split = {}
-    for part, words in (("train", ["train"]), ("valid", ["val", "valid"]), ("test", ["test"])):
-        there = [
-            (f"{word}_{kind}", kind)
-            for word in words
-            for kind in ("idx", "mask", "masks")
-            if f"{word}_{kind}" in arrays
-        ]
+    for part, names in SPLIT.items():
+        there = [(name, kind) for name, kind in names if name in arrays]
         if len(there) > 1:
             return None
         for name, kind in there:
-            values = arrays[name]
-            if kind != "idx" or values.dtype == bool:
-                rows = (
-                    values
-                    if values.ndim == 1
-                    else values[0]
-                    if values.shape[1] == count
-                    else values[:, 0]
-                )
-                if len(rows) != count or not set(np.unique(values).tolist()) <= {0, 1}:
-                    return None
-                split[part] = [node for node, value in enumerate(rows.tolist()) if value]
-            else:
+            rows = values = arrays[name]
+            if kind == "idx" and values.dtype != bool:
                 split[part] = [int(node) for node in values.reshape(-1)]
-    if split and not split.get("train"):
-        return None
-    return {"edges": sorted((int(u), int(v)) for u, v in pairs), "x": x, "y": y, "split": split}
+                continue
+            if values.ndim > 1:
+                rows = values[0] if values.shape[1] == count else values[:, 0]
+            if len(rows) != count or not set(np.unique(values).tolist()) <= {0, 1}:
+                return None
+            split[part] = [node for node, value in enumerate(rows.tolist()) if value]
+    return split
 
 
 def _mutated(random, arrays):
@@ -691,50 +657,33 @@ def _mutated(random, arrays):
     name = random.choice([*sorted(arrays), *(name for name in sorted(arrays) if name != "x")])
     array, kind = np.array(arrays[name]), random.integers(10)
     if kind == 0:
-        arrays[name] = array.astype(
-            random.choice("f2 f4 f8 >f8 i1 i2 i4 i8 >i4 u1 u2 u4 u8 ? c8 S3".split())
-        )
+        dtypes = "f2 f4 f8 >f8 i1 i2 i4 i8 >i4 u1 u2 u4 u8 ? c8 S3".split()
+        arrays[name] = array.astype(random.choice(dtypes))
     elif kind == 1:
-        arrays[name] = [
-            np.asfortranarray(array),
-            array[:-1],
-            array[::-1],
-            array.T,
-            array[..., None],
-            array[None],
-        ][random.integers(6)]
+        forms = np.asfortranarray(array), array[:-1], array[::-1], array.T
+        arrays[name] = [*forms, array[..., None], array[None]][random.integers(6)]
     elif kind == 2 and array.size:
         array = array.astype(array.dtype if random.random() < 0.5 else float)
-        array.reshape(-1)[random.integers(array.size)] = random.choice(
-            [-1, 0, 1, 2, 3, 7, 60, -5, 100]
-        )
+        value = random.choice([-1, 0, 1, 2, 3, 7, 60, -5, 100])
+        array.reshape(-1)[random.integers(array.size)] = value
         arrays[name] = array
     elif kind in (3, 4) and array.size:
         array = np.nan_to_num(array).astype(float if kind == 3 else "u8")
         odd = random.choice([np.nan, np.inf, 0.5, 2.0**63]) if kind == 3 else 2**64 - 1
         array.reshape(-1)[random.integers(array.size)] = odd
         arrays[name] = array
-    elif kind == 5:
+    elif kind in (5, 6):
         del arrays[name]
-    elif kind == 6:
-        del arrays[name]
-        swaps = {
-            "x": "feat",
-            "y": "node_labels",
-            "train_idx": "train_mask",
-            "train_mask": "train_idx",
-            "edge_index": "edges",
-        }
-        arrays[swaps.get(name, name + "s")] = array.T if name == "edge_index" else array
+        swaps = dict(x="feat", y="node_labels", train_idx="train_mask", train_mask="train_idx")
+        swaps["edge_index"] = "edges"
+        if kind == 6:
+            array = array.T if name == "edge_index" else array
+            arrays[swaps.get(name, name + "s")] = array
     elif kind == 7:
-        twins = {
-            "x": "features",
-            "y": "label",
-            "train_idx": "train_mask",
-            "train_mask": "train_masks",
-            "edge_index": "edge_weight",
-        }
-        arrays[twins.get(name, random.choice(["weights", "times", "comment", "val_mask"]))] = array
+        twins = dict(x="features", y="label", train_idx="train_mask", train_mask="train_masks")
+        twins["edge_index"] = "edge_weight"
+        others = random.choice(["weights", "times", "comment", "val_mask"])
+        arrays[twins.get(name, others)] = array
     elif kind == 8 and "y" == name:
         arrays[name] = np.where(random.random(60) < 0.2, np.nan, array)
     elif "mask" in name:
@@ -745,54 +694,37 @@ def _mutated(random, arrays):
     return arrays
 
 
+def _damaged(random, data):
+    """Some bits of a file changed, or its end cut off."""
+    data = bytearray(data)
+    for _ in range(random.integers(1, 4)):
+        data[random.integers(len(data))] ^= 1 << random.integers(8)
+    return data[: random.integers(len(data))] if random.random() < 0.2 else data
+
+
 def _reads_npz_inputs(folder):
     """Build 500 inputs and compare each store with the plain reading of its file."""
     random, outcomes = np.random.default_rng(0), collections.Counter()
-    edges, y = random.integers(0, 57, (2, 200)), np.arange(60) % 4
-    x = random.standard_normal((60, 5), np.float32)
-    words = dict(
-        feat_indptr=np.arange(0, 121, 2),
-        feat_indices=random.integers(0, 7, 120),
-        feat_shape=[60, 7],
-    )
+    edges, y, first = random.integers(0, 57, (2, 200)), np.arange(60) % 4, np.arange(20)
+    x, last = random.standard_normal((60, 5), np.float32), np.arange(30, 60)
+    words = dict(feat_indptr=np.arange(0, 121, 2), feat_indices=random.integers(0, 7, 120))
+    words |= dict(feat_shape=[60, 7], feat_data=random.integers(1, 9, 120))
     disk.sync = lambda path: None  # in this process; what a disk does is tested elsewhere
     bases = [
-        dict(
-            edge_index=edges,
-            x=x,
-            y=y,
-            train_idx=np.arange(20),
-            val_idx=np.arange(20, 30),
-            test_idx=np.arange(30, 60),
-        ),
-        dict(
-            edge_index=edges,
-            x=x,
-            y=y,
-            train_mask=_mask(np.arange(20), 60),
-            test_mask=_mask(np.arange(30, 60), 60),
-        ),
-        dict(edge_index=edges, x=x, y=np.arange(60) % 2),
-        dict(
-            edge_index=edges,
-            y=y,
-            train_idx=np.arange(20),
-            feat_data=random.integers(1, 9, 120),
-            **words,
-        ),
-        dict(edge_index=edges, y=y, train_idx=np.arange(20), test_idx=np.arange(30, 60)),
+        dict(x=x, y=y, train_idx=first, val_idx=np.arange(20, 30), test_idx=last),
+        dict(x=x, y=y, train_mask=_mask(first, 60), test_mask=_mask(last, 60)),
+        dict(x=x, y=np.arange(60) % 2),
+        dict(y=y, train_idx=first, **words),
+        dict(y=y, train_idx=first, test_idx=last),
     ]
     file, path = folder / "input.npz", folder / "store"
     for number in range(500):
-        arrays = bases[number % 5]
+        arrays = dict(bases[number % 5], edge_index=edges)
         for _ in range(random.integers(1, 3) if number % 20 else 0):
             arrays = _mutated(random, arrays)
         (np.savez_compressed if random.random() < 0.3 else np.savez)(file, **arrays)
         if number % 9 == 8 and number % 20:
-            data = bytearray(file.read_bytes())
-            for _ in range(random.integers(1, 4)):
-                data[random.integers(len(data))] ^= 1 << random.integers(8)
-            file.write_bytes(data[: random.integers(len(data))] if random.random() < 0.2 else data)
+            file.write_bytes(_damaged(random, file.read_bytes()))
         try:
             datasets.build(file, path, progress=False)
         except StoreError as error:
@@ -801,40 +733,36 @@ def _reads_npz_inputs(folder):
             assert number % 20, f"input {number} is good: {error}"
             continue
         outcomes["built"] += 1
-        expected, graph = _plain_reading(file), GraphStore.open(path)
-        assert expected is not None, (
-            number,
-            {name: (array.dtype, array.shape) for name, array in arrays.items()},
-        )
-        assert graph.labels.tolist() == expected["y"], number
-        if expected["x"] is None:
-            outcomes["without features"] += 1
-            assert set(_edges(graph)) == set(expected["edges"]) | {
-                (v, u) for u, v in expected["edges"]
-            }
-        else:
-            assert _edges(graph) == expected["edges"], number
-            want = torch.tensor(expected["x"], dtype=torch.float64).to(graph.features.dtype)
-            assert torch.equal(graph.features.gather(torch.arange(graph.num_nodes)), want), number
-        split = {part: ids.tolist() for part, ids in graph.split.items() if len(ids)}
-        if not expected["split"]:
-            outcomes["split drawn"] += 1
-            counts = [
-                collections.Counter(expected["y"][node] for node in split.get(part, ()))
-                for part in disk.SPLITS
-            ]
-            for label in set(expected["y"]) - {-1}:
-                n = expected["y"].count(label)
-                drawn = [min(n, 20), min(max(n - 20, 0), 30), max(n - 50, 0)]
-                if expected["x"] is None:
-                    # half of them, drawn from all classes, show their labels instead
-                    drawn[0] = counts[0][label]
-                assert [part[label] for part in counts] == drawn, number
-        elif expected["x"] is not None:
-            assert split == {part: ids for part, ids in expected["split"].items() if ids}, number
+        expected = _plain_reading(file)
+        form = {name: (np.asarray(a).dtype, np.shape(a)) for name, a in arrays.items()}
+        assert expected is not None, (number, form)
+        _compare(GraphStore.open(path), expected, number)
         shutil.rmtree(path)
     print(dict(outcomes))
     assert outcomes["built"] > 100 and outcomes["refused"] > 100, outcomes
+
+
+def _compare(graph, expected, number):
+    """Demand of a store what the plain reading of its file expects; without a split, that one was drawn."""
+    x, y, pairs = expected["x"], expected["y"], expected["edges"]
+    assert graph.labels.tolist() == y, number
+    if x is None:
+        assert set(_edges(graph)) == {*pairs, *((v, u) for u, v in pairs)}
+    else:
+        assert _edges(graph) == pairs, number
+        want = torch.tensor(x, dtype=torch.float64).to(graph.features.dtype)
+        assert torch.equal(graph.features.gather(torch.arange(graph.num_nodes)), want), number
+    split = {part: ids.tolist() for part, ids in graph.split.items() if len(ids)}
+    if expected["split"]:
+        wanted = {part: ids for part, ids in expected["split"].items() if ids}
+        assert x is None or split == wanted, number
+        return
+    counts = [collections.Counter(y[node] for node in split.get(p, ())) for p in disk.SPLITS]
+    for label in set(y) - {-1}:
+        n = y.count(label)
+        # half of the training nodes, drawn from all classes, show their labels where there are no features
+        drawn = [counts[0][label] if x is None else min(n, 20), min(max(n - 20, 0), 30)]
+        assert [part[label] for part in counts] == [*drawn, max(n - 50, 0)], number
 
 
 @_beside(lambda folder: _fork(folder / "out", _reads_npz_inputs, folder))
