@@ -12,12 +12,10 @@ This file stands alone: copy it into your own code.
         model(batch.blocks, batch.x)
 
 A fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and copies to a GPU overlap
-with its work only if they leave from pinned memory. So a few buffers are allocated once and used in turn: `prefetch`
-gives every batch a slot of the ring. A slot is reused once the caller has asked for the batch after the one in it and,
-on CUDA, the copies out of it are done.
+with its work only if they leave from pinned memory. So a few buffers are allocated once and used in turn. A slot of the
+ring is reused once the caller has asked for the batch after the one in it and, on CUDA, the copies out of it are done.
 
-"Features" are a tensor [V, F], a row for each node, or any object with .shape, .dtype and .gather(ids, out=None), such as
-an open store's.
+"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """
 
 import logging
@@ -50,9 +48,8 @@ class Fetched(NamedTuple):
     the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
-    x: (
-        torch.Tensor
-    )  # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
+    # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
+    x: torch.Tensor
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
     began: Any = None  # CUDA event: the copy of x to the GPU began; None if nothing is copied
@@ -114,9 +111,8 @@ class CudaCopies:
 class FeatureRing:
     """Gather the features and labels of a batch into reused buffers and bring them to the training device.
 
-    Buffers have a power of two of bytes: pinned memory is rounded up to one anyway, and on CPU untouched pages take no
-    memory. A batch that needs more gets the next power, which is logged. Gathers use torch's threads; `prefetch` may
-    run several at once.
+    Buffers have a power of two of bytes, as pinned memory does anyway. A batch that needs more gets the next power, which
+    is logged. Gathers use torch's threads; `prefetch` may run several at once.
 
     Args:
         features: [V, F] of any dtype, in host memory or on the device.
@@ -136,8 +132,7 @@ class FeatureRing:
         edge_features: [M, D], a row for each edge of the graph: batches bring those of their edges, by edge_ids.
 
     Attributes:
-        first_hop: True if x is aggregated: `aggregate` is given and the features are a tensor of floats.
-        on_device: True if the features are on the device.
+        first_hop: True if x is aggregated. on_device: True if the features are on the device.
         buffers: {what it holds: memory of each slot}.
     """
 
@@ -161,8 +156,7 @@ class FeatureRing:
         self.device, self.reuse = torch.device(device), reuse
         if self.device.type == "cuda":
             copies = copies or CudaCopies(self.device, streams)
-        self.copies = copies
-        self.on_device = self._has(features)
+        self.copies, self.on_device = copies, self._has(features)
         self.gather, self.aggregate = gather or take, aggregate
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
@@ -170,7 +164,6 @@ class FeatureRing:
         self.convert, self.dtype = dtype, dtype or features.dtype
         self.log = log or logging.getLogger(__name__).info
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
-        self.largest = dict.fromkeys(self.buffers, 0)  # bytes
         self.copied = [None] * slots  # event: the copies out of the slot are done
         self.began = [None] * slots  # event: that of x began
 
@@ -192,8 +185,8 @@ class FeatureRing:
             ValueError: for a slot that the ring does not have, or blocks without the edge_ids that are needed.
         """
         if slot >= len(self.copied):
-            said = f"slot {slot} of a ring with slots={len(self.copied)}: prefetch(depth=d) uses d + 1 slots"
-            raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
+            had = f"slot {slot} of a ring with slots={len(self.copied)}"
+            raise ValueError(f"{had}: prefetch(depth=d) takes slots=d + 1, here {slot + 1} or more")
         seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
         with self.copies.stream(slot, blocks) if self.copies else nullcontext():
             try:
@@ -239,9 +232,7 @@ class FeatureRing:
         if self.edge_features is None:
             return ()
         if any(block.edge_ids is None for block in blocks):
-            raise ValueError(
-                "features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)"
-            )
+            raise ValueError("features of edges need NeighborSampler(edge_ids=True)")
         ids = torch.cat([block.edge_ids for block in blocks])
         rows = self._bring(slot, "edges", self.edge_features, ids)
         return rows.split([block.num_edges for block in blocks])
@@ -282,17 +273,15 @@ class FeatureRing:
         """A buffer of the slot, as a tensor that may be written."""
         if self.copied[slot] is not None:
             self.copied[slot].synchronize()  # back-pressure: the last copies out of this slot
-        size, kept = math.prod(shape) * dtype.itemsize, self.buffers[name]
+        size, kept, copies = math.prod(shape) * dtype.itemsize, self.buffers[name], self.copies
         if kept[slot] is None or kept[slot].numel() < size:
+            largest = max((buffer.numel() for buffer in kept if buffer is not None), default=0)
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
-            kept[slot] = (self.copies.buffer if self.copies else _pageable)(total)
-            if total > self.largest[name] and name != "rest":
-                self.log(
-                    f"ring: a batch of {shape[0]:,} rows takes buffers of {total:,} bytes each; "
-                    f"there are {len(kept)}"
-                )
-            self.largest[name] = max(total, self.largest[name])
+            kept[slot] = copies.buffer(total) if copies else torch.empty(total, dtype=torch.uint8)
+            if total > largest and name != "rest":
+                line = f"ring: a batch of {shape[0]:,} rows takes {len(kept)} buffers of"
+                self.log(f"{line} {total:,} bytes each")
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
@@ -301,10 +290,6 @@ class FeatureRing:
         if out is None and self.dtype != table.dtype:  # sums are float32 inside, rounded once
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         return self.aggregate(block.indptr, block.indices, table, ids, out)
-
-
-def _pageable(size):
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def take(features, ids, out=None):
@@ -416,7 +401,17 @@ def share(arrays, *, leads=True, total=None):
     sizes = [a.dtype.itemsize * math.prod(a.shape) for a in arrays]
     pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
     *offsets, end = accumulate(pages, initial=0)
-    memory, views = shared_memory(max(end, 1), leads, total), []
+    handle = None
+    if leads:  # without a name nothing is left behind, and a container's small /dev/shm is no limit
+        handle = os.memfd_create("ringblock")
+        os.ftruncate(handle, max(end, 1))
+    if total:
+        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle or 0))
+        handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+    memory, views = mmap.mmap(handle, max(end, 1)), []
+    if total:
+        total(0)  # the leader keeps its handle open until everyone has opened it
+    os.close(handle)
     for array, size, offset in zip(arrays, sizes, offsets):
         view = torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + size]
         views.append(view.view(array.dtype).view(array.shape))
@@ -427,32 +422,12 @@ def share(arrays, *, leads=True, total=None):
     return views
 
 
-def shared_memory(size, leads=True, total=None, handle=None):
-    """Map memory that all processes of this machine share -> mmap; see `share`.
-
-    It has no name (memfd), so nothing is left behind, and the small /dev/shm of a container is no limit. handle: a file
-    that the leading process has opened, to be mapped in its place and closed.
-    """
-    if leads and handle is None:
-        handle = os.memfd_create("ringblock")
-        os.ftruncate(handle, size)
-    if total:
-        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle or 0))
-        handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
-    memory = mmap.mmap(handle, size)
-    if total:
-        total(0)  # the leader keeps its handle open until everyone has opened it
-    os.close(handle)
-    return memory
-
-
-def gpu_view(host, device, cudart=None):
+def gpu_view(host, device):
     """Let a GPU read host memory in place (UVA), without a copy.
 
     Args:
         host: tensor from `share`: its memory starts on a page and has its last page to itself.
         device: the GPU.
-        cudart: stands in for torch.cuda.cudart() in tests.
 
     Returns:
         CUDA tensor over the same memory, which it keeps alive and unregisters when it goes.
@@ -464,30 +439,33 @@ def gpu_view(host, device, cudart=None):
     if not host.numel():
         return host.to(device)
     if (first := host.data_ptr()) % mmap.PAGESIZE:
-        raise ValueError(
-            f"host memory at {first:#x} does not start on a page: copy it with share() first"
-        )
+        raise ValueError(f"host memory at {first:#x} does not start on a page: share() it first")
     end = first + -(-host.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    cudart, array, registered = cudart or torch.cuda.cudart(), _HostArray(host), []
-    release = weakref.finalize(array, _unregister, cudart, device, registered)
+    cudart, array, registered = torch.cuda.cudart(), _HostArray(host), []
+
+    def unregister():  # before it is unmapped: registering a later mapping of the same address would fail
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # kernels may still be reading it
+            for start in registered:
+                cudart.cudaHostUnregister(start)
+
+    release = weakref.finalize(array, unregister)
     release.atexit = False  # the end of the process unregisters all
-    with torch.cuda.device(device):  # the current device owns the registration
-        for start in range(first, end, PIECE_BYTES):
-            size = min(PIECE_BYTES, end - start)
-            if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
-                release()
-                raise RuntimeError(
-                    f"cudaHostRegister of {size:,} bytes at {start:#x} failed with CUDA error {code} "
-                    f"({cudart.cudaGetErrorString(cudart.cudaError(code))}); --mode cpu-cuda works "
-                    "without it"
-                )
-            registered.append(start)
-        view = torch.as_tensor(array, device=device).view(host.dtype)
-    if view.data_ptr() != first:
+    try:
+        with torch.cuda.device(device):  # the current device owns the registration
+            for start in range(first, end, PIECE_BYTES):
+                size = min(PIECE_BYTES, end - start)
+                if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
+                    why = cudart.cudaGetErrorString(cudart.cudaError(code))
+                    what = f"cudaHostRegister of {size:,} bytes at {start:#x} failed"
+                    raise RuntimeError(f"{what}: CUDA error {code} ({why}); use --mode cpu-cuda")
+                registered.append(start)
+            view = torch.as_tensor(array, device=device).view(host.dtype)
+        if view.data_ptr() != first:
+            raise RuntimeError("this GPU cannot read host memory in place; use --mode cpu-cuda")
+    except RuntimeError:
         release()
-        raise RuntimeError(
-            "this GPU does not address host memory in place (its pointers differ); use --mode cpu-cuda"
-        )
+        raise
     return view
 
 
@@ -498,20 +476,9 @@ class _HostArray:
         self.host = host
         # bfloat16, which numpy lacks, is declared as int16
         array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        self.__cuda_array_interface__ = {
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (host.data_ptr(), False),  # not read-only: torch would refuse it
-            "version": 3,
-        }
-
-
-def _unregister(cudart, device, starts):
-    """Unregister host memory before it is unmapped: registering a later mapping of the same address would fail."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # kernels may still be reading it
-        for start in starts:
-            cudart.cudaHostUnregister(start)
+        data = host.data_ptr(), False  # not read-only: torch would refuse it
+        what = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
+        self.__cuda_array_interface__ = what
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -586,9 +553,8 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.piece = _rows_of_a_chunk(
-            features
-        )  # a large temporary costs more in page faults than in work
+        # a large temporary costs more in page faults than in work
+        self.piece = _rows_of_a_chunk(features)
         # in ascending order: read sequentially from a disk
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
@@ -623,9 +589,8 @@ class CachedFeatures:
             self.lookups += ids.numel()
         if out is None:
             out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=on)
-        if len(
-            self.cache
-        ):  # a miss copies row 0, overwritten below: cheaper than to select the hits
+        if len(self.cache):
+            # a miss copies row 0, overwritten below: cheaper than to select the hits
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
         for some in [misses] if missing else misses.split(self.piece):

@@ -7,10 +7,9 @@
     launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
     launch(n, kernels.stream())                      # about 1 us; in a CUDA graph's capture as well
 
-No CUDA toolkit is needed, NVRTC comes with torch's CUDA build. base.h says how kernels are written; their argument types
-are read from the source. An argument that is neither a pointer nor a number is a struct passed by value: the caller gives
-a ctypes.Structure (`struct_type`), whose fields may change between launches. Tensors must outlive the launches that
-point at them.
+NVRTC comes with torch's CUDA build. base.h says how kernels are written; their argument types are read from the source.
+An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose
+fields may change between launches. Tensors must outlive the launches that point at them.
 
 Compiled files are cached in $XDG_CACHE_HOME/ringblock (~/.cache/ringblock) as NAME-KEY-DIGEST.so: KEY hashes all that the
 content depends on, DIGEST is the SHA-256 of the file, without which a damaged library could end the process.
@@ -97,26 +96,20 @@ def _warn_once(name, text, error):
 # cache
 
 
-@contextlib.contextmanager
-def _cache_folder():
+def _cache_folder(stack):
     """The cache's folder, made if need be, or None where it is not this user's alone.
 
-    It is opened once and reached through that handle, so renaming a folder above it cannot exchange it.
+    It is opened once, until the ExitStack ends, and reached through that handle, so renaming a folder above it cannot
+    exchange it.
     """
-    handle, ours = None, False
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, handle)
         status, path = os.fstat(handle), Path(f"/proc/self/fd/{handle}")
-        ours = status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and path.is_dir()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        pass
-    try:
-        yield path if ours else None
-    finally:
-        if handle is not None:
-            os.close(handle)
+        if status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and path.is_dir():
+            return path
 
 
 @contextlib.contextmanager
@@ -129,30 +122,23 @@ def cached(name, key, suffix, make):
         make: function that writes the file to the path it is given.
     """
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    with tempfile.TemporaryDirectory(prefix="ringblock-") as private, _cache_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="ringblock-") as private, contextlib.ExitStack() as at:
+        folder = _cache_folder(at)
         for path in folder.glob(f"{stem}-*{suffix}") if folder else ():
             if path.stem == f"{stem}-{_digest(path)}":
                 yield path
                 return
         path = Path(private, name + suffix)
         make(path)
-        with contextlib.suppress(OSError):  # read-only, or full
-            if folder:
-                path = _store(path, folder / f"{stem}-{_digest(path)}{suffix}")
+        if folder:
+            target, part = folder / f"{stem}-{_digest(path)}{suffix}", folder / Path(private).name
+            with contextlib.suppress(OSError):  # read-only, or full
+                try:
+                    shutil.copyfile(path, part)
+                    path = part.replace(target)  # complete, or not there
+                finally:
+                    part.unlink(missing_ok=True)
         yield path
-
-
-def _store(path, target):
-    """Copy a file: `target` is complete or not there."""
-    handle, aside = tempfile.mkstemp(dir=target.parent)
-    os.close(handle)
-    try:
-        shutil.copyfile(path, aside)
-        os.replace(aside, target)
-    except OSError:
-        os.unlink(aside)
-        raise
-    return target
 
 
 def _digest(path):
@@ -167,8 +153,7 @@ def load_c(name, source, flags, signatures):
     """Compile C source into a shared library, if the cache does not have it, and load it.
 
     Args:
-        name: whose code this is, for the warning and the file's name.
-        source: C, as text.
+        name: whose code this is, for the warning and the file's name. source: C, as text.
         flags: of the compiler, which is `cc` or the environment variable CC; with -march=native the library is for this
             processor alone.
         signatures: {function: (type of its result, types of its arguments...)} in ctypes' types.
@@ -192,9 +177,8 @@ def load_c(name, source, flags, signatures):
         with cached(name, "\0".join(key), ".so", make) as path:
             library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        text = f"the C code of {name} could not be compiled, so slower torch operations are used; "
-        text += "install a C compiler (apt install gcc) or name one in the variable CC"
-        _warn_once(name, text, error)
+        text = f"the C code of {name} could not be compiled, so slower torch operations are used"
+        _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
     for function, (result, *arguments) in signatures.items():
         getattr(library, function).restype = result
@@ -254,10 +238,8 @@ def load_cuda(name, source, device, options=()):
     """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU.
 
     Args:
-        name: whose code this is, for the warning and the file's name.
-        source: CUDA C++ as text, see base.h.
-        device: the GPU, a torch.device.
-        options: of NVRTC, such as ("--use_fast_math",).
+        name: whose code this is, for the warning and the file's name. source: CUDA C++ as text, see base.h.
+        device: the GPU, a torch.device. options: of NVRTC, such as ("--use_fast_math",).
 
     Returns:
         Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning
@@ -270,8 +252,7 @@ def load_cuda(name, source, device, options=()):
         if key not in _loaded:
             try:
                 _loaded[key] = Kernels(name, source, torch.device("cuda", index), options)
-            except (OSError, RuntimeError, AttributeError) as error:
-                # AttributeError: a library without a function
+            except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
                 _loaded[key] = None
                 text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
                 _warn_once(name, text, error)
