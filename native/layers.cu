@@ -378,7 +378,7 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
 // stride].
 FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, int whole, int left) {
   floats_t v = all_of(0);
-  for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
+  ONE_BY_ONE for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
   return v;
 }
 
