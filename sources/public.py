@@ -170,9 +170,7 @@ def planetoid(name, root) -> dict:
         for part, rows in ((first, known), (second, len(test))):
             if parts[part].ndim != 2 or len(parts[part]) != rows:
                 shape = list(parts[part].shape)
-                raise StoreError(
-                    f"ind.{name}.{part} is {shape}: {rows} rows are needed, as elsewhere"
-                )
+                raise StoreError(f"ind.{name}.{part} is {shape}: {rows} rows are needed")
         return np.concatenate([parts[first], parts[second]])
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
