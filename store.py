@@ -202,9 +202,7 @@ def build_store(
     row_bytes = width * storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(
-            f"block_rows is {block_rows}: a row to less than 2 GiB of rows are possible"
-        )
+        raise StoreError(f"block_rows is {block_rows}: 1 row to 2 GiB of rows are possible")
     meta = {
         "format": FORMAT,
         "format_version": VERSION,
@@ -554,9 +552,7 @@ def command(name, run) -> int:
 
 def _parser():
     """A sub-command for each thing to do, with its own flags: a flag of another one is refused."""
-    parser = argparse.ArgumentParser(
-        prog="store.py", description="Build a graph store, or look at one."
-    )
+    parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
     add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")

@@ -34,9 +34,7 @@ def check_features(features) -> tuple[int, int, str]:
     """(V, F, dtype name) of the features."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
-        raise StoreError(
-            f"features has shape {list(shape)}: [V, F] with at least a node and a column is needed"
-        )
+        raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
     return int(shape[0]), int(shape[1]), row_dtype("features", features)
 
 
@@ -66,11 +64,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
             )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
-    bad, why = (
-        (labels < -1) | (labels >= num_classes),
-        f"labels lie in [0, {num_classes}), or are -1",
-    )
-    refuse(bad, "labels", labels, why)
+    bad = (labels < -1) | (labels >= num_classes)
+    refuse(bad, "labels", labels, f"labels lie in [0, {num_classes}), or are -1")
     return labels, num_classes
 
 
@@ -90,9 +85,7 @@ def _check_rows_of_labels(labels, num_classes):
 def check_graph(edge_index, indptr, indices, num_nodes):
     """(edge_index, indptr, indices, M): one of the two forms, with its shapes and its indptr checked."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
-        raise StoreError(
-            "the graph is given either as edge_index or as indptr and indices, as one of them"
-        )
+        raise StoreError("the graph is given either as edge_index or as indptr and indices")
     if num_nodes > 1 << 32:
         raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
     if edge_index is not None:
@@ -106,16 +99,9 @@ def check_graph(edge_index, indptr, indices, num_nodes):
             f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: [{num_nodes + 1}] and [M] "
             f"are needed, with {num_nodes} rows of features"
         )
-    refuse(
-        indptr[1:] < indptr[:-1],
-        "indptr",
-        indptr,
-        "the next one is smaller, and indptr must not fall",
-    )
+    refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
-        raise StoreError(
-            f"indptr runs from {indptr[0]} to {indptr[-1]}: it must run from 0 to the {count} edges"
-        )
+        raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
     return None, indptr, indices, int(count)
 
 

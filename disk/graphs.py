@@ -190,9 +190,7 @@ class GraphDataset:
     def __init__(self, path, meta, sync=True):
         self.path, self.meta = Path(path), meta
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
-        self._kinds = [
-            (meta[f"{name}_dim"], getattr(torch, meta[f"{name}_dtype"])) for name in PARTS
-        ]
+        self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype) = self._kinds[:2]
         self.target_dim, self.target_dtype = self._kinds[2]
         files = meta["files"]
@@ -275,7 +273,7 @@ class GraphDataset:
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
             if rows.ndim != 2 or rows.shape[1] != width or rows.dtype != dtype:
                 raise StoreError(
-                    f"{name} rows are {list(rows.shape)} {rows.dtype}: [., {width}] {dtype} is needed"
+                    f"{name} rows are {list(rows.shape)} {rows.dtype}, not {width} x {dtype}"
                 )
             check_finite(f"{name} rows", rows)
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
@@ -292,9 +290,7 @@ class GraphDataset:
         falls = (np.diff(graph_ids) < 0).any() or (np.diff(indptr) < 0).any()
         local = None if falls else indices - np.repeat(first, edges)
         if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
-            raise StoreError(
-                "a batch has graph_ids or an indptr that falls, or an edge between two graphs"
-            )
+            raise StoreError("graph_ids or an indptr that falls, or an edge between two graphs")
         # indptr of each graph alone, from 0
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]

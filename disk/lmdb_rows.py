@@ -90,9 +90,7 @@ class LmdbFile:
                 yield txn
         except lmdb.Error as error:
             if not write:
-                raise StoreError(
-                    f"{self.path} cannot be read: {error}; rebuild the store"
-                ) from error
+                raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
             said = os.strerror(code := self._errno(str(error)))
             if not self.sync:
                 raise OSError(code, said) from error
@@ -395,9 +393,7 @@ class LmdbFeatures:
             fits = head == [b"RBK2", *shape, self._storage.itemsize]
             if fits and not (check and zlib.crc32(block) != crc):
                 return block
-        raise StoreError(
-            f"{self.file.path}: block {number} is missing or damaged; rebuild the store"
-        )
+        raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
@@ -456,7 +452,7 @@ def verify_directory(path, layout, interpret) -> list[str]:
             continue
         if digest != record.get("sha256"):
             problems.append(
-                f"{name}: its sha256 is {digest[:16]}..., meta.json has {record['sha256'][:16]}..."
+                f"{name}: its sha256 is {digest[:12]}..., not {record['sha256'][:12]}..."
             )
         elif digest is None:
             problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
