@@ -97,12 +97,9 @@ def _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits)
     for some in _few_destinations(keys, bits):
         few, number = keys[some], numbers[some]
         time = [] if times is None else [np.asarray(times[number % num_edges])]
-        order = np.lexsort((number, *time, few))
-        if drop_duplicates:
-            ordered = few[order]
-            order = order[np.append(True, ordered[1:] != ordered[:-1])]
-        if time:
-            order = order[np.lexsort((time[0][order], few[order] >> np.uint64(bits)))]
+        order = np.lexsort((number, few, *time, few >> np.uint64(bits)))
+        if drop_duplicates:  # the first of each stays
+            order = order[np.sort(np.unique(few[order], return_index=True)[1])]
         yield few[order], number[order] % num_edges
 
 
