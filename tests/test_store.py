@@ -67,13 +67,13 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
     args, whole = _graph(), _sums(_store(tmp_path / "a"))
     shuffled = args["edge_index"][:, np.random.default_rng(1).permutation(3000)]
     monkeypatch.setattr(sort, "EDGE_CHUNK", 101)
-    start, passes = store.edge_chunks, []
+    start, passes = sort.edge_chunks, []
 
     def edge_chunks(*args):
         passes.append(sort.SORT_EDGES)
         return start(*args)
 
-    monkeypatch.setattr(store, "edge_chunks", edge_chunks)
+    monkeypatch.setattr(sort, "edge_chunks", edge_chunks)
     for most in (2000, 700, 300, 20):  # several ranges of destinations
         monkeypatch.setattr(sort, "SORT_EDGES", most)
         path = _store(tmp_path / f"{most}", edge_index=torch.from_numpy(shuffled))
