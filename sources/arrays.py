@@ -190,20 +190,18 @@ class Arrays:
         """What edges carry, by the names that a store has for it, and `node_time`."""
         names = {**OF_EDGES, "node_time": ["node_time"]}
         names = {column: name for column, words in names.items() if (name := self.find(*words))}
-        columns = {column: self[name] for column, name in names.items()}
-        for column, name in names.items():
-            shape = list(columns[column].shape)
-            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
-            if shape[:1] != [count]:
-                raise self.error(
-                    f"{name} is {shape}: a row for each of the {count} {of} is needed; drop the array, or "
-                    f"{self._do_without(name)}"
-                )
-            if column != "edge_features" and shape[1:] == [1]:
-                columns[column] = columns[column].reshape(-1)
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
+        columns = {column: self[name] for column, name in names.items()}
+        for column, name in names.items():
+            rows = len(columns[column]) if columns[column].ndim else 0
+            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
+            if rows != count:
+                what = f"{name} has {rows} rows, one for each of the {count} {of} is needed"
+                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
+            if column != "edge_features" and columns[column].size == count:
+                columns[column] = columns[column].reshape(-1)
         return columns
 
     def labels(self):
@@ -215,13 +213,10 @@ class Arrays:
         values = self._array(name)
         text = not isinstance(values, torch.Tensor) and values.dtype.kind in "US"
         values = self._numbered(name, values) if text else self[name]
-        shape = list(values.shape)
-        if values.ndim == 0 or values.ndim > 2 and values.size != max(shape):
-            raise self.error(f"{name} is {shape}: [V], or [V, C] of 0 and 1, is needed")
-        if values.size == max(shape):
+        if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)
-        elif (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
-            raise self.error(f"{name} is {shape}, one-hot rows: take {name}.argmax(1)")
+        elif values.ndim == 2 and (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
+            raise self.error(f"{name} is {[*values.shape]}, one-hot rows: take {name}.argmax(1)")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(f"{self.source}: {name}", values)

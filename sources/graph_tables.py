@@ -19,11 +19,10 @@ import re
 import numpy as np
 
 from disk.files import StoreError
-from sources.tables import DESTINATIONS, LABELS, SOURCES, opened, plural, short, spool, stacked
+from sources.tables import opened, plural, short, spool, stacked
 
 # names of files with tables
 TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
-LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
 
 
 def read_tables(file, own, more, folder) -> dict:
@@ -94,10 +93,10 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
     anything that ends in id), or is the first one and holds text, or the numbers 0 to V-1 or 1 to V in any order.
     """
     with opened(file) as table:
-        node = table.id_column()
-        node = 0 if node is None and table.kinds[0] == "text" else node
+        text = [0] if table.kinds[0] == "text" else []
+        node = (*table.named("id"), *text, None)[0]
         real = [j for j in range(table.width) if j != node]
-        for j in table.named(LEAKS):
+        for j in table.named("leak"):
             what = f"{file} has a column {table.column(j)}, and features must not tell the label"
             raise StoreError(f"{what}: leave it out, or rename it if it is something else")
         if not real:
@@ -201,8 +200,8 @@ def labels(file, nodes) -> np.ndarray:
 
 def _label_columns(table) -> tuple[list[int], int | None]:
     """(columns of the labels, column of ids or None)."""
-    node = table.id_column()
-    named = [j for j in table.named(LABELS) if j != node]
+    node = (*table.named("id"), None)[0]
+    named = [j for j in table.named("label") if j != node]
     if table.width == 1 and node is None:
         return [0], None
     if table.width == 2:
@@ -222,7 +221,7 @@ def node_times(file, nodes) -> np.ndarray:
     with opened(file) as table:
         if table.width > 2:
             raise StoreError(f"{file} has {table.width} columns: times, perhaps ids, are needed")
-        node = (table.id_column() or 0) if table.width == 2 else None
+        node = (*table.named("id"), 0)[0] if table.width == 2 else None
         when = 0 if node is None else 1 - node
         rows, found = _rows_of_nodes(table, nodes, node, {when: int})
         missing = np.setdiff1d(np.arange(nodes.count), rows)
@@ -323,7 +322,7 @@ def _column(table, word) -> int:
 
 def _end_columns(table) -> list[int]:
     """The columns of sources and destinations."""
-    found = [table.named(words) for words in (SOURCES, DESTINATIONS)]
+    found = [table.named(end) for end in ("source", "destination")]
     if table.width < 2:
         raise StoreError(
             f"{table.name} has one column: two are needed, with a comma, a semicolon, a tab or a space between them"

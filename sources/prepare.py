@@ -147,18 +147,15 @@ def _named_recipe(word, parameters, root):
 def _unknown(name) -> str:
     """The sentence for a name that is no data set."""
     if os.path.isdir(name):
-        return f"{name} is a folder without meta.json, so no store: give a store, or a file to build one of"
+        return f"{name} is a folder without meta.json, so no store"
     if os.path.isfile(name) and TABLE.search(name):
-        return (
-            f"{name} is no .npz file; a table of edges needs features and labels as well: python store.py build {name} "
-            "my_store --features x.csv --labels y.csv"
-        )
+        command = f"python store.py build {name} my_store --features x.csv --labels y.csv"
+        return f"{name} is no .npz file; a table of edges needs features and labels: {command}"
     if os.path.isfile(name):
-        return (
-            f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): load it in Python and build a store "
-            "of it, sources.prepare.build(data, 'my_store') of a DGLGraph or a PyG Data, store.build_store of arrays"
-        )
-    return f"dataset {name!r} is unknown: it is neither a store nor an .npz file, nor one of {', '.join(NAMES)}"
+        how = "load it in Python, and store it by sources.prepare.build or store.build_store"
+        return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
+    names = ", ".join(NAMES)
+    return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
 
 
 @contextlib.contextmanager

@@ -124,8 +124,8 @@ def _arrays(file, outer, kind, spooled) -> dict:
 def _npy_chunks(file, name):
     """(shape, dtype, chunks of rows) of an array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
     data = zipfile.ZipFile(file).open(f"{name}.npy")
-    first = np.lib.format.read_magic(data) == (1, 0)
-    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    version = np.lib.format.read_magic(data)[0]
+    read = getattr(np.lib.format, f"read_array_header_{version}_0")
     shape, fortran_order, dtype = read(data)
     if fortran_order or len(shape) != 2:
         raise ValueError(f"{name} is {list(shape)}: two dimensions in C order are needed")

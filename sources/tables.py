@@ -36,12 +36,14 @@ WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # in no header
-# names of columns, as `forms` has them
-SOURCES = {"source", "src", "from", "u"}
-DESTINATIONS = {"destination", "dest", "dst", "target", "to", "v"}
-LABELS = {"label", "labels", "class", "category", "target", "y"}
-IDS = {"id", "node", "nodeid", "nid", "index", "unnamed0", "indexlevel0"}  # the last are pandas'
-KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | {"weight", "w", "time", "timestamp", "t"}
+MEANINGS = {  # what a column's name says that it holds
+    "source": "source src from u",
+    "destination": "destination dest dst target to v",
+    "label": "label labels class category target y",
+    "leak": "label labels class",  # a feature of that name would tell what is to be learnt
+    "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'
+    "more of an edge": "weight w time timestamp t",
+}
 
 
 class Table:
@@ -128,13 +130,9 @@ class Table:
         """What messages call a column."""
         return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
 
-    def named(self, words) -> list[int]:
-        """The columns with one of these names."""
-        return [j for j, name in enumerate(self.names or ()) if forms(name) & words]
-
-    def id_column(self) -> int | None:
-        """The first column whose name says that it holds ids."""
-        return next((j for j, name in enumerate(self.names or ()) if names_ids(name, j)), None)
+    def named(self, what) -> list[int]:
+        """The columns whose names say that they hold one of MEANINGS."""
+        return [j for j, name in enumerate(self.names or ()) if what in meanings(name, j)]
 
     def error(self, row, what) -> StoreError:
         """An error to raise, which names the file and the line of a row."""
@@ -207,7 +205,7 @@ class Table:
             self._skipped += 1
         elif self._skipped and above.startswith("#"):  # numpy writes a header as a comment
             names = cells_of(above.lstrip("# "), self._separator)
-            if len(names) == self.width and any(map(is_known, names, range(self.width))):
+            if len(names) == self.width and any(map(meanings, names, range(self.width))):
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (self.width > 1)
@@ -245,7 +243,7 @@ def is_header(rows) -> bool:
         )
         return len(first) > 2 or len(first) == 2 and fractions
     # "" for the index
-    if len(first) > 1 and first[1:] == numbered[:-1] and is_known(first[0], 0) and rest:
+    if len(first) > 1 and first[1:] == numbered[:-1] and meanings(first[0], 0) and rest:
         index = [row[0] for row in rest]
         in_order = index == [str(i) for i in range(len(index))]
         return bool(first[0]) or in_order or not any(map(like_number, index))
@@ -256,26 +254,18 @@ def is_header(rows) -> bool:
         return False
     if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
         return True
-    known = any(map(is_known, first, range(len(first))))
+    known = any(map(meanings, first, range(len(first))))
     return known and not set(first) & {cell for row in rest for cell in row}
 
 
-def forms(name) -> set[str]:
-    """A column's name in small letters, and without a final "id" or "node": `from_node_id`, `Source ID`."""
+def meanings(name, j) -> set[str]:
+    """Those of MEANINGS that the name of column j may have, perhaps with "id" or "node" behind it: `from_node_id`. The
+    first column's name means ids if it is empty or ends in id, too."""
     word = re.sub("[^a-z0-9]", "", name.lower())
-    return {word, word.removesuffix("id").removesuffix("node")} - {""}
-
-
-def names_ids(name, j) -> bool:
-    """Whether the name of column j says that it holds ids; the first column's may be empty, or end in id."""
-    word = re.sub("[^a-z0-9]", "", name.lower())
-    ends = word == "" or word.endswith("id") and not forms(name) & LABELS
-    return word in IDS or j == 0 and ends
-
-
-def is_known(name, j) -> bool:
-    """Whether a header names column j by a word that is understood, or as ids."""
-    return bool(forms(name) & KNOWN) or names_ids(name, j)
+    forms = {word, word.removesuffix("id").removesuffix("node")}
+    found = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
+    ends = word == "" or word.endswith("id") and "label" not in found
+    return found | {"id"} if j == 0 and ends else found
 
 
 def guess_separator(lines) -> tuple[str, int]:
