@@ -95,8 +95,6 @@ def prepare(
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
-    if backend not in BACKENDS:
-        raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
         key, make = _npz_recipe(*npz, int(seed), options)
@@ -261,25 +259,19 @@ def build(
     ):
         if idle:
             raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
-    with reading(kind):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(reading(f"cannot build {path}: {kind}" if tables else kind))
         if tables:
-            return _build_tables(path, kind, own, columns, seed, options)
-        if npz:
+            folder = stack.enter_context(scratch_folder(path))
+            arrays = read_tables(kind, own, columns, folder)
+            options["node_names"] = arrays.pop("node_names")
+            arrays = Arrays(kind, arrays)
+        elif npz:
             given = {**npz[1], **given}
             arrays = open_npz(npz[0], given.get("ignore", ()))
         else:
             arrays = of_object(source, own, ignore)
         return build_arrays(path, arrays, given, seed, **options)
-
-
-def _build_tables(path, file, own, columns, seed, options) -> Path:
-    try:
-        with scratch_folder(path) as folder:
-            arrays = read_tables(file, own, columns, folder)
-            options["node_names"] = arrays.pop("node_names")
-            return build_arrays(path, Arrays(file, arrays), {}, seed, **options)
-    except OSError as error:
-        raise StoreError(f"cannot build {path} from {file}: {error}") from error
 
 
 def _draws(arrays, split=False) -> bool:

@@ -31,6 +31,7 @@ HEAD = 1 << 20  # bytes of text from which the layout is guessed
 BLOCK = 1 << 23  # bytes of text parsed at once: the longest line
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+TYPES = {int: "int64", float: "float64", str: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -84,19 +85,14 @@ class Table:
         Yields:
             (number of the batch's first row, {column: int64, float64 or list of str [r]}).
         """
-        import pyarrow
-
-        types = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
         # whole numbers may be written as floats
         real = {j: float for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
-        types = [types[real.get(j, kinds[j])] for j in range(self.width)]
+        types = [TYPES[real.get(j, kinds[j])] for j in range(self.width)]
         with reading(self.name):
             for batch in self._batches(types):
                 first, self.rows = self.rows, self.rows + len(batch[0])
-                yield (
-                    first,
-                    {j: self._values(first, j, k, batch[j], missing) for j, k in kinds.items()},
-                )
+                values = {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds}
+                yield first, values
         if not self.rows:
             raise StoreError(f"{self.name} has a header and no rows")
 
@@ -113,18 +109,19 @@ class Table:
                 cells = [re.sub('^"(.*)"$', r"\1", cell) for cell in cells]
             return cells
         values = cells.to_numpy(zero_copy_only=False)  # of a missing cell NaN
-        if not missing:
-            what = "is empty, nan or infinite: a number is needed"
-            self._refuse(first, j, ~np.isfinite(values), what)
+        bad = ~np.isfinite(values) & (not missing)
+        self._refuse(first, j, bad, "is empty, nan or infinite: a number is needed")
         if kind is int and values.dtype.kind == "f":
             bad = (values != np.floor(values)) | (abs(values) >= 1 << 53)
-            self._refuse(first, j, bad, f"is {(*values[bad], '')[0]}, which is no whole number")
+            self._refuse(first, j, bad, "is {}, which is no whole number", values)
             values = values.astype(np.int64)
         return values
 
-    def _refuse(self, first, j, bad, what):
+    def _refuse(self, first, j, bad, what, values=None):
         if bad.any():
-            raise self.error(first + int(bad.argmax()), f"{self.column(j)} {what}")
+            row = int(bad.argmax())
+            what = what.format(None if values is None else values[row])
+            raise self.error(first + row, f"{self.column(j)} {what}")
 
     def column(self, j) -> str:
         """What messages call a column."""
@@ -152,16 +149,13 @@ class Table:
                 for batch in self._file.iter_batches(max(1, (1 << 20) // self.width)):
                     yield [batch.column(j).cast(types[j]) for j in range(self.width)]
                 return
-            names = list(map(str, range(self.width)))
+            types = {str(j): kind for j, kind in enumerate(types)}
+            read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
             for batch in pyarrow.csv.open_csv(
                 self._stream,
-                pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=BLOCK, skip_rows=self._skipped, column_names=names
-                ),
+                pyarrow.csv.ReadOptions(**read, column_names=[*types]),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
-                pyarrow.csv.ConvertOptions(
-                    column_types=dict(zip(names, types)), null_values=list(MISSING)
-                ),
+                pyarrow.csv.ConvertOptions(column_types=types, null_values=[*MISSING]),
             ):
                 yield batch.columns
         except ValueError as error:
@@ -211,10 +205,9 @@ class Table:
         by = f" by separator {name}" * (self.width > 1)
         header = f"header {short(self._separator.join(self.names or []), '')}"
         numbered = self._separator.join(map(str, range(self.width)))
-        if not self.names:
-            header = "no header"
-            if self.width > 1 and lines[0] == numbered:
-                header += f" ({numbered} is a row: if pandas wrote it, put names in its place)"
+        hint = f" ({numbered} is a row: if pandas wrote it, put names in its place)"
+        hint = hint if self.width > 1 and lines[0] == numbered else ""
+        header = header if self.names else f"no header{hint}"
         self.notes = [plural(self.width, "column") + by, header]
         return rows
 
