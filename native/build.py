@@ -114,11 +114,10 @@ def _cache_folder(stack):
 
 @contextlib.contextmanager
 def cached(name, key, suffix, make):
-    """Path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
+    """A context: path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
 
     Args:
-        name: what the file's name begins with. key: text of all that the content depends on.
-        suffix: of the file's name, such as ".so".
+        name, suffix: what the file's name begins and ends with. key: text of all that the content depends on.
         make: function that writes the file to the path it is given.
     """
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -154,14 +153,13 @@ def load_c(name, source, flags, signatures):
 
     Args:
         name: whose code this is, for the warning and the file's name. source: C, as text.
-        flags: of the compiler, which is `cc` or the environment variable CC; with -march=native the library is for this
-            processor alone.
+        flags: of the compiler, which is `cc` or the environment variable CC.
         signatures: {function: (type of its result, types of its arguments...)} in ctypes' types.
 
     Returns:
         ctypes.CDLL, or None where it cannot be compiled or loaded, after one warning for each `name`.
     """
-    compiler = os.environ.get("CC", "cc")
+    compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
 
     def run(*arguments):
         done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True)
@@ -173,7 +171,9 @@ def load_c(name, source, flags, signatures):
         run(*flags, code, "-o", path, "-lm")
 
     try:
-        key = [source, run("--version"), *flags, sys.platform, platform.machine(), _cpu_flags()]
+        cpu = cpu.read_text() if cpu.exists() else platform.processor()  # for -march=native
+        cpu = next(re.finditer("^(flags|Features).*", cpu, re.MULTILINE), [cpu])[0]
+        key = [source, run("--version"), *flags, sys.platform, platform.machine(), cpu]
         with cached(name, "\0".join(key), ".so", make) as path:
             library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
@@ -221,15 +221,6 @@ class HostKernels:
         return getattr(self._library, function)(*plain)
 
 
-def _cpu_flags():
-    """The processor's features, on which the code of -march=native depends."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line for line in file if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA
 
@@ -260,12 +251,7 @@ def load_cuda(name, source, device, options=()):
 
 
 class Kernels:
-    """The kernels of a source on one GPU; see `load_cuda`.
-
-    Attributes:
-        device: torch.device("cuda", index).
-        signatures: {kernel: [(type in C, name)]}.
-    """
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
     def __init__(self, name, source, device, options=()):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
@@ -331,9 +317,9 @@ class Kernels:
 
 
 class Launch:
-    """A kernel with its own argument memory: launch(threads, stream) while its GPU is current (torch.cuda.device).
+    """A kernel with its own argument memory, for one host thread at a time: launch(threads, stream).
 
-    For one host thread at a time.
+    Its GPU has to be current (torch.cuda.device).
     """
 
     def __init__(self, kernels, kernel, values=()):
@@ -353,9 +339,7 @@ class Launch:
             return
         if len(values) != len(codes):
             wanted = ", ".join(f"{c_type} {name}" for c_type, name in kernels.signatures[kernel])
-            raise TypeError(
-                f"kernel {kernel} takes {len(codes)} arguments ({wanted}), not {len(values)}"
-            )
+            raise TypeError(f"kernel {kernel} takes ({wanted}), not {len(values)} arguments")
         for i in self._structs:
             self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
         self.pack([value for i, value in enumerate(values) if i not in self._structs])

@@ -18,8 +18,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import StoreError, free_host_bytes, integers, readable_size, reading
-from disk.sort import Rows
+from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 

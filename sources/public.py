@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from disk.files import SPLITS, StoreError, integers, reading, sync
-from disk.sort import Rows
+from disk.files import SPLITS, Rows, StoreError, integers, reading, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
