@@ -138,11 +138,11 @@ class Code:
         self.run("relu_dropout_grad", S * self.threads(width), *given, out)
         return out
 
-    def edge_matrix_grad(self, indptr, indices, S, K, width, *given):
+    def edge_matrix_grad(self, indptr, indices, S, E, K, width, *given):
         """The gradient [d, K width] of what features of edges [*, d] are multiplied by; arguments as the kernel's."""
         by, parts = given[-2], 1024
         to_by = by.new_empty(parts, *by.shape)
-        size = indptr, indices, S, K, width
+        size = indptr, indices, S, E, K, width
         self.run("edge_matrix_grad", parts * K * self.threads(width), *size, *given, parts, to_by)
         return to_by.sum(0)
 
@@ -375,7 +375,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
         self_rows: [S] rows of source that are the destinations'; the first S when None. No gradient flows with them.
         drawn: nodes, seed, drop of the dropout of weights; see model.py.
-        edges: float32 [E + S, d], the features of each destination's edge to itself and of its others behind it.
+        edges: float32 [E + S, d], the features of the edges, then of those of the destinations to themselves.
         by: float32 [d, K D] that they are multiplied by.
 
     Returns:
@@ -424,12 +424,12 @@ class _Attend(torch.autograd.Function):
         code.run("attention_weight_grad", (E + S) * K, *given, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
-        size, made, extra = (S, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
+        size, made, extra = (S, E, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
         given = *size, *rows, *extra, to_scores
         code.run("attention_target_grad", S * threads, *block, *given, *made)
         to_by = code.edge_matrix_grad(*block, *given) if len(by) else None
         lists = Lists(code, *block, N, dst, edges=True)
-        listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
+        listed, size = (*lists.of_source, lists.edge), (S, N, E, K, D, aligned)
         used = weights if dropped is None else dropped
         given = *size, *rows, *extra, used, to_scores, grad
         code.run("attention_source_grad", N * threads, indptr, *listed, *given, to_source)
@@ -468,7 +468,7 @@ class _EdgeSums(torch.autograd.Function):
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
         aligned, extra = _aligned(width, h, by, grad), (edges, len(by), by)
-        size = len(grad), 1, width, aligned
+        size = len(grad), len(edges), 1, width, aligned
         to_by = code.edge_matrix_grad(indptr, indices, *size, h, grad, None, *extra, None)
         lists, out = Lists(code, indptr, indices, N, edges=True), torch.empty_like(h)
         given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned

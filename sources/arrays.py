@@ -18,8 +18,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import StoreError, free_host_bytes, integers, readable_size, reading
-from disk.sort import Rows
+from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -168,6 +167,15 @@ class Arrays:
             raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
         return array
 
+    def shaped(self, name, *shape):
+        """An array of numbers of a shape, in which a letter stands for any number."""
+        array = self[name]
+        fits = [isinstance(want, str) or n == want for n, want in zip(array.shape, shape)]
+        if array.ndim != len(shape) or not all(fits):
+            wanted = ", ".join(map(str, shape))
+            raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
+        return array
+
     def integers(self, name):
         """An array of whole numbers as int64."""
         return integers(f"{self.source}: {name}", self[name])
@@ -175,12 +183,7 @@ class Arrays:
     def edge_index(self):
         """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
         name = self.find(*EDGES, needed=True)
-        edges = self[name]
-        if name == "edge_index":
-            return edges
-        if edges.ndim != 2 or edges.shape[1] != 2:
-            raise self.error(f"edges is {list(edges.shape)}: [M, 2] is needed, sources first")
-        return edges.T
+        return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
     def columns(self, num_nodes, num_edges):
         """What edges carry, by the names that a store has for it, and `node_time`."""
@@ -213,9 +216,7 @@ class Arrays:
         values = self._numbered(name, values) if text else self[name]
         shape = list(values.shape)
         if values.ndim == 0 or values.ndim > 2 and values.size != max(shape):
-            raise self.error(
-                f"{name} is {shape}: [V], a label a node, or [V, C] of 0 and 1 is needed"
-            )
+            raise self.error(f"{name} is {shape}: [V], or [V, C] of 0 and 1, is needed")
         if values.size == max(shape):
             values = values.reshape(-1)
         elif (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
@@ -260,9 +261,8 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            raise self.error(
-                f"row_normalize={row_normalize} has no effect: it is for a CSR matrix of features"
-            )
+            what = f"row_normalize={row_normalize} has no effect"
+            raise self.error(f"{what}: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):

@@ -36,30 +36,22 @@ def read_tables(file, own, more, folder) -> dict:
     """
     if not TABLE.search(file):
         raise StoreError(
-            f"{file} cannot be read: give an .npz file, or a table that ends in .csv, .tsv, .txt or .parquet (.gz, .bz2 or "
-            ".xz may follow)"
+            f"{file} cannot be read: give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
         )
     if "features" not in own:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
-    rows, nodes = features(own["features"], folder / "features")
-    arrays = {"features": rows, "node_names": nodes.names}
-    read = {"labels": labels, "node_time": node_times}
-    tables = {name: table for name, table in own.items() if name != "features"}
-    tables |= {name: table for name, table in more.items() if name == "node_time"}
-    of_edges = {name: given for name, given in more.items() if name != "node_time"}
-    files = {name: table for name, table in of_edges.items() if os.path.isfile(table)}
-    keep = {
-        name: given.split(",") if name == "edge_features" else [given]
-        for name, given in of_edges.items()
-        if name not in files
-    }
-    arrays |= {
-        name: read.get(name, ids)(tables.pop(name), nodes) for name in read if name in tables
-    }
+    arrays, keep = {}, {}
+    arrays["features"], nodes = features(own.pop("features"), folder / "features")
+    readers = {"labels": labels, "node_time": node_times}  # the others are ids of a split
+    for name, given in {**own, **more}.items():
+        if not name.startswith("edge_"):
+            arrays[name] = readers.get(name, ids)(given, nodes)
+        elif os.path.isfile(given):
+            arrays[name] = edge_rows(given, folder / name, name)
+        else:
+            keep[name] = given.split(",") if name == "edge_features" else [given]
     arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
-    arrays |= columns
-    arrays |= {name: edge_rows(table, folder / name, name) for name, table in files.items()}
-    return arrays | {name: ids(table, nodes) for name, table in tables.items()}
+    return {**arrays, **columns, "node_names": nodes.names}
 
 
 class Nodes:
@@ -175,9 +167,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
     if node is None:
         if table.rows < nodes.count:
-            raise StoreError(
-                f"{table.name} has {table.rows:,} rows, {nodes.source} has {nodes.count:,} rows of features"
-            )
+            what = f"{nodes.source} has {nodes.count:,} rows of features"
+            raise StoreError(f"{table.name} has {table.rows:,} rows, {what}")
         return np.arange(nodes.count), columns
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
@@ -222,8 +213,7 @@ def _label_columns(table) -> tuple[list[int], int | None]:
         return columns, node
     found = short(", ".join(map(table.column, range(table.width))), "")
     raise StoreError(
-        f"{table.name} has the columns {found}: one of labels is needed, or one of ids and one of labels, or of several "
-        "labels a node columns of 0 and 1"
+        f"{table.name} has the columns {found}: one of labels, perhaps one of ids, or several of 0 and 1 are needed"
     )
 
 
@@ -231,9 +221,7 @@ def node_times(file, nodes) -> np.ndarray:
     """Read a table of the nodes' times: a column of them, perhaps with a column of ids beside it -> int64 [V]."""
     with opened(file) as table:
         if table.width > 2:
-            raise StoreError(
-                f"{file} has {table.width} columns: one of times is needed, or one of ids and one of times"
-            )
+            raise StoreError(f"{file} has {table.width} columns: times, perhaps ids, are needed")
         node = (table.id_column() or 0) if table.width == 2 else None
         when = 0 if node is None else 1 - node
         rows, found = _rows_of_nodes(table, nodes, node, {when: int})
@@ -270,8 +258,8 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
             raise StoreError(f"{file}: {table.column(twice[0])} is taken for two things")
         if extra := [table.column(j) for j in range(table.width) if j not in taken]:
             raise StoreError(
-                f"{file} has more columns than are understood, {short(', '.join(extra), '')}: leave them out, or say "
-                "what they are by --weights, --times, --edge-features"
+                f"{file} has more columns than are understood, {short(', '.join(extra), '')}: leave them out, or say what "
+                "they are by --weights, --times, --edge-features"
             )
         found = _spooled(table, target, {"ends": ends, **more}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in more.items()))
@@ -283,9 +271,7 @@ def edge_rows(file, target, name) -> np.ndarray:
     [M] or, if the first are no integers, float64 [M], edge_weight float64 [M]."""
     with opened(file) as table:
         if name != "edge_features" and table.width != 1:
-            raise StoreError(
-                f"{file} has {table.width} columns: one is needed, the {name} of each edge"
-            )
+            raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
         found = _spooled(table, target, {name: list(range(table.width))})
         table.say(f"taken as {name}")
     return found[name]
@@ -299,8 +285,8 @@ def _spooled(table, target, fields, nodes=None):
             return np.int64
         return np.float32 if name == "edge_features" else np.float64
 
-    record = [(name, dtype(name, columns), len(columns)) for name, columns in fields.items()]
-    record = np.dtype([(name, kind, (width,)) for name, kind, width in record], align=True)
+    record = [(name, dtype(name, which), (len(which),)) for name, which in fields.items()]
+    record = np.dtype(record, align=True)
     kinds = {
         j: int if record[name].base == np.int64 else float
         for name, columns in fields.items()
@@ -340,8 +326,7 @@ def _end_columns(table) -> list[int]:
     found = [table.named(words) for words in (SOURCES, DESTINATIONS)]
     if table.width < 2:
         raise StoreError(
-            f"{table.name} has one column: two are needed, source and destination, with a comma, a semicolon, a tab or a "
-            "space between them"
+            f"{table.name} has one column: two are needed, with a comma, a semicolon, a tab or a space between them"
         )
     if [len(columns) for columns in found] == [1, 1]:
         return [found[0][0], found[1][0]]

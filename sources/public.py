@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from disk.files import SPLITS, StoreError, integers, reading, sync
-from disk.sort import Rows
+from disk.files import SPLITS, Rows, StoreError, integers, reading, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -171,9 +170,7 @@ def planetoid(name, root) -> dict:
         for part, rows in ((first, known), (second, len(test))):
             if parts[part].ndim != 2 or len(parts[part]) != rows:
                 shape = list(parts[part].shape)
-                raise StoreError(
-                    f"ind.{name}.{part} is {shape}: {rows} rows are needed, as elsewhere"
-                )
+                raise StoreError(f"ind.{name}.{part} is {shape}: {rows} rows are needed")
         return np.concatenate([parts[first], parts[second]])
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.

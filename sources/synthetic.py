@@ -11,8 +11,8 @@ import collections
 
 import numpy as np
 
-from disk.files import SPLITS, StoreError
-from disk.sort import Rows, ahead
+from disk.files import SPLITS, Rows, StoreError
+from disk.sort import ahead
 
 SYNTHETIC = dict(
     nodes=100_000,  # V

@@ -227,9 +227,8 @@ class Table:
         if len(head) >= HEAD:  # without the line that is cut off
             head = head[: head.rfind(b"\n") + 1] or head
         if b"\0" in head:
-            raise StoreError(
-                f"{self.name} is no text in UTF-8: unpack archives, save tables as csv"
-            )
+            what = "is no text in UTF-8: unpack archives, save tables as csv"
+            raise StoreError(f"{self.name} {what}")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
         if len(lines[0]) > BLOCK:
             raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
@@ -250,9 +249,8 @@ def is_header(rows) -> bool:
         index = [row[0] for row in rest]
         in_order = index == [str(i) for i in range(len(index))]
         return bool(first[0]) or in_order or not any(map(like_number, index))
-    if any(map(like_number, first[1:])):
-        return False
-    if like_number(first[0]) and (first[0] or len(first) == 1):
+    named = first[1:] if len(first) > 1 and not first[0] else first
+    if any(map(like_number, named)):
         return False
     if all(cell[:1] in "0123456789.+-" for cell in first):  # damaged numbers
         return False

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import types
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -394,6 +394,26 @@ def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
         "num_classes": classes,
         "split": {"train": ids[:50], "valid": ids[50:80], "test": ids[80:150]},
     }
+
+
+def _store(path, num_nodes=200, **changes):
+    """A store of a random graph, with changes -> its path."""
+    return build_store(path, **{**_graph(num_nodes), **changes})
+
+
+@contextmanager
+def _small_disk(folder, size):
+    """A file system of so many bytes, in memory -> its folder."""
+    small = folder / "small"
+    small.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
+    mounted = subprocess.run(words, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
+    try:
+        yield small
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 def _edges(graph):
