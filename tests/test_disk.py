@@ -1098,7 +1098,7 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         ("targets holds <U1", {"targets": np.array(list("abcde"))}),
         (r"targets\[4, 0\] is inf", {"targets": np.array([0, 1, 2, 3, 1e300])}),
         ("bond_index_local has dtype float64", {"bond_index_local": ends * 1.5}),
-        ("goes from node .* node ids lie in", {"bond_index_local": ends.astype(int) + 99}),
+        ("goes from node .* its graph has", {"bond_index_local": ends.astype(int) + 99}),
         ("node_offsets must rise from 0", {"node_offsets": np.array(nodes)[:-1]}),
         ("node_offsets has dtype float64", {"node_offsets": np.array(nodes, float)}),
         (r"bond_offsets is \[5\]: \[6\] is needed", {"bond_offsets": np.delete(bonds, 2)}),
