@@ -12,7 +12,7 @@ are shared by all of them.
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
-    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/plan.py
+    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
 the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and
@@ -668,7 +668,7 @@ def _run(command, path, **options):
             options.pop("source"), path, split=split or None, progress=True, **options
         )
     elif command == "estimate":
-        print(_beside("run.plan").estimate_lines(path, **options))
+        print(_beside("run.estimate").estimate_lines(path, **options))
         return 0
     module = (
         _beside("disk.graphs") if _format(path) == "ringblock-graphs" else sys.modules[__name__]
