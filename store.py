@@ -11,7 +11,7 @@ not there. Every process opens it by its path; the pages are shared by all of th
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
-    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/plan.py
+    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
 v are indices[indptr[v]:indptr[v+1]]; what edges and nodes carry: disk/columns.py. To copy this file take disk/ and native/
@@ -564,8 +564,8 @@ def _run(command, path, **options):
         source = options.pop("source")
         build = _beside("sources.prepare").build
         build(source, path, split=split or None, progress=True, **options)
-    if command == "estimate":
-        print(_beside("run.plan").estimate_lines(path, **options))
+    elif command == "estimate":
+        print(_beside("run.estimate").estimate_lines(path, **options))
         return 0
     try:
         many = files.read_meta(path)["format"] == "ringblock-graphs"

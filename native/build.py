@@ -225,24 +225,23 @@ class HostKernels:
 # CUDA
 
 
-def load_cuda(name, source, device, options=()):
-    """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU.
+def load_cuda(name, source, device):
+    """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU; thread-safe.
 
     Args:
         name: whose code this is, for the warning and the file's name. source: CUDA C++ as text, see base.h.
-        device: the GPU, a torch.device. options: of NVRTC, such as ("--use_fast_math",).
+        device: the GPU, a torch.device.
 
     Returns:
         Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning
-        for each `name`. Thread-safe.
+        for each `name`.
     """
     index = torch.device(device).index
-    index = torch.cuda.current_device() if index is None else index
-    key = (source, index, tuple(options))
+    key = source, torch.cuda.current_device() if index is None else index
     with _lock:
         if key not in _loaded:
             try:
-                _loaded[key] = Kernels(name, source, torch.device("cuda", index), options)
+                _loaded[key] = Kernels(name, source, torch.device("cuda", key[1]))
             except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
                 _loaded[key] = None
                 text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
@@ -253,16 +252,12 @@ def load_cuda(name, source, device, options=()):
 class Kernels:
     """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own launch of each kernel
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}"
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
-
-        def make(path):
-            path.write_bytes(compile_cuda(source, arch, options)[0])
-
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = f"{source}\0{arch}\0{torch.version.cuda}"
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}

@@ -13,7 +13,16 @@ from model import inference
 from run.evaluate import open_run
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from tests.common import OWN_LAYERS, TINY, _log, _same_weights, _store, _told_by_the_future, _train
+from tests.common import (
+    OWN_LAYERS,
+    TINY,
+    _log,
+    _same_for_any_number_of_processes,
+    _same_weights,
+    _store,
+    _told_by_the_future,
+    _train,
+)
 
 
 @pytest.fixture
@@ -138,15 +147,11 @@ def test_train_with_edge_features_is_the_same_by_processes_and_after_a_stop(
     own = f"--model {tmp_path}/net.py:Net --fanout 4"
     model = own if name == "own" else f"--model {name} --fanout 4,3 --hidden 16 --norm layer"
     common = f"--dataset {pointed} --gpus 0 --lr 0.01 --precision fp64 {model}"
-    for procs in (1, 3):
-        files = f"--log {tmp_path}/{procs} --checkpoint {tmp_path}/{procs}.pt"
-        _train(common, f"--epochs 3 --procs {procs} --batch-size {72 // procs} {files}")
-    losses, expected = ([entry["loss"] for entry in _log(tmp_path / n)[:3]] for n in ("3", "1"))
-    assert losses == pytest.approx(expected, rel=1e-9)
+    _same_for_any_number_of_processes(tmp_path, common, [(1, 72, 1), (3, 24, 1)])
     parts = f"--batch-size 72 --checkpoint {tmp_path}/part.pt --prefetch 0"
     _train(common, "--epochs 1", parts)
     _train(common, "--epochs 3", parts, "--resume auto")
-    assert _same_weights(tmp_path / "1.pt", tmp_path / "part.pt")
+    assert _same_weights(tmp_path / "0.pt", tmp_path / "part.pt")
 
 
 def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
@@ -236,14 +241,11 @@ def test_train_draws_the_latest_neighbours(tmp_path):
 
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
     path = _told_by_the_future(tmp_path / "g")
-    common = f"--dataset {path} --gpus 0 --fanout 5,3 --hidden 16 --epochs 3 --precision fp64"
+    words = f"--dataset {path} --gpus 0 --fanout 5,3 --hidden 16 --lr 0.01"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 1), (3, 20, 1)])
     for procs in (1, 3):
-        files = f"--log {tmp_path}/{procs} --predict {tmp_path}/{procs}.npy"
-        sizes = f"--lr 0.01 --procs {procs} --batch-size {60 // procs}"
-        _train(common, sizes, files, "--predict-what embeddings")
-    for a, b in zip(_log(tmp_path / "1")[:3], _log(tmp_path / "3")[:3], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
-        assert a["valid_sampled"] == b["valid_sampled"]
+        predict = f"--predict {tmp_path}/{procs}.npy --predict-what embeddings"
+        _train(f"--resume {tmp_path}/0.pt --gpus 0 --procs {procs}", predict)
     one, three = (np.load(tmp_path / f"{procs}.npy") for procs in (1, 3))
     np.testing.assert_allclose(three, one, rtol=1e-5, atol=1e-6)
     assert one.shape == (600, 16)
