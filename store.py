@@ -1,9 +1,8 @@
 """A graph on disk, one copy for every process: build a store, open it, verify it.
 
-A store is a directory of plain .npy files beside a meta.json; features are either one more .npy (backend "mmap") or
-an LMDB file whose values are blocks of consecutive rows (backend "lmdb"). It is built in a hidden directory beside
-the target and renamed at the end: a store is complete or not there. Every process opens it by its path; the pages
-are shared by all of them.
+A store is a directory of .npy files beside a meta.json; features are one more .npy (backend "mmap") or an LMDB file of
+blocks of rows (backend "lmdb"). It is built in a hidden directory beside the target and renamed at the end: complete or
+not there. Every process opens it by its path; the pages are shared by all of them.
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
@@ -12,19 +11,16 @@ are shared by all of them.
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
-    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/plan.py
+    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
-v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and names: see
-disk/columns.py. To copy this file take disk/ and native/ along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+v are indices[indptr[v]:indptr[v+1]]; what edges and nodes carry: disk/columns.py. To copy this file take disk/ and native/
+along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
-meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. The values of an LMDB file are raw
-arrays behind a fixed header with their CRC-32; the first `put_rows` takes the file's SHA-256 out of meta.json, and from
-then on the CRCs and LMDB's own structure stand for it. `open` checks the size and the head of every file and is safe on
-any bytes; `verify` reads everything and trusts nothing: LMDB may end the process on damage behind the head of its file.
-
-While a store is in use its files may be renamed or removed; they must not be cut or overwritten in place, since reading
-beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds a file that was cut.
+meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, which
+stand alone after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
+LMDB may end the process on damage behind the head of its file. Files of a store in use may be renamed or removed, but not
+cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
 """
 
 from __future__ import annotations
@@ -201,16 +197,13 @@ def build_store(
         node_time=node_time,
         node_names=node_names,
     )
-    options = dict(
-        symmetrize=bool(symmetrize),
-        drop_self_loops=bool(drop_self_loops),
-        drop_duplicates=bool(drop_duplicates),
-    )
+    symmetrize, drop_loops, drop_equal = map(bool, (symmetrize, drop_self_loops, drop_duplicates))
+    options = dict(symmetrize=symmetrize, drop_self_loops=drop_loops, drop_duplicates=drop_equal)
     row_bytes = width * storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
         raise StoreError(
-            f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed"
+            f"block_rows is {block_rows}: a row to less than 2 GiB of rows are possible"
         )
     meta = {
         "format": FORMAT,
@@ -230,7 +223,7 @@ def build_store(
     arrays = dict(indptr=indptr, labels=labels, **split)
     of_edges = [array.nbytes for name, array in columns.items() if name not in OF_NODES]
     edge_bytes = 4 + sum(of_edges) // max(num_edges, 1)
-    least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
+    least = 0 if drop_loops or drop_equal else num_edges * (edge_bytes << symmetrize)
     need = num_nodes * (row_bytes + 16) + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
@@ -335,10 +328,8 @@ class GraphStore:
         self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            raise StoreError(
-                f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
-                f"to {self.num_edges}"
-            )
+            ends = f"{self.indptr[0]} to {self.indptr[-1]}, not from 0 to {M}"
+            raise StoreError(f"{path}: indptr.npy runs from {ends}")
         shape, dtype = (V, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
         if meta["backend"] == "mmap":
@@ -353,13 +344,8 @@ class GraphStore:
 
     @classmethod
     def open(cls, path) -> GraphStore:
-        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr.
-
-        Args:
-            path: directory that `build_store` made.
-
-        Returns:
-            The open store; nothing has been read into memory.
+        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr; nothing
+        is read into memory.
 
         Raises:
             StoreError: if it is no store, of another format version, incomplete or damaged.
@@ -378,9 +364,8 @@ class GraphStore:
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
         if not 0 <= number < self.num_splits:
-            raise StoreError(
-                f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0"
-            )
+            has = f"{self.path} has {self.num_splits}, counted from 0"
+            raise StoreError(f"split {number} is out of range: {has}")
         self.split = {name: row_of_split(ids, number) for name, ids in self._splits.items()}
 
     def check_split(self):
@@ -465,9 +450,7 @@ class MmapFeatures:
 
     def put_rows(self, ids, rows):
         """Rows of a memory-mapped array do not change: StoreError."""
-        raise StoreError(
-            "put_rows is for a store with backend lmdb: this one has backend mmap, whose rows stay as built"
-        )
+        raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
 
 
 def _features_of(path):
@@ -479,17 +462,7 @@ def _features_of(path):
 
 
 def verify(path) -> list[str]:
-    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`.
-
-    Args:
-        path: directory of the store; nothing may be writing to it meanwhile.
-
-    Returns:
-        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
-
-    Raises:
-        StoreError: if there is no store.
-    """
+    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`."""
     return verify_directory(path, LAYOUT, _problems_of_a_graph)
 
 
@@ -630,8 +603,8 @@ def _run(command, path, **options):
         source = options.pop("source")
         build = _beside("sources.prepare").build
         build(source, path, split=split or None, progress=True, **options)
-    if command == "estimate":
-        print(_beside("run.plan").estimate_lines(path, **options))
+    elif command == "estimate":
+        print(_beside("run.estimate").estimate_lines(path, **options))
         return 0
     try:
         many = read_meta(path)["format"] == "ringblock-graphs"

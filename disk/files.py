@@ -205,8 +205,7 @@ def sync(path):
 def write_whole(path, write):
     """Write one file so that its old content or its new one is there, never a part of it.
 
-    The bytes go into a file beside it with an unpredictable name, which is synced and renamed to `path`. A device or a
-    pipe is written to in place. A symbolic link of this user is followed, one of another user is refused.
+    A device or a pipe is written to in place; a symbolic link of this user is followed, one of another user is refused.
 
     Args:
         path: the file. Its folder has to exist.

@@ -91,9 +91,11 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     edge_index = integers("edge_index", edge_index)
     x, e, y = (as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
     if num_nodes.ndim != 1 or num_edges.ndim != 1 or edge_index.ndim != 2 or len(edge_index) != 2:
+        shapes = [list(array.shape) for array in (num_nodes, num_edges, edge_index)]
         raise StoreError(
-            f"num_nodes is {list(num_nodes.shape)}, num_edges {list(num_edges.shape)} and edge_index "
-            f"{list(edge_index.shape)}: [G], [G] and [2, E] are needed"
+            "num_nodes is {}, num_edges {} and edge_index {}: [G], [G] and [2, E] are needed".format(
+                *shapes
+            )
         )
     src, dst = edge_index
     first = np.cumsum(num_nodes) - num_nodes
@@ -106,10 +108,8 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
     if len(bad):
-        raise StoreError(
-            f"edge {bad[0]} goes from node {src[bad[0]]} to node {dst[bad[0]]}: node ids lie in "
-            f"[0, {limit[bad[0]]}) in its graph"
-        )
+        ends = f"from node {src[bad[0]]} to node {dst[bad[0]]}"
+        raise StoreError(f"edge {bad[0]} goes {ends}: its graph has {limit[bad[0]]} nodes")
     shift, total = np.repeat(first, num_edges), int(num_nodes.sum())
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
@@ -293,8 +293,7 @@ class GraphDataset:
         local = None if falls else indices - np.repeat(first, edges)
         if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
             raise StoreError(
-                "a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs "
-                "stand one after the other, each with edges of its own"
+                "a batch has graph_ids or an indptr that falls, or an edge between two graphs"
             )
         # indptr of each graph alone, from 0
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)

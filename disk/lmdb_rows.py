@@ -107,9 +107,9 @@ class LmdbFile:
     def read(self, work):
         """work(txn) at one state of the file -> what it returns, which must not point into the file.
 
-        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of
-        a state can be overwritten by the third commit after it, which begins when the second is there. So the work is
-        done again, damage it met included, when there was a second; for PATIENCE seconds, then it is a StoreError.
+        A process that may not write takes no part in LMDB's locking: pages of a state that it reads can be overwritten by
+        the third commit after it, which begins when the second is there. So the work is done again, damage it met
+        included, when there was a second; for PATIENCE seconds, then it is a StoreError.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -124,8 +124,8 @@ class LmdbFile:
                         return result
             if time.monotonic() > end:
                 raise StoreError(
-                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer changes it faster, and "
-                    "cannot know of a reader who may not write to the folder; read fewer rows at a time"
+                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer that cannot see this "
+                    "reader, who may not write to the folder, changes it faster"
                 )
 
     def _overtaken(self, txn):
@@ -148,9 +148,8 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            raise StoreError(
-                f"{self.path} counts {entries} values, and the last is not of that number; rebuild the store"
-            )
+            said = f"{entries} values, and the last is not of that number; rebuild the store"
+            raise StoreError(f"{self.path} counts {said}")
         return entries
 
     def append(self, values):

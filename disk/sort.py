@@ -10,11 +10,8 @@ V nodes, M edges. This file needs disk/files.py and numpy.
 
 from __future__ import annotations
 
-import collections
-import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -23,19 +20,6 @@ from disk.files import StoreError, chunked, integers, progress_bar, refuse
 EDGE_CHUNK = 1 << 22  # edges handled at a time
 FEW_EDGES = 1 << 14  # edges that are sorted with their numbers and times in the cache
 SORT_EDGES = 1 << 27  # so many edges are sorted in memory, 1 GiB of keys; more by way of the disk
-
-
-def ahead(function, stop, step) -> Iterator:
-    """function(0), function(step), ... in order, computed a little ahead on threads (numpy releases the GIL)."""
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        pending = collections.deque()
-        for first in range(0, stop, step):
-            pending.append(pool.submit(function, first))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
 
 def edge_chunks(

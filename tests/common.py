@@ -604,13 +604,34 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
         time.sleep(pause)
 
 
+def _same_for_any_number_of_processes(folder, words, runs, epochs=3):
+    """Train in fp64 with each (processes, batch size, passes of a step): losses and weights are the same to 1e-9, what
+    is scored to 0.003. Leaves N.pt and logN of run N."""
+    logs, weights = [], []
+    for number, (procs, batch, accumulate) in enumerate(runs):
+        sizes = f"--procs {procs} --batch-size {batch} --accumulate {accumulate} --epochs {epochs}"
+        files = f"--log {folder}/log{number} --checkpoint {folder}/{number}.pt"
+        _train(words, sizes, files, "--gpus 0 --precision fp64")
+        logs.append(_log(folder / f"log{number}"))
+        weights.append(_parameters(folder / f"{number}.pt"))
+    for log, found in zip(logs[1:], weights[1:]):
+        assert len(log) == epochs + 1  # rank 0 alone writes
+        for a, b in zip(logs[0][:epochs], log):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
+        for a, b in zip(logs[0], log):
+            for name in {"valid", "valid_sampled", "exact"}.intersection(a):
+                assert a[name] == pytest.approx(b[name], abs=0.003)
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[0][name], rtol=1e-9, atol=1e-9)
+
+
 def _run_here(tmp_path, *words):
     """Run train.py in this process -> (log entries, the model in its checkpoint)."""
     log, checkpoint = tmp_path / "log", tmp_path / "here.pt"
     log.unlink(missing_ok=True)
     words += "--log", log, "--checkpoint", checkpoint, "--root", tmp_path
     assert train.main(_split(words)) == 0
-    return _log(log), torch.load(checkpoint, weights_only=True)["model"]
+    return _log(log), _parameters(checkpoint)
 
 
 def _code(*words):
