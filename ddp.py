@@ -69,11 +69,9 @@ class Ranks(NamedTuple):
             return model
         if unused:  # of a model in which all parameters take part
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-        parallel = torch.nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[self.local_rank] if self.gpus else None,
-            find_unused_parameters=unused,
-        )
+        ids = [self.local_rank] if self.gpus else None
+        distributed = torch.nn.parallel.DistributedDataParallel
+        parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
         self.check_equal(model)
         # on a GPU, DDP takes the time of every hundredth step, which costs nothing
         if not self.gpus:
@@ -95,9 +93,8 @@ class Ranks(NamedTuple):
         for parameter in model.parameters():
             data = parameter.detach().cpu().flatten().view(torch.uint8)
             checksum = zlib.crc32(data.numpy(), checksum)
-        first, *rest = self.gather(checksum)
-        others = [rank for rank, theirs in enumerate(rest, 1) if theirs != first]
-        if others:
+        sums = self.gather(checksum)
+        if others := [rank for rank in range(self.world) if sums[rank] != sums[0]]:
             raise RuntimeError(f"the parameters of ranks {others} are not those of rank 0")
 
     def sum(self, *values):
@@ -106,10 +103,8 @@ class Ranks(NamedTuple):
 
     def sum_here(self, *values):
         """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
-        machine, n = self.rank // self.local_world, len(values)
-        everyones = [0.0] * (self.world // self.local_world * n)
-        everyones[machine * n : (machine + 1) * n] = values
-        return self.sum(*everyones)[machine * n : (machine + 1) * n]
+        first = self.rank - self.local_rank
+        return [sum(part) for part in zip(*self.gather(values)[first : first + self.local_world])]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
@@ -119,17 +114,14 @@ class Ranks(NamedTuple):
 
     def rows(self, tensor):
         """The rows of every rank's tensor [n, ...], one below the other, in order of the ranks -> [sum of n, ...]."""
-        if self.world == 1:
-            return tensor
-        counts = [int(n) for n in self.gather(len(tensor))]
-        before = sum(counts[: self.rank])
-        everyones = tensor.new_zeros(sum(counts), *tensor.shape[1:])
-        everyones[before : before + len(tensor)] = tensor
-        return self.reduce(everyones)
+        return torch.cat(self.gather(tensor))
 
-    def gather(self, number):
-        """Every rank's number (exact below 2^53), in the order of the ranks -> list of floats, on every rank."""
-        return self.sum(*(number if rank == self.rank else 0 for rank in range(self.world)))
+    def gather(self, value):
+        """Every rank's value (a number, a tensor, ...), in the order of the ranks -> list, on every rank."""
+        everyones = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyones, value)
+        return everyones
 
     def broadcast(self, data, source=0):
         """Give the bytes of rank `source` to all -> bytes; what the others pass is ignored."""
@@ -168,7 +160,6 @@ def launch(worker, nprocs, *args, gpus=0):
     With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT,
     SIGTERM and SIGHUP are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT
     kills them.
-    Where the worker returns a number other than 0, the process exits with it.
 
     Args:
         worker: a function of a module that can be imported (the processes are spawned).
@@ -176,7 +167,7 @@ def launch(worker, nprocs, *args, gpus=0):
         gpus: GPUs on this machine, one for each process, or 0 for CPU.
 
     Raises:
-        SystemExit: with the code that a rank failed with or returned.
+        SystemExit: with the code that a rank failed with or returned, if it is not 0.
     """
     if under_torchrun():
         env, store = os.environ, None

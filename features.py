@@ -12,12 +12,10 @@ This file stands alone: copy it into your own code.
         model(batch.blocks, batch.x)
 
 A fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and copies to a GPU overlap
-with its work only if they leave from pinned memory. So a few buffers are allocated once and used in turn: `prefetch`
-gives every batch a slot of the ring. A slot is reused once the caller has asked for the batch after the one in it and,
-on CUDA, the copies out of it are done.
+with its work only if they leave from pinned memory. So a few buffers are allocated once and used in turn. A slot of the
+ring is reused once the caller has asked for the batch after the one in it and, on CUDA, the copies out of it are done.
 
-"Features" are a tensor [V, F], a row for each node, or any object with .shape, .dtype and .gather(ids, out=None), such as
-an open store's.
+"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """
 
 import logging
@@ -50,9 +48,8 @@ class Fetched(NamedTuple):
     the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
-    x: (
-        torch.Tensor
-    )  # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
+    # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
+    x: torch.Tensor
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
     began: Any = None  # CUDA event: the copy of x to the GPU began; None if nothing is copied
@@ -114,14 +111,12 @@ class CudaCopies:
 class FeatureRing:
     """Gather the features and labels of a batch into reused buffers and bring them to the training device.
 
-    Buffers have a power of two of bytes: pinned memory is rounded up to one anyway, and on CPU untouched pages take no
-    memory. A batch that needs more gets the next power, which is logged. Gathers use torch's threads; `prefetch` may
-    run several at once.
+    Buffers have a power of two of bytes, as pinned memory does anyway. A batch that needs more gets the next power, which
+    is logged. Gathers use torch's threads; `prefetch` may run several at once.
 
     Args:
         features: [V, F] of any dtype, in host memory or on the device.
-        labels: int64 [V].
-        slots: number of buffers: depth + 1 of `prefetch`.
+        labels: int64 [V]. slots: number of buffers: depth + 1 of `prefetch`.
         device: where training runs. On CUDA buffers are pinned and copied on side streams; features on that device (or
             read by it in place) are gathered there, without a buffer.
         streams: CUDA streams; slot i uses stream i % streams.
@@ -136,8 +131,7 @@ class FeatureRing:
         edge_features: [M, D], a row for each edge of the graph: batches bring those of their edges, by edge_ids.
 
     Attributes:
-        first_hop: True if x is aggregated: `aggregate` is given and the features are a tensor of floats.
-        on_device: True if the features are on the device.
+        first_hop, on_device: whether x is aggregated, and the features are on the device.
         buffers: {what it holds: memory of each slot}.
     """
 
@@ -161,8 +155,7 @@ class FeatureRing:
         self.device, self.reuse = torch.device(device), reuse
         if self.device.type == "cuda":
             copies = copies or CudaCopies(self.device, streams)
-        self.copies = copies
-        self.on_device = self._has(features)
+        self.copies, self.on_device = copies, self._has(features)
         self.gather, self.aggregate = gather or take, aggregate
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
@@ -170,7 +163,6 @@ class FeatureRing:
         self.convert, self.dtype = dtype, dtype or features.dtype
         self.log = log or logging.getLogger(__name__).info
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
-        self.largest = dict.fromkeys(self.buffers, 0)  # bytes
         self.copied = [None] * slots  # event: the copies out of the slot are done
         self.began = [None] * slots  # event: that of x began
 
@@ -179,21 +171,18 @@ class FeatureRing:
         return self.copies.stream(slot) if self.copies else nullcontext()
 
     def fetch(self, slot, blocks):
-        """Fetch the features of blocks[0].src_nodes and the labels of the seeds.
+        """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
 
         Args:
             slot: which buffers to fill. No batch in use may occupy it; `prefetch` sees to that.
             blocks: the sampled blocks, outermost hop first.
 
-        Returns:
-            `Fetched`, on the ring's device.
-
         Raises:
             ValueError: for a slot that the ring does not have, or blocks without the edge_ids that are needed.
         """
         if slot >= len(self.copied):
-            said = f"slot {slot} of a ring with slots={len(self.copied)}: prefetch(depth=d) uses d + 1 slots"
-            raise ValueError(f"{said}, so give the ring slots={slot + 1} or more")
+            had = f"slot {slot} of a ring with slots={len(self.copied)}"
+            raise ValueError(f"{had}: prefetch(depth=d) takes slots=d + 1, here {slot + 1} or more")
         seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
         with self.copies.stream(slot, blocks) if self.copies else nullcontext():
             try:
@@ -214,34 +203,26 @@ class FeatureRing:
         """
         if self.first_hop and not self.on_device:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
-        fields = [block._asdict() for block in blocks] + [{"y": y}]
-        on_host = [
-            (values, name, t.contiguous())
-            for values in fields
-            for name, t in values.items()
-            if t is not None and not t.is_cuda
-        ]
-        sizes = (-(-t.nbytes // 16) * 16 for *_, t in on_host)
-        *starts, size = accumulate(sizes, initial=0)
+        fields = [t for block in blocks for t in block] + [y]
+        sent = [i for i, t in enumerate(fields) if t is not None and not t.is_cuda]
+        *starts, size = accumulate((-(-fields[i].nbytes // 16) * 16 for i in sent), initial=0)
         if size:
             part = lambda memory, t, a: memory[a : a + t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
             memory = self._buffer(slot, "rest", (size,), torch.uint8)
-            for (*_, t), a in zip(on_host, starts):
-                part(memory, t, a).copy_(t)
+            for i, a in zip(sent, starts):
+                part(memory, fields[i], a).copy_(fields[i])
             arriving = self.copies.copy(memory)
-            for (values, name, t), a in zip(on_host, starts):
-                values[name] = part(arriving, t, a)
-        *fields, last = fields
-        return [type(block)(**values) for block, values in zip(blocks, fields)], last["y"]
+            for i, a in zip(sent, starts):
+                fields[i] = part(arriving, fields[i], a)
+        values = iter(fields)
+        return [type(block)(*islice(values, len(block))) for block in blocks], next(values)
 
     def _edges(self, slot, blocks):
         """For each block the features [E, D] of its edges, if the ring has any."""
         if self.edge_features is None:
             return ()
         if any(block.edge_ids is None for block in blocks):
-            raise ValueError(
-                "features of edges are asked for, and the blocks have no edge_ids: NeighborSampler(edge_ids=True)"
-            )
+            raise ValueError("features of edges need NeighborSampler(edge_ids=True)")
         ids = torch.cat([block.edge_ids for block in blocks])
         rows = self._bring(slot, "edges", self.edge_features, ids)
         return rows.split([block.num_edges for block in blocks])
@@ -259,10 +240,8 @@ class FeatureRing:
             rows = table.gather(ids, missing=upload)
         elif self.copies:
             rows = self._upload(slot, name, table, ids, block)
-        elif self.reuse:
-            rows = self._fill(slot, name, table, ids, block)
         else:
-            rows = self._read(table, ids, block)
+            rows = self._fill(slot, name, table, ids, block)
         return rows.to(self.convert or table.dtype)
 
     def _upload(self, slot, name, table, ids, block=None):
@@ -273,7 +252,9 @@ class FeatureRing:
         return self.copies.copy(rows)
 
     def _fill(self, slot, name, table, ids, block=None):
-        """Read rows into the slot's buffer -> [n, F], a view of it."""
+        """Read rows into the slot's buffer -> [n, F], a view of it; a tensor of its own with reuse=False on CPU."""
+        if not self.copies and not self.reuse:
+            return self._read(table, ids, block)
         shape = ids.numel(), self.width if block else table.shape[1]
         dtype = self.dtype if block else table.dtype
         return self._read(table, ids, block, self._buffer(slot, name, shape, dtype))
@@ -282,17 +263,15 @@ class FeatureRing:
         """A buffer of the slot, as a tensor that may be written."""
         if self.copied[slot] is not None:
             self.copied[slot].synchronize()  # back-pressure: the last copies out of this slot
-        size, kept = math.prod(shape) * dtype.itemsize, self.buffers[name]
+        size, kept, copies = math.prod(shape) * dtype.itemsize, self.buffers[name], self.copies
         if kept[slot] is None or kept[slot].numel() < size:
+            largest = max((buffer.numel() for buffer in kept if buffer is not None), default=0)
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
-            kept[slot] = (self.copies.buffer if self.copies else _pageable)(total)
-            if total > self.largest[name] and name != "rest":
-                self.log(
-                    f"ring: a batch of {shape[0]:,} rows takes buffers of {total:,} bytes each; "
-                    f"there are {len(kept)}"
-                )
-            self.largest[name] = max(total, self.largest[name])
+            kept[slot] = copies.buffer(total) if copies else torch.empty(total, dtype=torch.uint8)
+            if total > largest and name != "rest":
+                line = f"ring: a batch of {shape[0]:,} rows takes {len(kept)} buffers of"
+                self.log(f"{line} {total:,} bytes each")
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
@@ -301,10 +280,6 @@ class FeatureRing:
         if out is None and self.dtype != table.dtype:  # sums are float32 inside, rounded once
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         return self.aggregate(block.indptr, block.indices, table, ids, out)
-
-
-def _pageable(size):
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def take(features, ids, out=None):
@@ -317,16 +292,13 @@ def take(features, ids, out=None):
 def prefetch(make, items, *, depth=2, threads=1):
     """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
-    The results are the same for every depth and number of threads. At most `depth` results are being made or waiting
-    beside the one the caller holds, and results that exist at the same time have different slots. An exception in
-    `make` reaches the caller, with the worker's traceback, when its turn comes. Closing the generator (or leaving the
-    process) cancels what has not started and waits for what has.
+    At most `depth` results are being made or waiting beside the one the caller holds, and results that exist at the same
+    time have different slots, 0 .. depth. An exception in `make` reaches the caller when its turn comes. Closing the
+    generator (or leaving the process) cancels what has not started and waits for what has.
 
     Args:
-        make: callable (item, slot) -> result; slot is an int in 0 .. depth.
-        items: iterable.
+        make: callable (item, slot) -> result. items: iterable. threads: worker threads.
         depth: results to prepare ahead; with 0 each is made on the caller's thread when it is asked for.
-        threads: worker threads.
     """
     jobs = ((item, i % (depth + 1)) for i, item in enumerate(items))
     if depth == 0:
@@ -350,23 +322,18 @@ def prefetch(make, items, *, depth=2, threads=1):
 
 
 def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
-    """Put a graph and its features where a mode keeps them.
+    """Put a graph and its features where a mode keeps them -> (indptr, indices, labels, features, *more).
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": in host memory that the GPU reads in place;
             pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
-        device: the GPU of the first two.
-        more: further host tensors, such as times of the edges.
+        device: the GPU of the first two. more: further host tensors, such as times of the edges.
         spare: bytes of GPU memory that "pinned-cuda" may take for indptr and, if that leaves enough, indices: sampling
             reads them at random.
 
-    Returns:
-        (indptr, indices, labels, features, *more): for the first two modes tensors on the device.
-
     Raises:
-        ValueError: for an unknown mode, or host memory that `share` did not allocate.
-        RuntimeError: if CUDA refuses; it names the call.
+        ValueError: for an unknown mode, or host memory that `share` did not allocate. RuntimeError: if CUDA refuses.
     """
     arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
@@ -403,8 +370,8 @@ def share(arrays, *, leads=True, total=None):
     Args:
         arrays: list of host tensors, or features; the same shapes and dtypes in every process.
         leads: True in the one process that makes the copy.
-        total: with several processes, a function that sums numbers over the processes of this machine and returns
-            the sums to each (an all-reduce; `Ranks.sum` of ddp.py on one machine).
+        total: with several processes, a function that sums numbers over those of this machine and returns the sums to
+            each (an all-reduce; `Ranks.sum` of ddp.py on one machine).
 
     Returns:
         List of tensors in shared memory; what one process writes into them, all see.
@@ -416,7 +383,17 @@ def share(arrays, *, leads=True, total=None):
     sizes = [a.dtype.itemsize * math.prod(a.shape) for a in arrays]
     pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
     *offsets, end = accumulate(pages, initial=0)
-    memory, views = shared_memory(max(end, 1), leads, total), []
+    handle = None
+    if leads:  # without a name nothing is left behind, and a container's small /dev/shm is no limit
+        handle = os.memfd_create("ringblock")
+        os.ftruncate(handle, max(end, 1))
+    if total:
+        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle or 0))
+        handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+    memory, views = mmap.mmap(handle, max(end, 1)), []
+    if total:
+        total(0)  # the leader keeps its handle open until everyone has opened it
+    os.close(handle)
     for array, size, offset in zip(arrays, sizes, offsets):
         view = torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + size]
         views.append(view.view(array.dtype).view(array.shape))
@@ -427,35 +404,12 @@ def share(arrays, *, leads=True, total=None):
     return views
 
 
-def shared_memory(size, leads=True, total=None, handle=None):
-    """Map memory that all processes of this machine share -> mmap; see `share`.
-
-    It has no name (memfd), so nothing is left behind, and the small /dev/shm of a container is no limit. handle: a file
-    that the leading process has opened, to be mapped in its place and closed.
-    """
-    if leads and handle is None:
-        handle = os.memfd_create("ringblock")
-        os.ftruncate(handle, size)
-    if total:
-        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle or 0))
-        handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
-    memory = mmap.mmap(handle, size)
-    if total:
-        total(0)  # the leader keeps its handle open until everyone has opened it
-    os.close(handle)
-    return memory
-
-
-def gpu_view(host, device, cudart=None):
-    """Let a GPU read host memory in place (UVA), without a copy.
+def gpu_view(host, device):
+    """Let a GPU read host memory in place (UVA) -> CUDA tensor, which keeps the memory and unregisters it when it goes.
 
     Args:
         host: tensor from `share`: its memory starts on a page and has its last page to itself.
         device: the GPU.
-        cudart: stands in for torch.cuda.cudart() in tests.
-
-    Returns:
-        CUDA tensor over the same memory, which it keeps alive and unregisters when it goes.
 
     Raises:
         ValueError: for memory that does not start on a page.
@@ -464,30 +418,33 @@ def gpu_view(host, device, cudart=None):
     if not host.numel():
         return host.to(device)
     if (first := host.data_ptr()) % mmap.PAGESIZE:
-        raise ValueError(
-            f"host memory at {first:#x} does not start on a page: copy it with share() first"
-        )
+        raise ValueError(f"host memory at {first:#x} does not start on a page: share() it first")
     end = first + -(-host.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    cudart, array, registered = cudart or torch.cuda.cudart(), _HostArray(host), []
-    release = weakref.finalize(array, _unregister, cudart, device, registered)
+    cudart, array, registered = torch.cuda.cudart(), _HostArray(host), []
+
+    def unregister():  # before it is unmapped: registering a later mapping of the same address would fail
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # kernels may still be reading it
+            for start in registered:
+                cudart.cudaHostUnregister(start)
+
+    release = weakref.finalize(array, unregister)
     release.atexit = False  # the end of the process unregisters all
-    with torch.cuda.device(device):  # the current device owns the registration
-        for start in range(first, end, PIECE_BYTES):
-            size = min(PIECE_BYTES, end - start)
-            if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
-                release()
-                raise RuntimeError(
-                    f"cudaHostRegister of {size:,} bytes at {start:#x} failed with CUDA error {code} "
-                    f"({cudart.cudaGetErrorString(cudart.cudaError(code))}); --mode cpu-cuda works "
-                    "without it"
-                )
-            registered.append(start)
-        view = torch.as_tensor(array, device=device).view(host.dtype)
-    if view.data_ptr() != first:
+    try:
+        with torch.cuda.device(device):  # the current device owns the registration
+            for start in range(first, end, PIECE_BYTES):
+                size = min(PIECE_BYTES, end - start)
+                if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
+                    why = cudart.cudaGetErrorString(cudart.cudaError(code))
+                    what = f"cudaHostRegister of {size:,} bytes at {start:#x} failed"
+                    raise RuntimeError(f"{what}: CUDA error {code} ({why}); use --mode cpu-cuda")
+                registered.append(start)
+            view = torch.as_tensor(array, device=device).view(host.dtype)
+        if view.data_ptr() != first:
+            raise RuntimeError("this GPU cannot read host memory in place; use --mode cpu-cuda")
+    except RuntimeError:
         release()
-        raise RuntimeError(
-            "this GPU does not address host memory in place (its pointers differ); use --mode cpu-cuda"
-        )
+        raise
     return view
 
 
@@ -498,20 +455,9 @@ class _HostArray:
         self.host = host
         # bfloat16, which numpy lacks, is declared as int16
         array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        self.__cuda_array_interface__ = {
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (host.data_ptr(), False),  # not read-only: torch would refuse it
-            "version": 3,
-        }
-
-
-def _unregister(cudart, device, starts):
-    """Unregister host memory before it is unmapped: registering a later mapping of the same address would fail."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # kernels may still be reading it
-        for start in starts:
-            cudart.cudaHostUnregister(start)
+        data = host.data_ptr(), False  # not read-only: torch would refuse it
+        what = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
+        self.__cuda_array_interface__ = what
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -519,19 +465,14 @@ def _unregister(cudart, device, starts):
 
 
 def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
-    """The probability of each node to be an input node of a batch: the order in which a cache should keep rows.
+    """The probability of each node to be an input node of a batch -> float32 [V]: which rows a cache should keep.
 
     The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
     the batch so far, with fresh draws. Neighbours are taken as independent. One pass over the edges a layer.
 
     Args:
-        indptr: int64 [V+1], indices: [M], the graph.
-        train_nodes: [T] node ids that batches are drawn from.
-        fanouts: a number for each layer from the seeds outward, -1 for all neighbours.
-        batch_size: seeds of a batch.
-
-    Returns:
-        float32 [V]. Without training nodes the degree indptr.diff() orders rows nearly as well.
+        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] node ids that batches are drawn from.
+        fanouts: a number for each layer from the seeds outward, -1 for all neighbours. batch_size: seeds of a batch.
 
     Raises:
         IndexError: if the graph is damaged: a list or an edge leaves it.
@@ -570,10 +511,9 @@ class CachedFeatures:
     """Features whose hottest rows are kept nearer: on a GPU before host memory, in RAM before a store on disk.
 
     Args:
-        features: the features behind the cache.
+        features: the features behind the cache. device: where to keep rows.
         visits: [V], the larger the hotter: `expected_visits`, or the degree.
         budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
-        device: where to keep them.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
@@ -586,9 +526,8 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.piece = _rows_of_a_chunk(
-            features
-        )  # a large temporary costs more in page faults than in work
+        # a large temporary costs more in page faults than in work
+        self.piece = _rows_of_a_chunk(features)
         # in ascending order: read sequentially from a disk
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
@@ -605,15 +544,11 @@ class CachedFeatures:
         return self.hits / max(1, self.lookups)
 
     def gather(self, ids, out=None, missing=None):
-        """Copy rows: hits from the cache, misses from the features behind it.
+        """Copy rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
 
         Args:
-            ids: int32 or int64 [n] node ids, repeats allowed.
-            out: [n, F] on the cache's device; allocated when None.
+            ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
             missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
-
-        Returns:
-            [n, F] on the cache's device.
         """
         ids, on = ids.to(self.device), self.cache.device
         position = self.position.index_select(0, ids)
@@ -623,9 +558,8 @@ class CachedFeatures:
             self.lookups += ids.numel()
         if out is None:
             out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=on)
-        if len(
-            self.cache
-        ):  # a miss copies row 0, overwritten below: cheaper than to select the hits
+        if len(self.cache):
+            # a miss copies row 0, overwritten below: cheaper than to select the hits
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
         for some in [misses] if missing else misses.split(self.piece):

@@ -1,21 +1,9 @@
 """Mini-batches for a training loop: epochs of shuffled seed nodes, sampled and fetched ahead of the step.
 
-Twelve lines from tensors to a trained model:
-
-    import torch
-    from loader import Graph, NodeLoader, from_edge_index
-    from model import SAGE, inference
-
     graph = Graph(*from_edge_index(edge_index, num_nodes=len(x)), x, y)     # or GraphStore.open("my_store")
     loader = NodeLoader(graph, train_nodes, [10, 10], batch_size=256)      # 10 neighbours of each seed, then 10 of each
-    net = SAGE(graph.features.shape[1], 64, int(graph.labels.max()) + 1, num_layers=2)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    for epoch in range(20):
-        for batch in loader:
-            torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    classes = inference(net, graph.indptr, graph.indices, graph.features).argmax(1)     # of all nodes, exact
+    for batch in loader:
+        torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y).backward()
 
 Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the
 same for any number of threads and batches prepared ahead, and the same in sum for any number of processes. To copy
@@ -43,34 +31,24 @@ class Graph(NamedTuple):
 
 
 def from_edge_index(edge_index, num_nodes):
-    """Turn an edge list (COO) into the form that is sampled from (CSC): the in-neighbours of each node side by side.
+    """Edges [2, M] (COO) -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), as they are sampled from (CSC).
 
     Args:
         edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
         num_nodes: V.
 
-    Returns:
-        (indptr int64 [V+1], indices [M]), each node's neighbours in ascending order; int32 below 2^31 nodes.
-
     Raises:
         ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
     """
     edges = torch.as_tensor(edge_index).cpu()
-    if (
-        edges.shape[:-1] != (2,)
-        or edges.numel()
-        and (edges.is_floating_point() or edges.dtype == torch.bool)
-    ):
-        raise ValueError(
-            f"edge_index is {edges.dtype} {list(edges.shape)}: integers [2, M] are needed, sources first"
-        )
+    floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
+    if edges.shape[:-1] != (2,) or floats:
+        what = f"{edges.dtype} {list(edges.shape)}"
+        raise ValueError(f"edge_index is {what}: integers [2, M] are needed, sources first")
     source, destination = edges.long()
-    for name, ids in (("source", source), ("destination", destination)):
-        low, high = map(int, ids.aminmax()) if ids.numel() else (0, -1)
-        if low < 0 or high >= num_nodes:
-            raise ValueError(
-                f"edge_index has {name}s {low} to {high}: node ids lie in [0, {num_nodes})"
-            )
+    low, high = map(int, edges.aminmax()) if edges.numel() else (0, -1)
+    if low < 0 or high >= num_nodes:
+        raise ValueError(f"edge_index has nodes {low} to {high}: they lie in [0, {num_nodes})")
     # one int64 an edge: numpy sorts these fastest
     keys = np.sort((destination * num_nodes + source).numpy())
     indptr = np.zeros(num_nodes + 1, np.int64)
@@ -81,18 +59,15 @@ def from_edge_index(edge_index, num_nodes):
 
 def _check_sizes(graph, seeds, edges):
     """Raise ValueError unless features, labels, a mask and the features of edges have a row for each node or edge."""
-    num_nodes, num_edges = len(graph.indptr) - 1, len(graph.indices)
-    sizes = [("features", graph.features, num_nodes), ("labels", graph.labels, num_nodes)]
-    sizes += [("seeds, a mask,", seeds, num_nodes)] if seeds.dtype == torch.bool else []
-    sizes += [("edge_features", getattr(graph, "edge_features", None), num_edges)] if edges else []
+    V, M = len(graph.indptr) - 1, len(graph.indices)
+    sizes = [("features", graph.features, V), ("labels", graph.labels, V)]
+    sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
+    sizes += [("edge_features", getattr(graph, "edge_features", None), M)] if edges else []
     for name, values, count in sizes:
         rows = getattr(values, "shape", (None,))[0]
         if rows != count:
-            found = f"has {rows} rows" if rows is not None else f"is a {type(values).__name__}"
-            raise ValueError(
-                f"{name} {found}: the graph has {num_nodes} nodes and {num_edges} edges, and {count} rows "
-                "are needed"
-            )
+            had = f"is a {type(values).__name__}" if rows is None else f"has {rows} rows"
+            raise ValueError(f"{name} {had}: {count} rows are needed, for {V} nodes and {M} edges")
 
 
 class Batch(NamedTuple):
@@ -139,11 +114,10 @@ class NodeLoader:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
         seeds: node ids to train on, int [T], or a mask, bool [V].
         fanouts: neighbours that a node takes, from the seeds outward, -1 for all; a number for each layer.
-        batch_size: seeds of a process in one pass.
+        batch_size: seeds of a process in one pass. accumulate: passes of an optimizer step.
         shuffle: False takes the seeds in the order given and draws the same neighbours in each epoch: for evaluation.
         seed: any int; decides order and neighbours.
         rank, world: this process and how many there are. Each gets its part of every step, perhaps an empty one.
-        accumulate: passes of an optimizer step.
         device: where batches go; where the features are when None. dtype: of x.
         depth: batches prepared ahead of the one in use, 0 for none. threads: how many threads prepare them.
         reuse: True lets x lie in one of depth + 1 buffers used in turn: faster on CPU, and overwritten when the
@@ -183,18 +157,13 @@ class NodeLoader:
         load=None,
         timed=nullcontext,
     ):
-        for name, number, least in (
-            ("batch_size", batch_size, 1),
-            ("depth", depth, 0),
-            ("threads", threads, 1),
-        ):
+        sizes = {"batch_size": (batch_size, 1), "depth": (depth, 0), "threads": (threads, 1)}
+        for name, (number, least) in sizes.items():
             if number < least:
                 raise ValueError(f"{name} is {number}: at least {least} is needed")
         seeds = torch.as_tensor(seeds)
         if seeds.dim() != 1:
-            raise ValueError(
-                f"seeds is {list(seeds.shape)}: node ids [T], or a mask bool [V], are needed"
-            )
+            raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):
             _check_sizes(graph, seeds, edges)
         self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds  # a mask
@@ -203,32 +172,18 @@ class NodeLoader:
         self.total_batch = batch_size * accumulate * world
         self.steps = -(-self.seeds.numel() // self.total_batch)
         if sampler is None and not load:
-            graph_arrays = map(
-                torch.as_tensor, (graph.indptr, getattr(graph, "sampled_indices", graph.indices))
-            )
-            # for the disk: to check the graph would read all of it
-            waiting = getattr(graph, "sampling_threads", None)
-            sampler = NeighborSampler(
-                *graph_arrays,
-                fanouts,
-                seed=seed,
-                edge_ids=edges,
-                threads=waiting,
-                check=not waiting,
-            )
+            arrays = graph.indptr, getattr(graph, "sampled_indices", graph.indices)
+            waiting = getattr(graph, "sampling_threads", None)  # for the disk
+            # to check a graph on disk would read all of it
+            options = dict(seed=seed, edge_ids=edges, threads=waiting, check=not waiting)
+            sampler = NeighborSampler(*map(torch.as_tensor, arrays), fanouts, **options)
         if ring is None and not load:
             rows = getattr(graph.features, "tensor", graph.features)
             rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array
-            ring = FeatureRing(
-                rows,
-                torch.as_tensor(graph.labels),
-                slots=depth + 1,
-                streams=threads,
-                dtype=dtype,
-                device=device or getattr(rows, "device", "cpu"),
-                reuse=reuse,
-                edge_features=torch.as_tensor(graph.edge_features) if edges else None,
-            )
+            options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
+            options["edge_features"] = torch.as_tensor(graph.edge_features) if edges else None
+            device = device or getattr(rows, "device", "cpu")
+            ring = FeatureRing(rows, torch.as_tensor(graph.labels), device=device, **options)
         self.sampler, self.ring, self.draw, self.load = sampler, ring, draw, load
         self.options, self.timed = {"depth": depth, "threads": threads}, timed
         self.epoch = self.step = 0
@@ -244,8 +199,7 @@ class NodeLoader:
         with ExitStack() as stack:
             parts = self._parts(epoch, first)
             if looking_ahead:
-                # Blocks wait in memory until their rows are fetched: those of a thousand batches with 10,000 input
-                # nodes each take 120 MB.
+                # Blocks wait in memory until their rows are fetched: a thousand with 10,000 input nodes each take 120 MB.
                 sampled = prefetch(self._sample, parts, **self.options)
                 parts = stack.enter_context(looking_ahead(stack.enter_context(closing(sampled))))
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
@@ -278,22 +232,19 @@ class NodeLoader:
             )
         return part._replace(blocks=blocks, y=y)
 
-    def _fetch(self, part, slot):
-        with self.ring.stream(slot):
-            part = part if part.blocks else self._sample(part)
-            # on the slot's stream, before the event that the ring records
-            y = None if part.y is None else part.y.to(self.ring.device, non_blocking=True)
-            with self.timed("fetch"):
-                fetched = self.ring.fetch(slot, part.blocks)
-        return fetched if y is None else fetched._replace(y=y)
-
     def _make(self, part, slot):
         """Sample and fetch a batch, on a thread that runs ahead -> (batch, what the ring made of it)."""
         if self.load:
             with self.timed("fetch"):
                 fetched = self.load(part, slot)
         else:
-            fetched = self._fetch(part, slot)
+            with self.ring.stream(slot):
+                part = part if part.blocks else self._sample(part)
+                # on the slot's stream, before the event that the ring records
+                y = part.y if part.y is None else part.y.to(self.ring.device, non_blocking=True)
+                with self.timed("fetch"):
+                    fetched = self.ring.fetch(slot, part.blocks)
+                fetched = fetched if y is None else fetched._replace(y=y)
         return part._replace(**fetched._asdict()), fetched
 
     def state_dict(self):
@@ -304,8 +255,7 @@ class NodeLoader:
     def load_state_dict(self, state):
         """Go on where another loader stood; ValueError where its seed, seed nodes or step size are not the same."""
         own = self.state_dict()
-        for name in filter(lambda name: state[name] != own[name], ("seed", "seeds", "total_batch")):
-            raise ValueError(
-                f"the state is that of a loader with {name} {state[name]}, this one has {own[name]}"
-            )
+        for name in ("seed", "seeds", "total_batch"):
+            if state[name] != own[name]:
+                raise ValueError(f"the state has {name} {state[name]}, this loader has {own[name]}")
         self.epoch, self.step = state["epoch"], state["step"]

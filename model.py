@@ -31,8 +31,6 @@ try:
 except ImportError:
     fused = None
 
-PIECE = 1 << 22  # numbers of a temporary for each edge and column
-
 # ---------------------------------------------------------------------------------------------------------------------
 # steps that native/ fuses
 
@@ -360,10 +358,15 @@ class GINEConv(GINConv):
         self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
     ):
         """See `Conv`."""
-        count, linear = indptr.diff(), self.edge_linear
-        dst = torch.repeat_interleave(count, output_size=indices.numel())
-        edge = edges, linear.weight, linear.bias
-        total = _EdgeSums.apply(message, *edge, indices, dst, len(h_dst))
+        weight, bias = self.edge_linear.weight, self.edge_linear.bias
+        total, count = None, indptr.diff()
+        if fused:  # the bias is the row of a feature that is 1
+            by = torch.cat([weight, bias.unsqueeze(1)], 1).t()
+            total = fused.edge_sums(indptr, indices, message, F.pad(edges, (0, 1), value=1), by)
+        if total is None:
+            dst = torch.repeat_interleave(count, output_size=indices.numel())
+            sent = F.relu(message.index_select(0, indices) + self.edge_linear(edges))
+            total = sent.new_zeros(h_dst.shape).index_add(0, dst, sent)
         estimate = total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1))
         return self.mlp((1 + self.eps) * h_dst + estimate)
 
@@ -404,74 +407,47 @@ class GATv2Conv(Conv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, edges=None
     ):
-        """See `Conv`; what is made for each edge has one number a head."""
+        """See `Conv`."""
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
-        S, (K, D), target, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None
+        S, (K, D), target, by, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None, None
         drawn = nodes, seed, drop
-        if fused and not self.edge_dim:
-            out = fused.attend(indptr, indices, message, target, self.attn, rows, *drawn)
+        if self.edge_dim:
+            edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
+            edges = torch.cat([edges, mean_edges(indptr, edges)])
+        if fused:
+            out = fused.attend(indptr, indices, message, target, self.attn, rows, drawn, edges, by)
         if out is None:
-            message, target = message.view(-1, K, D), target.view(S, K, D)
-            out = self._attend(indptr, indices, message, target, rows, *drawn, edges)
+            out = self._attend(indptr, indices, message, target, rows, drawn, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
 
-    def _attend(self, indptr, indices, source, target, rows, nodes, seed, drop, edges):
-        """source [N, K, D], target [S, K, D] -> [S, K D]."""
-        weight = self.edge_linear.weight if self.edge_dim else None
-        if self.edge_dim:
-            edges = with_means(indptr, edges.to(weight.dtype))
-        indptr, indices, dst = with_self_loops(indptr, indices, rows)
-        S, E, (K, D) = target.shape[0], indices.numel(), self.attn.shape
-        scores = _EdgeScores.apply(source, target, self.attn, indices, dst, edges, weight)
-        weights = edge_softmax(scores, dst, S)
+    def _attend(self, indptr, indices, source, target, rows, drawn, edges):
+        """source [N, K D], target [S, K D] -> [S, K D]."""
+        S, (K, D), count = target.shape[0], self.attn.shape, indptr.diff().long()
+        own = torch.arange(S, device=indices.device)
+        dst = torch.cat([own.repeat_interleave(count, output_size=indices.numel()), own])
+        position = torch.arange(1, len(dst) + 1, device=dst.device) - indptr.index_select(0, dst)
+        position[indices.numel() :] = 0
+        indices = torch.cat([indices, own.to(indices.dtype) if rows is None else rows])
+        E = indices.numel()
+        message = source.index_select(0, indices)
+        z = message + target.index_select(0, dst)
+        if edges is not None:
+            z = z + self.edge_linear(edges)
+        scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
+        weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
         if drop:  # drawn by destination, position in its list and head
             ids = dst if nodes is None else nodes.index_select(0, dst)
-            position = torch.arange(E, device=dst.device) - indptr.index_select(0, dst)
             kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
-        # one bag for each head and destination
-        head = torch.arange(K, device=dst.device).unsqueeze(1)  # [K, 1]
-        bags, edges = (indptr[:-1] + head * E).view(-1), (indices * K + head).view(-1)
-        table, weights = source.reshape(-1, D), weights.to(source.dtype).t().reshape(-1)
-        out = F.embedding_bag(edges, table, bags, mode="sum", per_sample_weights=weights)
-        return out.view(K, S, D).transpose(0, 1).reshape(S, K * D)
+        sent = message.view(E, K, D) * weights.to(message.dtype).unsqueeze(2)
+        return torch.zeros_like(target).index_add(0, dst, sent.view(E, K * D))
 
 
-def _with_one_more(indptr, E):
-    """Where lists with one more element before their others begin [S], and where these go [E], int64."""
-    S, device = indptr.numel() - 1, indptr.device
-    dst = torch.arange(S, device=device).repeat_interleave(indptr.diff(), output_size=E)
-    return (
-        indptr[:-1] + torch.arange(S, device=device),
-        torch.arange(E, device=device) + dst + 1,
-        dst,
-    )
-
-
-def with_self_loops(indptr, indices, rows=None):
-    """Put an edge from each destination to itself before its others.
-
-    Returns:
-        indptr int64 [S+1], indices int64 [E + S], and the destination of each of these edges, int64 [E + S].
-    """
-    S, E, device = indptr.numel() - 1, indices.numel(), indices.device
-    starts, places, dst = _with_one_more(indptr, E)
-    edges, dsts = torch.empty(2, E + S, dtype=torch.int64, device=device)
-    own = torch.arange(S, device=device)
-    edges[starts], dsts[starts] = own if rows is None else rows.long(), own
-    edges[places], dsts[places] = indices.long(), dst
-    return (indptr + torch.arange(S + 1, device=device)).long(), edges, dsts
-
-
-def with_means(indptr, edges):
-    """Put the mean of its edges' rows [E, D] before those of each destination -> [E + S, D]; zero without edges."""
-    S, (E, D) = indptr.numel() - 1, edges.shape
-    starts, places, dst = _with_one_more(indptr, E)
-    count, rows = indptr.diff().long().clamp(min=1).unsqueeze(1), edges.new_empty(E + S, D)
-    rows[starts] = edges.new_zeros(S, D).index_add_(0, dst, edges) / count
-    rows[places] = edges
-    return rows
+def mean_edges(indptr, edges):
+    """The mean of its edges' rows [E, D] of each destination, for its edge to itself -> [S, D]; zero without edges."""
+    ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
+    return mean_neighbours(indptr, ids, edges)
 
 
 def edge_softmax(scores, dst, num_dst):
@@ -481,81 +457,6 @@ def edge_softmax(scores, dst, num_dst):
     top = top.scatter_reduce(0, index, scores.detach(), "amax")
     weights = (scores - top.index_select(0, dst)).exp()
     return weights / torch.zeros_like(top).index_add(0, dst, weights).index_select(0, dst)
-
-
-def _at_least_float32(t):
-    return torch.promote_types(t.dtype, torch.float32)
-
-
-def _zeros(*tensors):
-    return (torch.zeros_like(t, dtype=_at_least_float32(t)) for t in tensors)
-
-
-def _edge_pieces(source, target, indices, dst, edges, weight, bias=None):
-    """Some edges at a time: (slice of the edges, their sources u, destinations v and rows e of `edges`, and
-    source_u + target_v + weight e + bias, in float32 or more)."""
-    step = max(1, PIECE // max(1, source[:1].numel()))
-    for a in range(0, indices.numel(), step):
-        u, v, e = indices[a : a + step], dst[a : a + step], None
-        z = source.index_select(0, u).to(_at_least_float32(source))
-        if target is not None:
-            z = z + target.index_select(0, v)
-        if weight is not None:
-            e = edges[a : a + step].to(z.dtype)
-            with torch.autocast(z.device.type, enabled=False):
-                z = z + F.linear(e, weight.to(z.dtype), bias).view_as(z)
-        yield slice(a, a + step), u, v, e, z
-
-
-class _EdgeScores(torch.autograd.Function):
-    """attn . leaky_relu(source_u + target_v + weight e) of every edge, some at a time: no [E, K, D] stays."""
-
-    @staticmethod  # [N, K, D], [S, K, D], ... -> [E, K]
-    def forward(ctx, source, target, attn, indices, dst, edges=None, weight=None):
-        ctx.save_for_backward(source, target, attn, indices, dst, edges, weight)
-        scores = source.new_empty(indices.numel(), attn.shape[0], dtype=_at_least_float32(source))
-        for part, _, _, _, z in _edge_pieces(source, target, indices, dst, edges, weight):
-            scores[part] = F.leaky_relu(z, 0.2, inplace=True).mul_(attn).sum(2)
-        return scores
-
-    @staticmethod
-    def backward(ctx, grad):
-        source, target, attn, indices, dst, edges, weight = ctx.saved_tensors
-        to_source, to_target, to_attn = _zeros(source, target, attn)
-        to_weight = None if weight is None else torch.zeros_like(weight)
-        for part, u, v, e, z in _edge_pieces(source, target, indices, dst, edges, weight):
-            g = grad[part].unsqueeze(2)
-            to_attn += (F.leaky_relu(z, 0.2) * g).sum(0)
-            g = torch.where(z > 0, 1.0, 0.2).to(z.dtype).mul_(attn).mul_(g)
-            to_source.index_add_(0, u, g)
-            to_target.index_add_(0, v, g)
-            if weight is not None:
-                to_weight += g.flatten(1).t() @ e
-        to_source, to_target = to_source.to(source.dtype), to_target.to(target.dtype)
-        return to_source, to_target, to_attn, None, None, None, to_weight
-
-
-class _EdgeSums(torch.autograd.Function):
-    """sum(relu(source_u + weight e + bias)) over every destination's edges, some at a time: no [E, F] stays."""
-
-    @staticmethod  # [N, F], [E, D], [F, D], [F], ... -> [S, F]
-    def forward(ctx, source, edges, weight, bias, indices, dst, num_dst):
-        ctx.save_for_backward(source, edges, weight, bias, indices, dst)
-        total = source.new_zeros(num_dst, source.shape[1], dtype=_at_least_float32(source))
-        for _, _, v, _, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
-            total.index_add_(0, v, z.relu_())
-        return total.to(source.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        source, edges, weight, bias, indices, dst = ctx.saved_tensors
-        to_source, to_weight, to_bias = _zeros(source, weight, bias)
-        for _, u, v, e, z in _edge_pieces(source, None, indices, dst, edges, weight, bias):
-            g = grad.index_select(0, v).to(z.dtype).mul_(z > 0)
-            to_source.index_add_(0, u, g)
-            to_weight += g.t() @ e
-            to_bias += g.sum(0)
-        return to_source.to(source.dtype), None, to_weight, to_bias, None, None, None
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -765,7 +666,7 @@ def inference(
     x,
     *,
     chunk=65536,
-    chunk_edges=1 << 22,
+    chunk_edges=1 << 19,
     memory=4 << 30,
     rank=0,
     world=1,

@@ -11,16 +11,13 @@ The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
 What is drawn is a function of (seed, step, hop, node) alone, by a counter-based generator (see
-`random_bits`). So results do not depend on threads, ranks, prefetch depth or device, every backend
-returns the same bits, and any step of a run can be drawn again.
+`random_bits`): every backend returns the same bits, whatever the threads, ranks or prefetch depth.
 
-Graph libraries usually sample a hop's edges into a graph in global ids, then hash both ends of every
-edge and number them (DGL's `to_block`). Here a hop is five passes over flat arrays that read the
-graph and write the block, with nothing in between: degrees; prefix sum, which is the block's indptr;
-picks (Floyd's algorithm: k draws, however long the list); gather of the node ids there; relabelling.
-Destinations need no hashing, because they are the sources of the hop before, and the outermost hop,
-by far the largest, can do without relabelling (`relabel_outer=False`). native/sampler_cpu.py says
-how the passes overlap in C, `TorchBackend` below has them as torch operations.
+A hop is five passes over flat arrays that read the graph and write the block, with nothing in
+between: degrees; prefix sum, which is the block's indptr; picks (Floyd's algorithm: k draws, however
+long the list); gather of the node ids there; relabelling. Destinations need no hashing, because they
+are the sources of the hop before, and the outermost hop, by far the largest, can do without
+relabelling (`relabel_outer=False`). native/sampler_cpu.py says how the passes overlap in C.
 """
 
 import functools
@@ -31,10 +28,10 @@ import torch
 from torch import Tensor
 
 try:
-    from native import dgl as native_dgl
+    from native import sampler_cpu, sampler_gpu
     from native.dgl import DGLAdapter, import_dgl  # noqa: F401  re-exported
 except ImportError:
-    native_dgl = None
+    sampler_cpu = None
 
 RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in native/rule.h
 METHODS = ("uniform", "labor", "latest")
@@ -82,7 +79,9 @@ class Block(NamedTuple):
 
     def to_dgl(self):
         """The same block as a DGL block, with dgl.NID (and dgl.EID when there are edge_ids) set."""
-        return _dgl().to_dgl(self)
+        from native.dgl import to_dgl
+
+        return to_dgl(self)
 
     def to_pyg(self):
         """PyG's (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
@@ -127,29 +126,23 @@ class NeighborSampler:
 
     Args:
         indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device.
-        fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10
-            for each of those, then 5); -1 takes all. DGL lists the same in the opposite order.
+        fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10 for each of those,
+            then 5); -1 takes all. DGL lists the same in the opposite order.
         replace: draw with replacement (uniform only).
-        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so
-            that seeds with common neighbours take the same ones, which makes the outer hops smaller;
-            or "latest", for edges with times: the last k.
-        layer_dependency, batch_dependency: of "labor": all hops share a node's draw, and so do this
-            many consecutive steps (GraphBolt's idea): fewer distinct sources, in a batch and between
-            batches.
-        weights: float [M], not negative: draw without replacement with probability following the
-            weights (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
-        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each
-            seed, and a node takes from its edges up to the time of the seed it is reached from.
-        strict: only edges before that time.
+        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with common
+            neighbours take the same ones, which makes the outer hops smaller; "latest", for edges with times: the last k.
+        layer_dependency, batch_dependency: of "labor": all hops share a node's draw, and so do this many consecutive
+            steps (GraphBolt's idea): fewer distinct sources, in a batch and between batches.
+        weights: float [M], not negative: draw without replacement with probability following the weights
+            (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
+        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node takes
+            from its edges up to the time of the seed it is reached from. strict: only edges before that time.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
-        backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl"
-            (DGL's operators and random numbers), or "auto": native where available, else torch.
-        check: validate the graph once, here (one pass over indices); without it, `sample` raises
-            DamagedGraph when it reads something impossible.
+        backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
+            and random numbers), or "auto": native where available, else torch.
+        check: validate the graph once, here; without it, `sample` raises DamagedGraph when it reads something impossible.
         threads: of one `sample` call of the native backend; default torch.get_num_threads().
-
-    `sample` may be called from several threads at once.
 
     Attributes:
         backend: the name of the backend in use. engine: its object.
@@ -178,8 +171,8 @@ class NeighborSampler:
         threads=None,
     ):
         self.fanouts, self.seed = [int(k) for k in fanouts], int(seed)
-        _check_options(self.fanouts, replace, method, weights, edge_times, strict, backend)
-        _check_dependency(method, layer_dependency, batch_dependency, backend)
+        alike = layer_dependency, batch_dependency
+        _check_options(self.fanouts, replace, method, weights, edge_times, strict, backend, *alike)
         if check:
             _check_graph(indptr, indices, weights, edge_times)
         self.steps_alike, self.timed = int(batch_dependency), edge_times is not None
@@ -189,38 +182,29 @@ class NeighborSampler:
         rule = "replace" if replace else method if weights is None else "weighted"
         graph = self.indptr, self.indices, weights, edge_times
         self.task = Task(*graph, bool(strict), bool(layer_dependency), rule, edge_ids, threads)
-        native = backend in ("auto", "native") and _native(self.task, self.fanouts, self.seed)
-        if backend == "dgl":
-            self.backend, self.engine = "dgl", _dgl().Backend(self.task)
-        elif native:
-            self.backend, self.engine = "native", native
-        else:
-            self.backend, self.engine = "torch", TorchBackend(self.task)
+        self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
-        """Sample the neighbourhood of `seeds`.
+        """Sample the neighbourhood of `seeds`; several threads may do so at once.
 
         Args:
             seeds: int32 or int64 [S], distinct node ids; a node may repeat with another time.
             step: int, the number of the batch; it keys the random draws.
             times: int64 [S], the time of each seed, where the edges have times and only there.
-            exclude: edges that are not taken in any hop, as if the graph did not have them: their
-                positions in `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which
-                is read from end to end. With a graph on a GPU the host waits for it once more.
-            relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates
-                the first layer straight out of the feature table; its src_nodes are then the
-                destinations alone.
+            exclude: edges that are not taken in any hop, as if the graph did not have them: their positions in
+                `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which is read from end to end. With a
+                graph on a GPU the host waits for it once more.
+            relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
+                straight out of the feature table; its src_nodes are then the destinations alone.
 
         Returns:
-            One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as
-            destinations, and blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a
-            source has the time of the destination that took it; pairs are numbered by first
-            appearance.
+            One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
+            blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a source has the time of the destination
+            that took it; pairs are numbered by first appearance.
 
         Raises:
-            TypeError, IndexError, ValueError: seeds or edges of another type or out of range;
-                repeated seeds; times that are missing or not asked for; edges to exclude with
-                backend "dgl".
+            TypeError, IndexError, ValueError: seeds or edges of another type or out of range; repeated seeds; times
+                that are missing or not asked for; edges to exclude with backend "dgl".
             DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
         _check_ids("seeds", seeds, "node ids")
@@ -236,8 +220,7 @@ class NeighborSampler:
             for i, k in enumerate(self.fanouts):
                 key = hop_key(self.seed, step, 0 if self.task.one_draw else i)
                 hops.append(Hop(k, key, relabel_outer or i + 1 < len(self.fanouts)))
-            if times is not None:
-                times = times.to(device).contiguous()
+            times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
         try:
             blocks = self.engine.sample(*work)
@@ -261,117 +244,84 @@ class NeighborSampler:
         return edges if edges.numel() else None
 
 
-def _dgl():
-    """native/dgl.py."""
-    if native_dgl is None:
-        raise ImportError(
-            "DGL is used through native/dgl.py: copy the folder native/ beside sampler.py"
-        )
-    return native_dgl
+def _load(backend, task, fanouts, seed):
+    """-> (name of the backend in use, its object): torch where a native one is unavailable, after one warning."""
+    engine = None
+    if backend == "dgl":
+        from native.dgl import Backend
 
-
-def _native(task, fanouts, seed):
-    """The native backend for the graph's device, or None where it is unavailable, after one warning."""
-    try:
-        if task.indices.is_cuda:
-            from native import sampler_gpu
-
-            return sampler_gpu.load(task, fanouts, seed)
-        from native import sampler_cpu
-
-        return sampler_cpu.load(task)
-    except ImportError:
+        return "dgl", Backend(task)
+    if backend != "torch" and sampler_cpu is None:
         _warn_missing()
+    elif backend != "torch":
+        on_gpu = task.indices.is_cuda
+        engine = sampler_gpu.load(task, fanouts, seed) if on_gpu else sampler_cpu.load(task)
+    return ("native", engine) if engine else ("torch", TorchBackend(task))
 
 
 @functools.cache
 def _warn_missing():
-    warnings.warn(
-        "the slower torch backend is used; for the native one copy the folder native/ beside sampler.py",
-        stacklevel=4,
-    )
+    text = "the slower torch backend is used; for the native one copy the folder native/ beside sampler.py"
+    warnings.warn(text, stacklevel=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments that are refused.
 
 
-def _check_options(fanouts, replace, method, weights, edge_times, strict, backend):
-    for name, value, known in (("method", method, METHODS), ("backend", backend, BACKENDS)):
-        if value not in known:
-            raise ValueError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
-    if not fanouts or any(k == 0 or k < -1 for k in fanouts):
-        what = "one number for each hop, positive or -1 (all neighbours)"
-        raise ValueError(f"fanouts {fanouts}: give {what}")
-    if replace and -1 in fanouts:
-        raise ValueError(f"fanouts {fanouts}: -1 (all neighbours) has no meaning with replace=True")
-    if bool(replace) + (method != "uniform") + (weights is not None) > 1:
-        named = "labor" if method == "uniform" else method
-        raise ValueError(f"replace, method={named!r} and weights exclude each other; choose one")
-    if edge_times is None and (strict or method == "latest"):
-        what = "method 'latest'" if method == "latest" else "strict"
-        raise ValueError(f"{what} goes by the times of edges; give edge_times")
-    if edge_times is not None and backend == "dgl":
-        raise ValueError("backend 'dgl' does not sample by edge_times; use 'native' or 'torch'")
-
-
-def _check_dependency(method, layer_dependency, batch_dependency, backend):
-    if batch_dependency < 1:
-        what = "the number of steps that draw alike, 1 or more"
-        raise ValueError(f"batch_dependency is {batch_dependency}: give {what}")
-    if layer_dependency or batch_dependency > 1:
-        name = "layer_dependency" if layer_dependency else "batch_dependency"
-        if method != "labor":
-            raise ValueError(f"{name} is for method 'labor', not {method!r}")
-        if backend == "dgl":
-            raise ValueError(f"backend 'dgl' draws without {name}; use 'native' or 'torch'")
+def _check_options(fanouts, replace, method, weights, times, strict, backend, alike, steps):
+    kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
+    kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
+    by_time = "strict" if strict else method if method == "latest" else None
+    alike = "layer_dependency" if alike else "batch_dependency" if steps > 1 else None
+    not_dgl = alike or (None if times is None else "edge_times")
+    for wrong, complaint in (
+        (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
+        (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
+        (
+            not fanouts or any(k == 0 or k < -1 for k in fanouts),
+            f"fanouts {fanouts}: give one number for each hop, positive or -1 (all neighbours)",
+        ),
+        (replace and -1 in fanouts, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
+        (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
+        (by_time and times is None, f"{by_time} goes by the times of edges; give edge_times"),
+        (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
+        (alike and method != "labor", f"{alike} is for method 'labor', not {method!r}"),
+        (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
+    ):
+        if wrong:
+            raise ValueError(complaint)
 
 
 def _check_graph(indptr, indices, weights, edge_times):
     """Raise unless indptr, indices, weights and edge_times form a CSC graph."""
     M, long = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0, (torch.int64,)
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    for name, array, dtypes, what in (
-        ("indptr", indptr, long, "int64 [V+1]"),
-        ("indices", indices, (torch.int32, *long), "int32 or int64 [M]"),
-        ("weights", weights, floats, f"float [M={M}]"),
-        ("edge_times", edge_times, long, f"int64 [M={M}]"),
-    ):
-        if array is None and name in ("weights", "edge_times"):
-            continue
+    arrays = [("indptr", indptr, long, "int64 [V+1]")]
+    arrays += [("indices", indices, (torch.int32, *long), "int32 or int64 [M]")]
+    arrays += [] if weights is None else [("weights", weights, floats, f"float [M={M}]")]
+    arrays += [] if edge_times is None else [("edge_times", edge_times, long, f"int64 [M={M}]")]
+    for name, array, dtypes, what in arrays:
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
         length = max(array.numel(), 1) if name == "indptr" else M
         if array.dtype not in dtypes or array.shape != (length,):
-            raise TypeError(f"{name} must be {what}, not {array.dtype} {list(array.shape)}")
-    first, last, V = int(indptr[0]), int(indptr[-1]), indptr.numel() - 1
-    if first != 0 or last != M:
-        raise ValueError(
-            f"indptr runs from {first} to {last}; it must run from 0 to the length of indices, {M}"
-        )
-    falls = (indptr[1:] < indptr[:-1]).nonzero()
-    if falls.numel():
-        v = int(falls[0])
-        was, then = indptr[v : v + 2].tolist()
-        raise ValueError(f"indptr falls from {was} to {then} at node {v}; it must never fall")
+            raise TypeError(f"{name} must be {what}, not {_kind(array)}")
+    ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
+    if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
+        raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
     if (bad := _outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-        raise ValueError(
-            "weights contains a negative, infinite or NaN value; they must be finite and >= 0"
-        )
+        raise ValueError("weights contains a negative, infinite or NaN value")
     if edge_times is not None:
         falls = edge_times[1:] < edge_times[:-1]
         starts = indptr[(indptr > 0) & (indptr < M)]
         falls[starts - 1] = False  # from one list to the next
-        if bool(falls.any()):
-            e = int(falls.nonzero()[0]) + 1
-            v = int(torch.searchsorted(indptr, e, right=True)) - 1
-            was, then = edge_times[e - 1 : e + 1].tolist()
-            raise ValueError(
-                f"edge_times falls from {was} to {then} in the list of node {v}; sort each list by time"
-            )
+        if (falls := falls.nonzero()).numel():
+            v = int(torch.searchsorted(indptr, falls[0] + 1, right=True)) - 1
+            raise ValueError(f"edge_times falls in the list of node {v}; sort each list by time")
 
 
 def _check_ids(name, ids, what):
@@ -405,9 +355,8 @@ def _outside(ids, n):
 
 def _repeated(seeds, times):
     at = torch.zeros_like(seeds) if times is None else times
-    values, counts = torch.stack([seeds.cpu().long(), at.cpu().long()]).unique(
-        dim=1, return_counts=True
-    )
+    pairs = torch.stack([seeds.cpu().long(), at.cpu().long()])
+    values, counts = pairs.unique(dim=1, return_counts=True)
     node, time = values[:, counts > 1][:, 0].tolist()
     which = f"node {node}" if times is None else f"node {node} at time {time}"
     return f"seeds contains {which} more than once; each seed may come once in a batch"
@@ -464,13 +413,39 @@ class TorchBackend:
 
         Args:
             seeds: [S], of the graph's integer type. hops: a `Hop` for each fanout.
-            exclude: int64 [X] edge ids, ascending, each once, or None. times: int64 [S] or None.
+            exclude: int64 [X] edge ids, ascending, each once, or None. times: int64 [S] or None. With
+                times a source is the number node + V * (number of its time in the batch).
 
         Returns:
             The fields of a Block for each hop, from the seeds outward; None if a seed is repeated.
         """
-        if times is not None:
-            return self._sample_pairs(seeds, hops, exclude, times)
+        V, dtype, src, at, values = self.num_nodes, seeds.dtype, seeds, None, None
+        if times is None:
+            idle, table = self._number(seeds)
+        else:
+            (values, number), table = times.unique(return_inverse=True), None  # [T], [S]
+            src = seeds + V * number
+        if table is None and (times is None or src.unique().numel() < src.numel()):
+            return None
+        blocks = []
+        for hop in hops:
+            v, at = (src.long(), None) if times is None else (src % V, src // V)
+            indptr, edges, local = self._edges(v, hop, exclude, at if at is None else values[at])
+            if hop.relabel and times is None:
+                src, local = self._relabel(table, src, local.long())
+            elif hop.relabel:
+                at = at.repeat_interleave(indptr.diff(), output_size=edges.numel())
+                src, local = _number_by_appearance(src, local + V * at)
+            nodes, src_times = (src, None) if times is None else (src % V, values[src // V])
+            edges = edges if self.task.edge_ids else None
+            block = indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times
+            blocks.append(block)
+        if times is None:
+            idle.append(table.index_fill_(0, src.long(), V))
+        return blocks
+
+    def _number(self, seeds):
+        """-> (idle tables of the current stream, a table in which the seeds are numbered; None if one is repeated)."""
         stream = torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None
         idle = self.tables.setdefault(stream, [])
         try:
@@ -480,33 +455,8 @@ class TorchBackend:
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):
-            return None  # the table is not clean, so it is dropped
-        src, blocks = seeds, []
-        for hop in hops:
-            indptr, edges, local = self._edges(src.long(), hop, exclude)
-            if hop.relabel:
-                src, local = self._relabel(table, src, local.long())
-            edges = edges if self.task.edge_ids else None
-            blocks.append((indptr.to(seeds.dtype), local, src, edges, None))
-        idle.append(table.index_fill_(0, src.long(), self.num_nodes))
-        return blocks
-
-    def _sample_pairs(self, seeds, hops, exclude, times):
-        """The same for pairs of a node and a time, as node + V * (number of the time in the batch)."""
-        V, (values, number) = self.num_nodes, times.unique(return_inverse=True)  # [T], [S]
-        pairs, blocks = seeds + V * number, []
-        if pairs.unique().numel() < pairs.numel():
-            return None
-        for hop in hops:
-            number = pairs // V
-            indptr, edges, local = self._edges(pairs % V, hop, exclude, values[number])
-            if hop.relabel:
-                taken_at = number.repeat_interleave(indptr.diff(), output_size=edges.numel())
-                pairs, local = _number_by_appearance(pairs, local + V * taken_at)
-            src, src_times = (pairs % V).to(seeds.dtype), values[pairs // V]
-            edges = edges if self.task.edge_ids else None
-            blocks.append((indptr.to(seeds.dtype), local.to(seeds.dtype), src, edges, src_times))
-        return blocks
+            return idle, None  # the table is not clean, so it is dropped
+        return idle, table
 
     def _edges(self, v, hop, exclude, times=None):
         """Edges of nodes v int64 [S] -> block indptr [S+1], edges int64 [E], their nodes [E]."""

@@ -14,20 +14,17 @@ are shared by all of them.
     python store.py verify PATH     # every checksum and every index
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
-Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
-the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and
-names: see disk/columns.py. To copy this file take disk/ and native/ along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
+v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and names: see
+disk/columns.py. To copy this file take disk/ and native/ along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
-What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
-file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
-behind a fixed header with their CRC-32. The first `put_rows` takes the file's SHA-256 out of meta.json, and from then
-on the CRCs and LMDB's own structure stand for it. `open` checks the size and the head of every file and is safe on any
-bytes; `verify` reads everything and trusts nothing. Reading from an LMDB file that was damaged behind its head is what
-`verify` is there to prevent: LMDB detects most of it, and may end the process on the rest.
+meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. The values of an LMDB file are raw
+arrays behind a fixed header with their CRC-32; the first `put_rows` takes the file's SHA-256 out of meta.json, and from
+then on the CRCs and LMDB's own structure stand for it. `open` checks the size and the head of every file and is safe on
+any bytes; `verify` reads everything and trusts nothing: LMDB may end the process on damage behind the head of its file.
 
 While a store is in use its files may be renamed or removed; they must not be cut or overwritten in place, since reading
-beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py, which train.py calls before
-each epoch, finds a file that was cut.
+beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds a file that was cut.
 """
 
 from __future__ import annotations
@@ -52,6 +49,7 @@ from disk.checks import (
     check_graph,
     check_labels,
     check_splits,
+    check_stored,
     feature_rows,
     row_of_split,
 )
@@ -64,11 +62,35 @@ from disk.columns import (
     described,
     map_columns,
     out_of_order,
+    read_names,
     write_columns,
 )
 from disk.counts import count_edges
-from disk.sort import (
+from disk.files import (
+    DTYPES,
+    SPLITS,
+    VERSION,
     Rows,
+    StoreError,
+    array_like,
+    check_size,
+    complete_or_not_there,
+    dump_meta,
+    free_host_bytes,
+    gather_target,
+    info_lines,
+    irregular,
+    map_npy,
+    map_split,
+    read_meta,
+    reading,
+    refuse,
+    storage_dtype,
+    write_npy,
+)
+from disk.lmdb_rows import LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from disk.reader import RowReader, open_rows
+from disk.sort import (
     checked_indices,
     edge_chunks,
     index_dtype,
@@ -76,30 +98,6 @@ from disk.sort import (
     spooled_bytes,
     spooled_sources,
 )
-from disk.files import (
-    DTYPES,
-    SPLITS,
-    VERSION,
-    StoreError,
-    array_like,
-    check_ids,
-    check_size,
-    complete_or_not_there,
-    dump_meta,
-    gather_target,
-    free_host_bytes,
-    info_lines,
-    irregular,
-    map_npy,
-    map_split,
-    read_lines,
-    read_meta,
-    reading,
-    storage_dtype,
-    write_npy,
-)
-from disk.lmdb_rows import LmdbFeatures, check_lmdb, verify_directory, write_blocks
-from disk.reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -117,6 +115,7 @@ SPEC = {
 }
 ARRAYS = ("indptr", "indices", "labels", *SPLITS, *COLUMNS)
 FILES = (*(f"{name}.npy" for name in ARRAYS), NAMES, *BACKENDS.values())
+LAYOUT = FORMAT, SPEC, FILES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,11 +201,11 @@ def build_store(
         node_time=node_time,
         node_names=node_names,
     )
-    options = {
-        "symmetrize": bool(symmetrize),
-        "drop_self_loops": bool(drop_self_loops),
-        "drop_duplicates": bool(drop_duplicates),
-    }
+    options = dict(
+        symmetrize=bool(symmetrize),
+        drop_self_loops=bool(drop_self_loops),
+        drop_duplicates=bool(drop_duplicates),
+    )
     row_bytes = width * storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
@@ -229,14 +228,13 @@ def build_store(
         **widths,
     }
     arrays = dict(indptr=indptr, labels=labels, **split)
-    edge_bytes = 4 + sum(
-        array.nbytes for name, array in columns.items() if name not in OF_NODES
-    ) // max(num_edges, 1)
+    of_edges = [array.nbytes for name, array in columns.items() if name not in OF_NODES]
+    edge_bytes = 4 + sum(of_edges) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
     need = num_nodes * (row_bytes + 16) + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
-        need = max(need, least + spooled_bytes(num_edges << symmetrize, edge_bytes > 4))
+        need = max(need, least + spooled_bytes(num_edges << symmetrize, bool(of_edges)))
     with complete_or_not_there(path, need) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
@@ -244,50 +242,40 @@ def build_store(
 
 
 def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
-    """Write every file of a store, meta.json last, and see to it that they are on the disk."""
-    num_nodes, options, files, times = (
-        meta["num_nodes"],
-        meta["options"],
-        {},
-        columns.get("edge_time"),
-    )
+    """Write every file of a store, meta.json last."""
+    num_nodes, options, files = meta["num_nodes"], meta["options"], {}
+    times, numbered = columns.get("edge_time"), bool(columns.keys() - OF_NODES)
     rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
     order = path / "order"  # of the columns' rows, while they are written
     if rises and not any(options.values()):
         chunks = checked_indices(indices, num_nodes, progress)
-    else:
-        if isinstance(indices, Rows):
-            raise StoreError(
-                "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
-                "must rise in edge_time"
-            )
-        numbered = bool(columns.keys() - OF_NODES)
-        edges = functools.partial(
-            edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered
+    elif isinstance(indices, Rows):
+        raise StoreError(
+            "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
+            "must rise in edge_time"
         )
+    else:
+        graph = edge_index, arrays["indptr"], indices, num_nodes, options, numbered
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
-        drop_duplicates = options["drop_duplicates"]
         numbers = {"num_edges": meta["num_edges"], "times": times} if numbered else {}
-        chunks = sorted_edges(edges, indptr, path, drop_duplicates, progress, **numbers)
+        edges = functools.partial(edge_chunks, *graph)
+        chunks = sorted_edges(edges, indptr, path, options["drop_duplicates"], progress, **numbers)
         chunks = spooled_sources(chunks, order) if numbered else (sources for sources, _ in chunks)
-    most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
-    files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
-    meta["num_edges"] = files["indices.npy"]["shape"][0]
-    record = files["indices.npy"]
-    written = map_npy(path, "indices.npy", record, index_dtype(num_nodes), None).numpy()
+    most, dtype = [meta["num_edges"] << options["symmetrize"]], index_dtype(num_nodes)
+    files["indices.npy"] = record = write_npy(path / "indices.npy", dtype, most, chunks)
+    meta["num_edges"] = record["shape"][0]
+    written = map_npy(path, "indices.npy", record, dtype, None).numpy()
     meta["edges"] = count_edges(arrays["indptr"], written)
     for name, array in arrays.items():
-        files[f"{name}.npy"] = write_npy(
-            path / f"{name}.npy", array.dtype, list(array.shape), [array]
-        )
+        file = f"{name}.npy"
+        files[file] = write_npy(path / file, array.dtype, list(array.shape), [array])
     rows = None
     if order.exists():
         rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
     files.update(write_columns(path, columns, rows))
     order.unlink(missing_ok=True)
-    file = path / BACKENDS[meta["backend"]]
+    file, largest = path / BACKENDS[meta["backend"]], []
     shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
-    largest = []
     rows = feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # rows begin on a block of the disk
@@ -300,10 +288,6 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
 
 # ---------------------------------------------------------------------------------------------------------------------
 # opening
-
-
-def _read_meta(path) -> dict:
-    return read_meta(path, FORMAT, SPEC, FILES)
 
 
 class GraphStore:
@@ -380,7 +364,7 @@ class GraphStore:
         Raises:
             StoreError: if it is no store, of another format version, incomplete or damaged.
         """
-        meta = _read_meta(path)
+        meta = read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
 
@@ -389,11 +373,7 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
-        return (
-            read_lines(self.path, NAMES, self.meta["files"][NAMES])
-            if NAMES in self.meta["files"]
-            else None
-        )
+        return read_names(self.path, self.meta["files"])
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
@@ -405,17 +385,11 @@ class GraphStore:
 
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
-        check_ids(self.path, self.split, self.num_nodes)
+        check_stored(self.path, self.split, self.labels.numpy())
+        end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in self.split.items():
-            labels = self.labels[ids]
-            end = self.num_classes if labels.dim() == 1 else 2
-            bad = ((labels < 0) | (labels >= end)).nonzero()
-            if len(bad):
-                node, label = int(ids[bad[0, 0]]), int(labels[tuple(bad[0])])
-                raise StoreError(
-                    f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
-                    f"[0, {end}): labels.npy or {name}.npy is damaged; rebuild the store"
-                )
+            labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
+            refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
     def _map(self, name, *kind, **options) -> Tensor:
         return map_npy(self.path, name, self.meta["files"][name], *kind, **options)
@@ -424,9 +398,8 @@ class GraphStore:
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
-    A table that is larger than the memory that is free is not read through the map but with many requests at a time
-    (disk/reader.py), where there is a C compiler. The requests go through the page cache where it has room for a share of KEPT of the table, and past it where it has not and would only give up
-    the graph's pages for rows that do not come again.
+    A table larger than the free memory is not read through the map but with many requests at a time (disk/reader.py),
+    where there is a C compiler: through the page cache where it has room for a share of KEPT of the table, else past it.
 
     Attributes:
         large: True for such a table.
@@ -517,7 +490,7 @@ def verify(path) -> list[str]:
     Raises:
         StoreError: if there is no store.
     """
-    return verify_directory(path, _read_meta, _problems_of_a_graph)
+    return verify_directory(path, LAYOUT, _problems_of_a_graph)
 
 
 def _problems_of_a_graph(path) -> Iterator[str]:
@@ -540,10 +513,10 @@ def _problems_of_a_graph(path) -> Iterator[str]:
         yield f"indices.npy: {error}"
     try:
         given = graph.labels.numpy() if graph.labelled else None
-        labels, _ = check_labels(given, graph.num_nodes, graph.num_classes)
+        check_labels(given, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
-            check_splits({name: ids.numpy() for name, ids in graph.split.items()}, labels)
+            graph.check_split()
     except StoreError as error:
         name = next((name for name in SPLITS if repr(name) in str(error)), "labels")
         yield f"{name}.npy: {error}"
@@ -553,15 +526,14 @@ def info(path) -> str:
     """Sizes, degrees, options and source of a store, a line each."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
+    classes = f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}"
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": described(graph),
-        "classes": "no labels"
-        if not graph.labelled
-        else f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
+        "classes": classes if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
     return info_lines(lines, graph)
@@ -593,13 +565,6 @@ def _gigabytes(text) -> int:
     return int(size)
 
 
-def _format(path):
-    try:
-        return read_meta(path)["format"]
-    except StoreError:
-        return FORMAT  # and whoever opens it says what is wrong
-
-
 def command(name, run) -> int:
     """Run a command line -> its exit code: 2 and a sentence for a StoreError, 141 where nobody reads its output."""
     try:
@@ -623,15 +588,17 @@ def _parser():
     add = commands.add_parser("build", help="write a store from files").add_argument
     add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")
     add("path", help="directory of the store")
-    add("--features", metavar="FILE", help="csv: a line of numbers for each node")
-    add("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
-    for name in SPLITS:
-        add(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
     of_edges = "csv: a column of the edges' table, by name or number from 1, or a file with a line for each edge"
-    add("--weights", metavar="COLUMN", help=of_edges)
-    add("--times", metavar="COLUMN", help=of_edges)
-    add("--edge-features", metavar="COLUMNS", help=f"{of_edges}; several columns as a,b,c")
-    add("--node-times", metavar="FILE", help="csv: a time for each node")
+    for flag, kind, text in (
+        ("features", "FILE", "csv: a line of numbers for each node"),
+        ("labels", "FILE", "csv: a label for each node, -1 where there is none"),
+        *((name, "FILE", f"csv: ids of the {name} nodes") for name in SPLITS),
+        ("weights", "COLUMN", of_edges),
+        ("times", "COLUMN", of_edges),
+        ("edge-features", "COLUMNS", f"{of_edges}; several columns as a,b,c"),
+        ("node-times", "FILE", "csv: a time for each node"),
+    ):
+        add(f"--{flag}", metavar=kind, help=text)
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
@@ -640,22 +607,18 @@ def _parser():
     for name, text in (
         ("info", "print sizes, degrees, options, source"),
         ("verify", "compare every byte"),
+        ("estimate", "print what training takes in each mode"),
     ):
-        commands.add_parser(name, help=text).add_argument("path", help="directory of the store")
-    add = commands.add_parser(
-        "estimate", help="print what training takes in each mode"
-    ).add_argument
-    add("path", help="directory of the store")
-    add("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
-    add("--procs", type=int, default=1, help="processes on CPU (default 1)")
-    add(
-        "--fanout",
-        type=_fanout,
-        default=[15, 10, 5],
-        help="from the seeds outward (default 15,10,5)",
-    )
-    add("--batch-size", type=int, default=1024, help="seeds of a process (default 1024)")
-    add("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
+        add = commands.add_parser(name, help=text).add_argument
+        add("path", help="directory of the store")
+    for flag, kind, default, text in (
+        ("gpus", int, 0, "GPUs, a process each; 0: CPU (default 0)"),
+        ("procs", int, 1, "processes on CPU (default 1)"),
+        ("fanout", _fanout, [15, 10, 5], "from the seeds outward (default 15,10,5)"),
+        ("batch-size", int, 1024, "seeds of a process (default 1024)"),
+        ("hidden", int, 256, "width of the inner layers (default 256)"),
+    ):
+        add(f"--{flag}", type=kind, default=default, help=text)
     add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")
     return parser
 
@@ -664,15 +627,17 @@ def _run(command, path, **options):
     """Run a sub-command -> its exit code."""
     if command == "build":
         split = {name: file for name in SPLITS if (file := options.pop(name))}
-        _beside("sources.prepare").build(
-            options.pop("source"), path, split=split or None, progress=True, **options
-        )
-    elif command == "estimate":
+        source = options.pop("source")
+        build = _beside("sources.prepare").build
+        build(source, path, split=split or None, progress=True, **options)
+    if command == "estimate":
         print(_beside("run.estimate").estimate_lines(path, **options))
         return 0
-    module = (
-        _beside("disk.graphs") if _format(path) == "ringblock-graphs" else sys.modules[__name__]
-    )
+    try:
+        many = read_meta(path)["format"] == "ringblock-graphs"
+    except StoreError:
+        many = False  # what opens it says what is wrong
+    module = _beside("disk.graphs") if many else sys.modules[__name__]
     if command != "verify":
         print(module.info(path))
         return 0

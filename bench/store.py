@@ -13,10 +13,10 @@ import torch
 
 from bench.store_train import AHEAD, print_training, train_each
 from bench.tools import alone, chosen_parts, forget_pages, interleave, medians, print_table, watch
-from disk.files import StoreError, map_npy
+from disk.files import Rows, StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.reader import open_rows
-from disk.sort import Rows, ahead
+from disk.sort import ahead
 from native import build
 from sampler import NeighborSampler
 from sources import prepare

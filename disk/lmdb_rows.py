@@ -1,9 +1,8 @@
 """LMDB's own rules: values under the keys 0, 1, 2, ... that many threads and processes read while one changes them.
 
     file = LmdbFile(path)
-    with file.transaction() as txn:           # one state of the file, whatever others write meanwhile
-        value = txn.get(key(3))
-    file.append([b"...", b"..."])             # all of them or none, after a crash as well
+    value = file.read(lambda txn: bytes(txn.get(key(3))))     # one state of the file, whatever others write meanwhile
+    file.append([b"...", b"..."])                             # all of them or none, after a crash as well
 
 `LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch and numpy, and lmdb once a file is
 opened.
@@ -74,19 +73,36 @@ class LmdbFile:
 
     @contextlib.contextmanager
     def transaction(self, write=False):
-        """A transaction at one state of the file; what is written becomes part of it at the end, or never."""
+        """A transaction at one state of the file; what is written becomes part of it at the end, or never.
+
+        Raises:
+            StoreError: where the file cannot be read or written; OSError where a build cannot write.
+        """
         lmdb = import_lmdb()
+        with self._turn:
+            self._turn.wait_for(lambda: not self._wanted)
+            env = self._environment(lmdb)
+            LmdbFile._running += 1
         try:
-            txn = self._begin(write)
-            try:
-                with txn:
-                    yield txn
-            finally:
-                self._end()
+            if write:  # a reader that was killed holds on to pages that could be used again
+                env.reader_check()
+            with env.begin(write=write, buffers=True) as txn:
+                yield txn
         except lmdb.Error as error:
-            if write:
-                raise
-            raise StoreError(f"{self.path} cannot be read: {error}; rebuild the store") from error
+            if not write:
+                raise StoreError(
+                    f"{self.path} cannot be read: {error}; rebuild the store"
+                ) from error
+            said = os.strerror(code := self._errno(str(error)))
+            if not self.sync:
+                raise OSError(code, said) from error
+            raise StoreError(
+                f"cannot write to {self.path}: {said}; what is in it is as it was"
+            ) from error
+        finally:
+            with self._turn:
+                LmdbFile._running -= 1
+                self._turn.notify_all()
 
     def read(self, work):
         """work(txn) at one state of the file -> what it returns, which must not point into the file.
@@ -109,22 +125,11 @@ class LmdbFile:
             if time.monotonic() > end:
                 raise StoreError(
                     f"{self.path} could not be read at one moment in {PATIENCE} s: a writer changes it faster, and "
-                    "does not wait for a reader who may not write to the folder; read fewer rows at a time, or after "
-                    "the writer"
+                    "cannot know of a reader who may not write to the folder; read fewer rows at a time"
                 )
 
     def _overtaken(self, txn):
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
-
-    def write(self, change):
-        """Run change(txn) in a transaction."""
-        lmdb = import_lmdb()
-        try:
-            with self.transaction(write=True) as txn:
-                return change(txn)
-        except lmdb.Error as error:
-            code = self._errno(str(error))
-            raise OSError(code, os.strerror(code)) from error
 
     def _errno(self, said):
         """The system's error behind an error of LMDB."""
@@ -144,19 +149,15 @@ class LmdbFile:
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
             raise StoreError(
-                f"{self.path} counts {entries} values, and the last is not of that number: it is damaged; "
-                "rebuild the store"
+                f"{self.path} counts {entries} values, and the last is not of that number; rebuild the store"
             )
         return entries
 
     def append(self, values):
         """Add values behind the last key, all of them or none."""
-
-        def change(txn):
+        with self.transaction(write=True) as txn:
             for number, value in enumerate(values, self.count(txn)):
                 txn.put(key(number), value, append=True)
-
-        self.write(change)
 
     def close(self):
         """Close the environment, which nobody else may be using."""
@@ -166,49 +167,16 @@ class LmdbFile:
                 del self._open[key]
             self._env.close()
 
-    def _begin(self, write):
-        with self._turn:
-            self._turn.wait_for(lambda: not self._wanted)
-            env = self._environment(import_lmdb())
-            LmdbFile._running += 1
-        try:
-            if write:  # a reader that was killed holds on to pages that could be used again
-                env.reader_check()
-            return env.begin(write=write, buffers=True)
-        except BaseException:
-            self._end()
-            raise
-
-    def _end(self):
-        with self._turn:
-            LmdbFile._running -= 1
-            self._turn.notify_all()
-
-    @classmethod
-    def _hold(cls):
-        """Wait until no transaction is under way, and let none begin before `_release`."""
-        cls._turn.acquire()
-        cls._wanted += 1
-        cls._turn.wait_for(lambda: not cls._running)
-        cls._wanted -= 1
-
-    @classmethod
-    def _release(cls):
-        cls._turn.notify_all()
-        cls._turn.release()
-
     def _environment(self, lmdb):
         if self._pid != os.getpid():
             for (pid, *_), env in list(self._open.items()):
                 if pid != os.getpid():
                     env.close()  # inherited over a fork
             refuse_irregular(self.path.parent)
-            stat, writable = (
-                os.stat(self.path),
-                os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK),
-            )
+            stat, places = os.stat(self.path), (self.path, self.path.parent)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
+                writable = all(os.access(place, os.W_OK) for place in places)
                 writable = writable and (not self.sync or self._room_for_locks())
                 self._locks = writable and self.sync
                 options = dict(readonly=not writable, lock=self._locks, sync=self.sync)
@@ -238,6 +206,19 @@ class LmdbFile:
             return False
 
     @classmethod
+    def _hold(cls):
+        """Before a fork: wait until no transaction is under way, and let none begin before `_release`."""
+        cls._turn.acquire()
+        cls._wanted += 1
+        cls._turn.wait_for(lambda: not cls._running)
+        cls._wanted -= 1
+
+    @classmethod
+    def _release(cls):
+        cls._turn.notify_all()
+        cls._turn.release()
+
+    @classmethod
     def _begin_in_child(cls):
         """A fork: whoever waited in the parent does not here."""
         cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
@@ -258,17 +239,6 @@ def _open_map(path, size, options):
         return lmdb.open(str(path), map_size=MAP, **options)
     except lmdb.MemoryError:  # a limit of address space, ulimit -v say
         return lmdb.open(str(path), map_size=size + MAP_ROOM, **options)
-
-
-@contextlib.contextmanager
-def nothing_changed(path):
-    """Say in one sentence why a change of a store failed."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot write to {path}: {error.strerror}; what is in it is as it was"
-        ) from error
 
 
 def key(number) -> bytes:
@@ -295,10 +265,9 @@ def check_lmdb(path, name, record) -> Path:
         if not (sound and in_turn and was <= last and (before > 0 or older[2] == EMPTY)):
             raise ValueError("its header makes no sense")
         # the last pages may be free and never written
-        if (last + 1) * page > size and structure_problems(file):
-            raise ValueError(
-                f"it is truncated: it has {size} bytes and should have {(last + 1) * page}"
-            )
+        wanted = (last + 1) * page
+        if wanted > size and structure_problems(file):
+            raise ValueError(f"it is truncated: it has {size} bytes and should have {wanted}")
     return file
 
 
@@ -360,13 +329,8 @@ class LmdbFeatures:
     """
 
     def __init__(self, path, shape, dtype, block_rows, large=False):
-        self.file, self.shape, self.dtype, self.block_rows, self.large = (
-            LmdbFile(path),
-            shape,
-            dtype,
-            block_rows,
-            large,
-        )
+        self.file, self.shape, self.dtype = LmdbFile(path), shape, dtype
+        self.block_rows, self.large = block_rows, large
         self._storage = storage_dtype(str(dtype).removeprefix("torch."))
 
     def __reduce__(self):
@@ -402,52 +366,35 @@ class LmdbFeatures:
         ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
         source = as_numpy(gather_target(self, ids, rows, "rows"))
         check_finite("rows", rows)
-
-        def change(txn):
+        with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):
                 block = self._block(txn, number, check=True).copy()
                 block[at] = source[where]
                 txn.put(key(number), _block_value(block))
 
-        with nothing_changed(self.file.path):
-            self.file.write(change)
-
     def _touch(self, blocks):
         """Bring blocks into memory: py-lmdb reads a page of each value after the other, other threads run meanwhile."""
-
-        def touch(txn):
-            for number in blocks.tolist():
-                txn.get(key(number))
-
-        self.file.read(touch)
+        self.file.read(lambda txn: [txn.get(key(n)) for n in blocks.tolist()].clear())
 
     def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""
-        ids = ids.numpy()
-        order = np.argsort(ids, kind="stable")
-        ids = ids[order]
-        blocks = ids // self.block_rows
+        order = np.argsort(ids.numpy(), kind="stable")
+        blocks, rows = np.divmod(ids.numpy()[order], self.block_rows)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
-        rows = ids - blocks * self.block_rows
         for a, b in zip(starts, [*starts[1:], len(ids)]):
             yield int(blocks[a]), order[a:b], rows[a:b]
 
     def _block(self, txn, number, check=False) -> np.ndarray:
         """Block `number` as [rows, F], without a copy, valid inside the transaction; `check` compares its checksum."""
-        value, (rows, width, itemsize) = (
-            txn.get(key(number)),
-            (self.block_rows, self.shape[1], self._storage.itemsize),
-        )
-        rows = min(rows, self.shape[0] - number * rows)
-        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
+        value, rows = txn.get(key(number)), self.block_rows
+        shape = min(rows, self.shape[0] - number * rows), self.shape[1]
+        size = shape[0] * shape[1] * self._storage.itemsize
+        if value is not None and len(value) == BLOCK_HEADER.size + size:
             *head, crc = BLOCK_HEADER.unpack_from(value)
-            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(
-                rows, width
-            )
-            if head == [b"RBK2", rows, width, itemsize] and not (
-                check and zlib.crc32(block) != crc
-            ):
+            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(shape)
+            fits = head == [b"RBK2", *shape, self._storage.itemsize]
+            if fits and not (check and zlib.crc32(block) != crc):
                 return block
         raise StoreError(
             f"{self.file.path}: block {number} is missing or damaged; rebuild the store"
@@ -477,12 +424,12 @@ def _forget_sha256(file):
 # verifying
 
 
-def verify_directory(path, read, interpret) -> list[str]:
+def verify_directory(path, layout, interpret) -> list[str]:
     """Read every file of a directory, compare it with its checksum, and look at what the files hold together.
 
     Args:
         path: the directory; nothing may be writing to it meanwhile.
-        read: function of the path: meta.json, checked.
+        layout: format, specification and file names, as `read_meta` takes them.
         interpret: function of the path, called when no file is damaged: iterator over problems.
 
     Returns:
@@ -495,7 +442,7 @@ def verify_directory(path, read, interpret) -> list[str]:
     if path.is_dir() and (found := irregular(path)):
         return [f"{name}: {problem}" for name, problem in found.items()]
     try:
-        meta = read(path)
+        meta = read_meta(path, *layout)
     except StoreError as error:
         if not (path / "meta.json").exists():
             raise

@@ -7,10 +7,9 @@
     launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
     launch(n, kernels.stream())                      # about 1 us; in a CUDA graph's capture as well
 
-No CUDA toolkit is needed, NVRTC comes with torch's CUDA build. base.h says how kernels are written; their argument types
-are read from the source. An argument that is neither a pointer nor a number is a struct passed by value: the caller gives
-a ctypes.Structure (`struct_type`), whose fields may change between launches. Tensors must outlive the launches that
-point at them.
+NVRTC comes with torch's CUDA build. base.h says how kernels are written; their argument types are read from the source.
+An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose
+fields may change between launches. Tensors must outlive the launches that point at them.
 
 Compiled files are cached in $XDG_CACHE_HOME/ringblock (~/.cache/ringblock) as NAME-KEY-DIGEST.so: KEY hashes all that the
 content depends on, DIGEST is the SHA-256 of the file, without which a damaged library could end the process.
@@ -97,62 +96,48 @@ def _warn_once(name, text, error):
 # cache
 
 
-@contextlib.contextmanager
-def _cache_folder():
+def _cache_folder(stack):
     """The cache's folder, made if need be, or None where it is not this user's alone.
 
-    It is opened once and reached through that handle, so renaming a folder above it cannot exchange it.
+    It is opened once, until the ExitStack ends, and reached through that handle, so renaming a folder above it cannot
+    exchange it.
     """
-    handle, ours = None, False
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, handle)
         status, path = os.fstat(handle), Path(f"/proc/self/fd/{handle}")
-        ours = status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and path.is_dir()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        pass
-    try:
-        yield path if ours else None
-    finally:
-        if handle is not None:
-            os.close(handle)
+        if status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and path.is_dir():
+            return path
 
 
 @contextlib.contextmanager
 def cached(name, key, suffix, make):
-    """Path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
+    """A context: path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
 
     Args:
-        name: what the file's name begins with. key: text of all that the content depends on.
-        suffix: of the file's name, such as ".so".
+        name, suffix: what the file's name begins and ends with. key: text of all that the content depends on.
         make: function that writes the file to the path it is given.
     """
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    with tempfile.TemporaryDirectory(prefix="ringblock-") as private, _cache_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="ringblock-") as private, contextlib.ExitStack() as at:
+        folder = _cache_folder(at)
         for path in folder.glob(f"{stem}-*{suffix}") if folder else ():
             if path.stem == f"{stem}-{_digest(path)}":
                 yield path
                 return
         path = Path(private, name + suffix)
         make(path)
-        with contextlib.suppress(OSError):  # read-only, or full
-            if folder:
-                path = _store(path, folder / f"{stem}-{_digest(path)}{suffix}")
+        if folder:
+            target, part = folder / f"{stem}-{_digest(path)}{suffix}", folder / Path(private).name
+            with contextlib.suppress(OSError):  # read-only, or full
+                try:
+                    shutil.copyfile(path, part)
+                    path = part.replace(target)  # complete, or not there
+                finally:
+                    part.unlink(missing_ok=True)
         yield path
-
-
-def _store(path, target):
-    """Copy a file: `target` is complete or not there."""
-    handle, aside = tempfile.mkstemp(dir=target.parent)
-    os.close(handle)
-    try:
-        shutil.copyfile(path, aside)
-        os.replace(aside, target)
-    except OSError:
-        os.unlink(aside)
-        raise
-    return target
 
 
 def _digest(path):
@@ -167,16 +152,14 @@ def load_c(name, source, flags, signatures):
     """Compile C source into a shared library, if the cache does not have it, and load it.
 
     Args:
-        name: whose code this is, for the warning and the file's name.
-        source: C, as text.
-        flags: of the compiler, which is `cc` or the environment variable CC; with -march=native the library is for this
-            processor alone.
+        name: whose code this is, for the warning and the file's name. source: C, as text.
+        flags: of the compiler, which is `cc` or the environment variable CC.
         signatures: {function: (type of its result, types of its arguments...)} in ctypes' types.
 
     Returns:
         ctypes.CDLL, or None where it cannot be compiled or loaded, after one warning for each `name`.
     """
-    compiler = os.environ.get("CC", "cc")
+    compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
 
     def run(*arguments):
         done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True)
@@ -188,13 +171,14 @@ def load_c(name, source, flags, signatures):
         run(*flags, code, "-o", path, "-lm")
 
     try:
-        key = [source, run("--version"), *flags, sys.platform, platform.machine(), _cpu_flags()]
+        cpu = cpu.read_text() if cpu.exists() else platform.processor()  # for -march=native
+        cpu = next(re.finditer("^(flags|Features).*", cpu, re.MULTILINE), [cpu])[0]
+        key = [source, run("--version"), *flags, sys.platform, platform.machine(), cpu]
         with cached(name, "\0".join(key), ".so", make) as path:
             library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        text = f"the C code of {name} could not be compiled, so slower torch operations are used; "
-        text += "install a C compiler (apt install gcc) or name one in the variable CC"
-        _warn_once(name, text, error)
+        text = f"the C code of {name} could not be compiled, so slower torch operations are used"
+        _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
     for function, (result, *arguments) in signatures.items():
         getattr(library, function).restype = result
@@ -237,15 +221,6 @@ class HostKernels:
         return getattr(self._library, function)(*plain)
 
 
-def _cpu_flags():
-    """The processor's features, on which the code of -march=native depends."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line for line in file if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA
 
@@ -254,10 +229,8 @@ def load_cuda(name, source, device, options=()):
     """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU.
 
     Args:
-        name: whose code this is, for the warning and the file's name.
-        source: CUDA C++ as text, see base.h.
-        device: the GPU, a torch.device.
-        options: of NVRTC, such as ("--use_fast_math",).
+        name: whose code this is, for the warning and the file's name. source: CUDA C++ as text, see base.h.
+        device: the GPU, a torch.device. options: of NVRTC, such as ("--use_fast_math",).
 
     Returns:
         Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning
@@ -270,8 +243,7 @@ def load_cuda(name, source, device, options=()):
         if key not in _loaded:
             try:
                 _loaded[key] = Kernels(name, source, torch.device("cuda", index), options)
-            except (OSError, RuntimeError, AttributeError) as error:
-                # AttributeError: a library without a function
+            except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
                 _loaded[key] = None
                 text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
                 _warn_once(name, text, error)
@@ -279,12 +251,7 @@ def load_cuda(name, source, device, options=()):
 
 
 class Kernels:
-    """The kernels of a source on one GPU; see `load_cuda`.
-
-    Attributes:
-        device: torch.device("cuda", index).
-        signatures: {kernel: [(type in C, name)]}.
-    """
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
     def __init__(self, name, source, device, options=()):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
@@ -350,9 +317,9 @@ class Kernels:
 
 
 class Launch:
-    """A kernel with its own argument memory: launch(threads, stream) while its GPU is current (torch.cuda.device).
+    """A kernel with its own argument memory, for one host thread at a time: launch(threads, stream).
 
-    For one host thread at a time.
+    Its GPU has to be current (torch.cuda.device).
     """
 
     def __init__(self, kernels, kernel, values=()):
@@ -372,9 +339,7 @@ class Launch:
             return
         if len(values) != len(codes):
             wanted = ", ".join(f"{c_type} {name}" for c_type, name in kernels.signatures[kernel])
-            raise TypeError(
-                f"kernel {kernel} takes {len(codes)} arguments ({wanted}), not {len(values)}"
-            )
+            raise TypeError(f"kernel {kernel} takes ({wanted}), not {len(values)} arguments")
         for i in self._structs:
             self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
         self.pack([value for i, value in enumerate(values) if i not in self._structs])

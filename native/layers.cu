@@ -360,7 +360,8 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
 }
 
 // A destination's weights: its own message's, then its edges'. Thread i of them is for edge i, those
-// from E on for the messages of the destinations themselves.
+// from E on for the messages of the destinations themselves. Features of edges [E, wide] are
+// followed by those of the destinations' edges to themselves [S, wide].
 typedef struct {
   i64 row, source, at;
 } place_t;
@@ -372,6 +373,14 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   return place;
 }
 #define ROUND(weight) UP(IN)(DOWN(IN)(weight))  // to the type of the rows that it multiplies
+
+// What `wide` features of an edge add to a row: edge times the columns at `by` of a matrix [wide,
+// stride].
+FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, int whole, int left) {
+  floats_t v = all_of(0);
+  ONE_BY_ONE for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
+  return v;
+}
 
 // scores [E + S, K], then the softmax over each destination's places; `dropped` is what dropout
 // leaves of it.
@@ -413,11 +422,12 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
     grad[at * K + head] = weights[at * K + head] * (grad[at * K + head] - sum);
 }
 
-// source [N, K, D], target [S, K, D], attn [K, D] -> scores [E + S, K]: attn . leaky_relu(source +
-// target)
+// source [N, K, D], target [S, K, D], attn [K, D], edges [E + S, wide], by [wide, K, D] -> scores
+// [E + S, K]: attn . leaky_relu(source + target + edges by)
 KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows, const int *dst,
                         int S, int E, int K, int D, int whole, const IN *source, const IN *target,
-                        const float *attn, float *scores) {
+                        const float *attn, const float *edges, int wide, const float *by,
+                        float *scores) {
   THREAD((i64)(E + S) * K);
   const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);
@@ -427,7 +437,9 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
   const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
   floats_t sum = all_of(0);
   for (int c = 0; c < D; c += COLUMNS) {
-    const floats_t z = load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c);
+    const floats_t z =
+        load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
+        of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
   }
   scores[place.at * K + head] = total(sum);
@@ -472,8 +484,9 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
 }
 // to_scores [E + S, K] -> the gradient of target, and each destination's part [S, K, D] of that of
 // attn.
-KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, int width,
+KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, int K, int width,
                              int whole, const IN *source, const IN *target, const float *attn,
+                             const float *edges, int wide, const float *by,
                              const float *to_scores, OUT *to_target, float *to_attn) {
   ROW_AND_COLUMN((i64)S * K);
   const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
@@ -482,11 +495,13 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
   const floats_t t = load(target + row * width + column, whole, left);
   floats_t slopes = all_of(0), sums = all_of(0);
   for (i64 j = 0; j <= count; j++) {
-    i64 u = j ? (i64)indices[first + j - 1] : s;
-    float by = to_scores[(first + s + j) * K + head];
-    const floats_t z = load(source + (u * K + head) * width + column, whole, left) + t;
-    slopes = slopes + slope(z) * by;
-    sums = sums + leaky(z) * by;
+    const i64 u = j ? (i64)indices[first + j - 1] : s, e = j ? first + j - 1 : E + s;
+    const float score = to_scores[(first + s + j) * K + head];
+    const floats_t z = load(source + (u * K + head) * width + column, whole, left) + t +
+                       of_edge(edges + e * wide, wide, by + head * width + column,
+                               (i64)K * width, whole, left);
+    slopes = slopes + slope(z) * score;
+    sums = sums + leaky(z) * score;
   }
   store_floats(to_attn + row * width + column, whole, left, sums);
   const floats_t a = load_floats(attn + head * width + column, whole, left);
@@ -494,10 +509,11 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
 }
 // The gradient of source: by way of the scores, and of the weighted sum.
 KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
-                             const int *destination, const int *edge, int S, int N, int K,
+                             const int *destination, const int *edge, int S, int N, int E, int K,
                              int width, int whole, const IN *source, const IN *target,
-                             const float *attn, const float *weights, const float *to_scores,
-                             const IN *grad, OUT *out) {
+                             const float *attn, const float *edges, int wide, const float *by,
+                             const float *weights, const float *to_scores, const IN *grad,
+                             OUT *out) {
   ROW_AND_COLUMN((i64)N * K);
   const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   if (!column && !head) {
@@ -508,14 +524,83 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
   const int first = start[u], count = size[u];
   floats_t slopes = all_of(0), sum = all_of(0);
   for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
-    const i64 s = q < 0 ? u : destination[first + q],
-              at = s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1);
+    const i64 s = q < 0 ? u : destination[first + q], e = q < 0 ? E + u : edge[first + q];
+    const i64 at = s + (q < 0 ? (i64)indptr[u] : e + 1);
     const i64 to = (s * K + head) * width + column;
-    slopes = slopes + slope(load(target + to, whole, left) + own) * to_scores[at * K + head];
+    const floats_t z = load(target + to, whole, left) + own +
+                       of_edge(edges + e * wide, wide, by + head * width + column,
+                               (i64)K * width, whole, left);
+    slopes = slopes + slope(z) * to_scores[at * K + head];
     sum = sum + load(grad + to, whole, left) * ROUND(weights[at * K + head]);
   }
   const floats_t a = load_floats(attn + head * width + column, whole, left);
   store(out + row * width + column, whole, left, sum + a * slopes);
+}
+
+// GINE: the sum of relu(h + edges by) over a destination's edges, h [N, width], edges [E, wide], by
+// [wide, width] -> out [S, width].
+KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *edges, int wide,
+                 const float *by, int S, int width, int whole, OUT *out) {
+  ROW_AND_COLUMN(S);
+  const i64 s = row;
+  if (!column) FETCH_SOURCES(h, width);
+  floats_t sum = all_of(0);
+  for (ID e = indptr[s]; e < indptr[s + 1]; e++) {
+    const floats_t z = load(h + (i64)indices[e] * width + column, whole, left) +
+                       of_edge(edges + (i64)e * wide, wide, by + column, width, whole, left);
+    sum = sum + choose(z > 0.0f, z, all_of(0));
+  }
+  store(out + row * width + column, whole, left, sum);
+}
+KERNEL edge_sums_grad(const int *start, const int *size, const int *destination, const int *edge,
+                      const IN *h, const float *edges, int wide, const float *by, const IN *grad,
+                      int N, int width, int whole, OUT *out) {
+  ROW_AND_COLUMN(N);
+  const i64 u = row;
+  const int first = start[u], last = first + size[u];
+  if (!column) FETCH_DESTINATIONS(grad, width, width);
+  const floats_t own = load(h + row * width + column, whole, left);
+  floats_t sum = all_of(0);
+  for (int q = first; q < last; q++) {
+    const floats_t z = own + of_edge(edges + (i64)edge[q] * wide, wide, by + column, width, whole,
+                                     left);
+    sum = sum + keep(z, load(grad + (i64)destination[q] * width + column, whole, left), 1);
+  }
+  store(out + row * width + column, whole, left, sum);
+}
+// The gradient of `by`, of attention (rows: target, and each destination is its own source first) or
+// of GINE's sums (attn null, rows: the gradient): `parts` runs of destinations each add up to_by
+// [parts, wide, K, width].
+KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, int S, int E, int K, int width, int whole,
+                        const IN *source, const IN *rows, const float *attn, const float *edges,
+                        int wide, const float *by, const float *to_scores, int parts_of_all,
+                        float *to_by) {
+  ROW_AND_COLUMN((i64)parts_of_all * K);
+  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  const i64 begin = (u64)part * S / (unsigned)parts_of_all;
+  const i64 end = (u64)(part + 1) * S / (unsigned)parts_of_all;
+  const i64 stride = (i64)K * width, at_column = head * width + column;
+  const int loop = attn != 0;
+  floats_t a = all_of(1);
+  if (loop) a = load_floats(attn + at_column, whole, left);
+  for (int k = 0; k < wide; k += 8) {
+    floats_t sums[8];
+    UNROLL for (int j = 0; j < 8; j++) sums[j] = all_of(0);
+    for (i64 s = begin; s < end; s++) {
+      const floats_t r = load(rows + s * stride + at_column, whole, left);
+      for (i64 e = (i64)indptr[s] - loop; e < (i64)indptr[s + 1]; e++) {
+        const int self = e < (i64)indptr[s];
+        const i64 u = self ? s : (i64)indices[e];
+        const float *edge = edges + (self ? E + s : e) * wide;
+        floats_t z = load(source + u * stride + at_column, whole, left) +
+                     of_edge(edge, wide, by + at_column, stride, whole, left);
+        const floats_t g = loop ? slope(z + r) * a * to_scores[(e + s + 1) * K + head] : keep(z, r, 1);
+        UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
+      }
+    }
+    for (int j = 0; j < 8 && k + j < wide; j++)
+      store_floats(to_by + (part * wide + k + j) * stride + at_column, whole, left, sums[j]);
+  }
 }
 
 // Rows of any type, as words of 16, 4 or 2 bytes; ids of 4 or 8 bytes, as those of edges are int64

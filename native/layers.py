@@ -138,6 +138,14 @@ class Code:
         self.run("relu_dropout_grad", S * self.threads(width), *given, out)
         return out
 
+    def edge_matrix_grad(self, indptr, indices, S, E, K, width, *given):
+        """The gradient [d, K width] of what features of edges [*, d] are multiplied by; arguments as the kernel's."""
+        by, parts = given[-2], 1024
+        to_by = by.new_empty(parts, *by.shape)
+        size = indptr, indices, S, E, K, width
+        self.run("edge_matrix_grad", parts * K * self.threads(width), *size, *given, parts, to_by)
+        return to_by.sum(0)
+
 
 def _aligned(width, *rows):
     """1 where rows of this width start at multiples of 16 bytes, which the kernels on the CPU need not know."""
@@ -360,65 +368,112 @@ class _CrossEntropy(torch.autograd.Function):
         return grad * weight, None, None
 
 
-def attend(indptr, indices, source, target, attn, self_rows, nodes, seed, drop):
+def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, by=None):
     """The weighted sum of a GATv2 layer, before heads are averaged.
 
     Args:
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
         self_rows: [S] rows of source that are the destinations'; the first S when None. No gradient flows with them.
-        nodes, seed, drop: of the dropout of weights; see model.py.
+        drawn: nodes, seed, drop of the dropout of weights; see model.py.
+        edges: float32 [E + S, d], the features of the edges, then of those of the destinations to themselves.
+        by: float32 [d, K D] that they are multiplied by.
 
     Returns:
         [S, K D], of source's type.
     """
-    code = functions([indptr, indices, self_rows, nodes], target, source)
+    code = functions([indptr, indices, self_rows, drawn[0]], target, source)
     few = (indices.numel() + len(target)) * len(attn) < 1 << 32
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not few:
         return None
-    return _Attend.apply(indptr, indices, source, target, attn, self_rows, nodes, seed, drop, code)
+    if edges is None:
+        edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
+    if edges.dtype != torch.float32 or by.dtype != torch.float32:
+        return None
+    given = source, target, attn, edges.contiguous(), by.contiguous()
+    return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, indptr, indices, source, target, attn, self_rows, nodes, seed, drop, code):
+    def forward(ctx, indptr, indices, source, target, attn, edges, by, self_rows, drawn, code):
         block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
-        E, scale, aligned = indices.numel(), 256 / (256 - drop), _aligned(D, *rows)
+        nodes, seed, drop = drawn
+        E, scale, aligned = indices.numel(), 256 / (256 - drop), _aligned(D, *rows, by)
         weights, out = attn.new_empty(E + S, K), torch.empty_like(target)
         dropped, dst = torch.empty_like(weights) if drop else None, destinations(code, *block)
-        given = *block, self_rows, dst, S, E, K, D, aligned, *rows
+        given = *block, self_rows, dst, S, E, K, D, aligned, *rows, edges, len(by), by
         code.run("attention_scores", (E + S) * K, *given, weights)
-        size, drawn = (S, K), (*_on_device(seed), drop, scale)
-        code.run("attention_softmax", S * K, *block, nodes, *size, *drawn, weights, dropped)
+        size, random = (S, K), (*_on_device(seed), drop, scale)
+        code.run("attention_softmax", S * K, *block, nodes, *size, *random, weights, dropped)
         size, used = (S, K, D, aligned), weights if dropped is None else dropped
         threads = S * K * code.threads(D)
         code.run("attention_sum", threads, *block, self_rows, *size, used, source, out)
         ctx.scale, ctx.code = scale, code
-        ctx.save_for_backward(indptr, indices, dst, source, target, attn, weights, dropped)
+        ctx.save_for_backward(indptr, indices, dst, *rows, edges, by, weights, dropped)
         return out
 
     @staticmethod
     def backward(ctx, grad):  # [S, K D]
-        *block, dst, source, target, attn, weights, dropped = ctx.saved_tensors
+        *block, dst, source, target, attn, edges, by, weights, dropped = ctx.saved_tensors
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
         (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
-        aligned, threads = _aligned(D, *rows, grad), K * code.threads(D)
+        aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
         to_scores, to_attn = torch.empty_like(weights), attn.new_empty(S, K * D)
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
         given = *block, dst, S, E, K, D, aligned, source, grad
         code.run("attention_weight_grad", (E + S) * K, *given, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
-        size, made = (S, K, D, aligned), (to_target, to_attn)
-        code.run("attention_target_grad", S * threads, *block, *size, *rows, to_scores, *made)
-        lists, used = (
-            Lists(code, *block, N, dst, edges=True),
-            weights if dropped is None else dropped,
-        )
-        edges, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
-        given = *rows, used, to_scores, grad
-        code.run("attention_source_grad", N * threads, indptr, *edges, *size, *given, to_source)
+        size, made, extra = (S, E, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
+        given = *size, *rows, *extra, to_scores
+        code.run("attention_target_grad", S * threads, *block, *given, *made)
+        to_by = code.edge_matrix_grad(*block, *given) if len(by) else None
+        lists = Lists(code, *block, N, dst, edges=True)
+        listed, size = (*lists.of_source, lists.edge), (S, N, E, K, D, aligned)
+        used = weights if dropped is None else dropped
+        given = *size, *rows, *extra, used, to_scores, grad
+        code.run("attention_source_grad", N * threads, indptr, *listed, *given, to_source)
         to_attn = to_attn.sum(0).view(K, D)
-        return None, None, to_source, to_target, to_attn, *[None] * 5
+        return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
+
+
+def edge_sums(indptr, indices, h, edges, by):
+    """The sum of relu(h + edges by) over each destination's edges, of GINE.
+
+    Args:
+        h: [N, F]. edges: float32 [E, d]. by: float32 [d, F].
+
+    Returns:
+        [S, F].
+    """
+    code = functions([indptr, indices], h, h)
+    if code is None or edges.dtype != torch.float32 or by.dtype != torch.float32:
+        return None
+    return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
+
+
+class _EdgeSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, indptr, indices, h, edges, by, code):
+        S, width = indptr.numel() - 1, h.shape[1]
+        out, size = h.new_empty(S, width), (S, width, _aligned(width, h, by))
+        given = indptr, indices, h, edges, len(by), by, *size
+        code.run("edge_sums", S * code.threads(width), *given, out)
+        ctx.save_for_backward(indptr, indices, h, edges, by)
+        ctx.code = code
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # [S, F]
+        indptr, indices, h, edges, by = ctx.saved_tensors
+        grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
+        aligned, extra = _aligned(width, h, by, grad), (edges, len(by), by)
+        size = len(grad), len(edges), 1, width, aligned
+        to_by = code.edge_matrix_grad(indptr, indices, *size, h, grad, None, *extra, None)
+        lists, out = Lists(code, indptr, indices, N, edges=True), torch.empty_like(h)
+        given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
+        code.run("edge_sums_grad", N * code.threads(width), *given, out)
+        return None, None, out, None, to_by, None
 
 
 def sage(blocks, x, aggregated, weights, drops):

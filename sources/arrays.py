@@ -1,6 +1,6 @@
 """Arrays of a file or a graph object, by name: checked on access; unused ones that matter are refused.
 
-arrays = Arrays("mine.npz", open_npz("mine.npz"), ignore=["edge_weight"])
+arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or of_object(a DGLGraph or a PyG Data, {})
 y = arrays.labels()                      # int64 [V], -1 where there is none
 x = arrays.features()                    # [V, F], a dense array or the rows of a CSR matrix
 arrays.close(len(y), num_edges)          # names what was not taken, refuses what would have changed the result
@@ -18,11 +18,9 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import StoreError, free_host_bytes, integers, readable_size, reading
-from disk.sort import Rows
-from sources.header import MISSING, like_number
+from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading
 from sources.splits import PARTS
-from sources.tables import short
+from sources.tables import MISSING, like_number, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
@@ -32,39 +30,80 @@ OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." 
     "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
 }
-KNOWN = [
-    name
-    for names in (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())
-    for name in names
-]
-MATTERS = re.compile(
-    "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
-)
+KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())), [])
+MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
-NO_REGRESSION = "labels that are fractions, node regression, are not supported"
 
 
-def open_npz(file) -> dict:
-    """The arrays of an .npz file: {name: function that reads it}."""
+def open_npz(file, ignore=()) -> Arrays:
+    """The arrays of an .npz file, which are read when they are asked for."""
     if not os.path.isfile(file):
         raise StoreError(f"cannot read {file}: there is no regular file of that name")
     with reading(file):
         archive = zipfile.ZipFile(file)
-        return {
-            name.removesuffix(".npy"): functools.partial(_read_member, archive, name)
-            for name in archive.namelist()
-        }
+    names = {member.removesuffix(".npy"): member for member in archive.namelist()}
+    read = {name: functools.partial(_read, archive, member) for name, member in names.items()}
+    return Arrays(file, read, ignore)
 
 
-def _read_member(archive, name):
-    size, free = archive.getinfo(name).file_size, free_host_bytes()
+def _read(archive, member):
+    size, free = archive.getinfo(member).file_size, free_host_bytes()
     if size > free:
         raise ValueError(f"{readable_size(size)} unpacked, and {readable_size(free)} are free")
-    with archive.open(name) as stream:
+    with archive.open(member) as stream:
         array = np.lib.format.read_array(stream, allow_pickle=False)
         if stream.read(1):  # at its end zipfile compares the member with its checksum
             raise ValueError("it is longer than its header says")
         return array
+
+
+def of_object(graph, own, ignore=()) -> Arrays:
+    """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them, `own` in place of theirs."""
+    kind = type(graph).__name__
+    if hasattr(graph, "ndata"):
+        if len(graph.canonical_etypes) != 1 or len(graph.ntypes) != 1:
+            raise StoreError(
+                f"the DGLGraph has {len(graph.ntypes)} kinds of nodes and {len(graph.canonical_etypes)} of edges: one of "
+                "each is needed (dgl.to_homogeneous)"
+            )
+        # a graph may be there in some of them only
+        edges = graph.formats(["coo", "csr", "csc"]).edges()
+        arrays = {"edge_index": torch.stack(edges), "num_nodes": graph.num_nodes()}
+        arrays |= {"node_time" if n == "time" else n: value for n, value in graph.ndata.items()}
+        # without DGL's own numbers
+        arrays |= {f"edata.{name}": v for name, v in graph.edata.items() if name != "_ID"}
+    elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
+        arrays = dict(graph.to_dict() if hasattr(graph, "to_dict") else vars(graph))
+        if arrays.get("adj_t") is not None and arrays.get("edge_index") is None:
+            arrays |= _of_adjacency(arrays.pop("adj_t"), arrays.get("edge_weight"))
+    else:
+        raise StoreError(
+            f"a graph cannot be read from a {kind}: give the path of an .npz or .csv file, a DGLGraph or a PyG Data"
+        )
+    replaced = [*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ())]
+    if any(name.endswith("_idx") for name in own):
+        replaced += sum(PARTS.values(), [])
+    arrays = {name: value for name, value in arrays.items() if name not in replaced}
+    arrays = Arrays(kind, {**arrays, **own}, ignore)
+    for name, names in (("features", FEATURES), ("labels", LABELS)):
+        if not arrays.find(*names):
+            raise StoreError(f"the {kind} has no {name}: give them as {name}=")
+    return arrays
+
+
+def _of_adjacency(matrix, weights) -> dict:
+    """adj_t, a SparseTensor of torch_sparse or of torch, whose row v holds the sources of the edges into v."""
+    if isinstance(matrix, torch.Tensor):
+        matrix = matrix.to_sparse_csr()
+        indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+    else:
+        indptr, indices, values = matrix.csr()
+    edges = torch.stack([indices, torch.repeat_interleave(indptr.diff())])
+    if values is None or bool((values == 1).all()):
+        values = weights
+    elif weights is not None:
+        raise StoreError("adj_t has values other than 1, beside edge_weight: keep one of them")
+    return {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
 
 
 class Arrays:
@@ -77,12 +116,11 @@ class Arrays:
     """
 
     def __init__(self, source, values, ignore=()):
-        self.source, self.classes = str(source), None
-        self._values, self._taken = values, set()
-        self._there = [name for name in values if values[name] is not None]
+        self.source, self.classes, self._taken = str(source), None, set()
+        self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
             self.find(name, needed=True)
-        self._there = [name for name in self._there if name not in ignore]
+        self._values = {n: value for n, value in self._values.items() if n not in ignore}
 
     def error(self, text) -> StoreError:
         """An error that names the source."""
@@ -99,13 +137,13 @@ class Arrays:
 
     def find(self, *names, needed=False):
         """That one of several names which is there, or None."""
-        found = [name for name in names if name in self._there]
+        found = [name for name in names if name in self._values]
         if len(found) > 1:
             raise self.error(
                 f"it has {found[0]} and {found[1]}, which mean the same: keep one, or {self._do_without(found[1])}"
             )
         if needed and not found:
-            there = ", ".join(self._there) or "none"
+            there = ", ".join(self._values) or "none"
             raise self.error(f"it has no array {' or '.join(names)}; its arrays are {there}")
         return found[0] if found else None
 
@@ -129,6 +167,15 @@ class Arrays:
             raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
         return array
 
+    def shaped(self, name, *shape):
+        """An array of numbers of a shape, in which a letter stands for any number."""
+        array = self[name]
+        fits = [isinstance(want, str) or n == want for n, want in zip(array.shape, shape)]
+        if array.ndim != len(shape) or not all(fits):
+            wanted = ", ".join(map(str, shape))
+            raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
+        return array
+
     def integers(self, name):
         """An array of whole numbers as int64."""
         return integers(f"{self.source}: {name}", self[name])
@@ -136,30 +183,25 @@ class Arrays:
     def edge_index(self):
         """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
         name = self.find(*EDGES, needed=True)
-        edges = self[name]
-        if name == "edges" and (edges.ndim != 2 or edges.shape[1] != 2):
-            raise self.error(
-                f"edges is {list(edges.shape)}: [M, 2] is needed, source and destination of each edge"
-            )
-        return edges if name == "edge_index" else edges.T
+        return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
     def columns(self, num_nodes, num_edges):
         """What edges carry, by the names that a store has for it, and `node_time`."""
-        found = {column: name for column, names in OF_EDGES.items() if (name := self.find(*names))}
-        found |= {"node_time": "node_time"} if self.find("node_time") else {}
-        columns = {column: self[name] for column, name in found.items()}
-        for column, name in found.items():
-            of_nodes, shape = column == "node_time", list(columns[column].shape)
-            if shape[:1] != [num_nodes if of_nodes else num_edges]:
-                each = f"{num_nodes} nodes" if of_nodes else f"{num_edges} edges"
+        names = {**OF_EDGES, "node_time": ["node_time"]}
+        names = {column: name for column, words in names.items() if (name := self.find(*words))}
+        columns = {column: self[name] for column, name in names.items()}
+        for column, name in names.items():
+            shape = list(columns[column].shape)
+            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
+            if shape[:1] != [count]:
                 raise self.error(
-                    f"{name} is {shape}: a row for each of the {each} is needed; drop the array, or "
+                    f"{name} is {shape}: a row for each of the {count} {of} is needed; drop the array, or "
                     f"{self._do_without(name)}"
                 )
             if column != "edge_features" and shape[1:] == [1]:
                 columns[column] = columns[column].reshape(-1)
-        if found:
-            called = (c if c == n else f"{c} (called {n})" for c, n in found.items())
+        if names:
+            called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
         return columns
 
@@ -174,15 +216,11 @@ class Arrays:
         values = self._numbered(name, values) if text else self[name]
         shape = list(values.shape)
         if values.ndim == 0 or values.ndim > 2 and values.size != max(shape):
-            raise self.error(
-                f"{name} is {shape}: [V], a label a node, or [V, C] of 0 and 1 is needed"
-            )
+            raise self.error(f"{name} is {shape}: [V], or [V, C] of 0 and 1, is needed")
         if values.size == max(shape):
             values = values.reshape(-1)
         elif (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
-            raise self.error(
-                f"{name} is {shape}, one-hot rows: of one class a node take {name}.argmax(1)"
-            )
+            raise self.error(f"{name} is {shape}, one-hot rows: take {name}.argmax(1)")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(f"{self.source}: {name}", values)
@@ -191,8 +229,8 @@ class Arrays:
         bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
         if len(bad):
             raise self.error(
-                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN "
-                f"where there is none; {NO_REGRESSION}"
+                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where "
+                "there is none; labels that are fractions, node regression, are not supported"
             )
         if missing.any():
             few, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
@@ -223,9 +261,8 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            raise self.error(
-                f"row_normalize={row_normalize} has no effect: it is for a CSR matrix of features"
-            )
+            what = f"row_normalize={row_normalize} has no effect"
+            raise self.error(f"{what}: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):
@@ -245,17 +282,15 @@ class Arrays:
             shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
             raise self.error(
-                f"its CSR matrix of features has shape {shape}: {num_nodes} rows and from 1 to {PIECE:,} "
-                "columns are needed"
+                f"its features have shape {shape}: {num_nodes} rows and from 1 to {PIECE:,} columns are needed"
             )
         if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
             raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
-        if normalize and values.min(initial=0) < 0:
+        if normalize and (least := values.min(initial=0)) < 0:
             raise self.error(
-                f"feat_data holds {values.min()}: rows with values below 0 are not divided by their sum; give "
-                "row_normalize=0"
+                f"feat_data holds {least}: rows with values below 0 are not divided by their sum; give row_normalize=0"
             )
         if data:
             how = "each row divided by its sum (row_normalize=0 leaves them)"
@@ -280,19 +315,18 @@ class Arrays:
 
     def close(self, num_nodes=None, num_edges=None):
         """Name what was not taken; what seems to say something of edges, splits, features or labels is refused."""
-        rest = [name for name in self._there if name not in self._taken]
+        rest = [name for name in self._values if name not in self._taken]
         for name in rest:
             shape = ()
             with contextlib.suppress(StoreError):  # what cannot be read and is not needed
                 shape = self._array(name).shape
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
-            if of_edges or MATTERS.search(str(name).lower()):
+            if of_edges or re.search(MATTERS, str(name).lower()):
                 near = difflib.get_close_matches(str(name), KNOWN, 1)
                 why = "no array of that name is known" + (f", {near[0]} is" if near else "")
                 if of_edges or "edge" in name:
                     why = "what edges carry is called edge_weight, edge_time or edge_features"
-                raise self.error(
-                    f"{name} is not used: {why}; drop the array, or {self._do_without(name)}"
-                )
+                what = f"{name} is not used: {why}; drop the array, or {self._do_without(name)}"
+                raise self.error(what)
         if rest:
             self.say(f"not used: {', '.join(map(str, rest))}")

@@ -1,99 +1,73 @@
-"""Molecules and crystals in arrays -> many small graphs on disk.
+"""Molecules and crystals in arrays -> many small graphs, as `build_graphs` takes them, a batch at a time.
 
-    build_molecules("molecules", Arrays("esol.npz", Npz("esol.npz")), {}, seed=0, source="")
-    build_crystals("crystals", Arrays("mlearn.npz", Npz("mlearn.npz")), {"radius": 5.0}, seed=0, source="")
+    batches, split, more = molecules(open_npz("esol.npz"), {}, seed=0)
+    batches, split, more = crystals(open_npz("mlearn.npz"), {"radius": 5.0}, seed=0)
+    build_graphs("esol", (block_diagonal(*batch) for batch in batches), split=split, source=more)
 
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from disk.sort import ahead
 from disk.files import check_finite
-from disk.graphs import block_diagonal, build_graphs
+from disk.sort import ahead
 from sources.splits import of_graphs
 
 # atoms and their images among which the neighbours of a crystal's atoms are searched
 MOST_CANDIDATES = 1 << 14
 
 
-def build_molecules(path, arrays, given, seed, source, *, progress=False) -> Path:
-    """Build a `GraphDataset` of molecules, or of any graphs in the same layout -> its path.
+def molecules(arrays, given, seed):
+    """Molecules, or any graphs in the same layout -> (batches, split, what to tell of them).
 
     Args:
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
             `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx` or masks.
         given: dict; `split` is the number of one of several splits. seed: draws the split where there is none.
-        source: dict, kept in meta.json.
     """
-    x, e, ends = arrays["atom_feat"], arrays["bond_feat"], arrays.integers("bond_index_local")
-    if x.ndim != 2 or e.ndim != 2 or ends.shape != (2, len(e)):
-        raise arrays.error(
-            f"atom_feat is {list(x.shape)}, bond_feat {list(e.shape)} and bond_index_local "
-            f"{list(ends.shape)}: [N, F], [B, D] and [2, B] are needed"
-        )
-    nodes, bonds = (
-        _offsets(arrays, "node_offsets", len(x), 1),
-        _offsets(arrays, "bond_offsets", len(e), 0),
-    )
+    x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
+    arrays.shaped("bond_index_local", 2, len(e))
+    ends = arrays.integers("bond_index_local")
+    nodes = _offsets(arrays, "node_offsets", len(x), 1)
+    arrays.shaped("bond_offsets", len(nodes))
+    bonds = _offsets(arrays, "bond_offsets", len(e), 0)
     y = _targets(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
-    if len(bonds) != len(nodes):
-        raise arrays.error(
-            f"bond_offsets tell of {len(bonds) - 1} graphs, node_offsets of {len(nodes) - 1}"
-        )
     split = of_graphs(arrays, len(y), given.get("split"), seed)
     arrays.close()
 
     def batch(first):
         last = min(first + 4096, len(y))
         a, b = bonds[first], bonds[last]
-        counts = np.diff(bonds[first : last + 1])
         twice = np.repeat(np.arange(b - a), 2)  # each bond, then its reverse
         edge_index = ends[:, a:b][:, twice]
         edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
+        sizes, counts = (np.diff(offsets[first : last + 1]) for offsets in (nodes, bonds))
         atoms = x[nodes[first] : nodes[last]]
-        sizes = np.diff(nodes[first : last + 1])
-        return block_diagonal(sizes, 2 * counts, edge_index, atoms, e[a:b][twice], y[first:last])
+        return sizes, 2 * counts, edge_index, atoms, e[a:b][twice], y[first:last]
 
-    return build_graphs(
-        path,
-        (batch(first) for first in range(0, len(y), 4096)),
-        split=split,
-        progress=progress,
-        source={**source, "edges": "both directions of each bond"},
-    )
+    return map(batch, range(0, len(y), 4096)), split, {"edges": "both directions of each bond"}
 
 
-def build_crystals(path, arrays, given, seed, source, *, progress=False) -> Path:
-    """Build a `GraphDataset` of periodic cells, to learn the energy per atom -> its path.
+def crystals(arrays, given, seed):
+    """Periodic cells, to learn the energy per atom -> (batches, split, what to tell of them).
 
     Args:
         arrays: `Arrays`: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice`
-            [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell), perhaps a split as in `build_molecules`.
-        given: dict; `radius` of the neighbourhoods, angstrom, 4 by default; `split` as in `build_molecules`.
+            [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell), perhaps a split as for `molecules`.
+        given: dict; `radius` of the neighbourhoods, angstrom, 4 by default; `split` as for `molecules`.
 
     Node features are atomic numbers, edge features distances.
     """
     radius, numbers = given.get("radius", 4.0), arrays.integers("Z")
-    coords, lattice = (arrays[name].astype(np.float64) for name in ("frac_coords", "lattice"))
+    arrays.shaped("Z", "N")
     offsets = _offsets(arrays, "atom_offsets", len(numbers), 1)
     atoms = np.diff(offsets)
-    if (
-        numbers.ndim != 1
-        or coords.shape != (len(numbers), 3)
-        or lattice.shape != (len(atoms), 3, 3)
-    ):
-        raise arrays.error(
-            f"Z is {list(numbers.shape)}, frac_coords {list(coords.shape)} and lattice "
-            f"{list(lattice.shape)}: [{len(numbers)}], [{len(numbers)}, 3] and [{len(atoms)}, 3, 3] are "
-            "needed"
-        )
+    coords = arrays.shaped("frac_coords", len(numbers), 3).astype(np.float64)
+    lattice = arrays.shaped("lattice", len(atoms), 3, 3).astype(np.float64)
     bad = np.flatnonzero((numbers < 0) | (numbers > 118))
     if len(bad):
         raise arrays.error(f"Z[{bad[0]}] is {numbers[bad[0]]}: atomic numbers lie in [0, 118]")
@@ -105,60 +79,40 @@ def build_crystals(path, arrays, given, seed, source, *, progress=False) -> Path
 
     def batch(first):
         cells = range(first, min(first + 16, len(y)))
-        found = [
-            periodic_neighbours(coords[offsets[i] : offsets[i + 1]], lattice[i], radius)
-            for i in cells
-        ]
+        parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
+        found = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
         edge_index, distance = (np.concatenate(part, -1) for part in zip(*found))
-        return block_diagonal(
-            atoms[cells],
-            [len(d) for _, d in found],
-            edge_index,
-            numbers[offsets[first] : offsets[cells[-1] + 1], None].astype(np.uint8),
-            distance[:, None].astype(np.float32),
-            y[cells],
-        )
+        x = numbers[offsets[first] : offsets[cells[-1] + 1], None].astype(np.uint8)
+        counts, e = [len(d) for _, d in found], distance[:, None].astype(np.float32)
+        return atoms[cells], counts, edge_index, x, e, y[cells]
 
-    return build_graphs(
-        path,
-        ahead(batch, len(y), 16),
-        split=split,
-        progress=progress,
-        source={**source, "radius": radius, "target": "energy per atom"},
-    )
+    return ahead(batch, len(y), 16), split, {"radius": radius, "target": "energy per atom"}
 
 
 def _check_cells(arrays, lattice, atoms, radius):
     """Refuse cells [G, 3, 3] that are none, and those whose neighbourhoods take too long to search."""
     if not 0 < radius < float("inf"):
         raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
-    bad = np.flatnonzero(
-        ~(np.abs(lattice) < 1e6).all((1, 2))
-        | (np.abs(np.linalg.det(np.nan_to_num(lattice))) < 1e-9)
-    )
+    sane = (np.abs(lattice) < 1e6).all((1, 2))
+    bad = np.flatnonzero(~sane | (np.abs(np.linalg.det(np.nan_to_num(lattice))) < 1e-9))
     if len(bad):
-        raise arrays.error(
-            f"lattice[{bad[0]}] is {lattice[bad[0]].tolist()}: three finite vectors that span a cell "
-            "are needed"
-        )
+        cell = f"lattice[{bad[0]}] is {lattice[bad[0]].tolist()}"
+        raise arrays.error(f"{cell}: three finite vectors that span a cell are needed")
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     bad = np.flatnonzero(candidates > MOST_CANDIDATES)
     if len(bad):
         n, found = atoms[bad[0]], candidates[bad[0]]
         raise arrays.error(
-            f"cell {bad[0]} has {n} atoms, and within radius={radius:g} of it lie about "
-            f"{found / n:,.0f} images of each, {found:,.0f} atoms in all: at most {MOST_CANDIDATES:,} "
-            "are searched; choose a smaller radius"
+            f"cell {bad[0]} has {n} atoms, and within radius={radius:g} of it lie about {found / n:,.0f} images of each, "
+            f"{found:,.0f} in all: at most {MOST_CANDIDATES:,} are searched; choose a smaller radius"
         )
 
 
 def _heights(lattice) -> np.ndarray:
     """Distances of opposite faces, [..., 3], of cells [..., 3, 3]."""
     a, b, c = np.moveaxis(lattice, -2, 0)
-    areas = np.stack(
-        [np.linalg.norm(np.cross(u, v), axis=-1) for u, v in ((b, c), (c, a), (a, b))], -1
-    )
-    return np.abs(np.linalg.det(lattice))[..., None] / areas
+    areas = [np.linalg.norm(np.cross(u, v), axis=-1) for u, v in ((b, c), (c, a), (a, b))]
+    return np.abs(np.linalg.det(lattice))[..., None] / np.stack(areas, -1)
 
 
 def periodic_neighbours(coords, lattice, radius):
@@ -198,10 +152,8 @@ def _offsets(arrays, name, count, least) -> np.ndarray:
     offsets = arrays.integers(name)
     whole = offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
     if not whole or (np.diff(offsets) < least).any():
-        raise arrays.error(
-            f"{name} must rise from 0 to the {count} rows that it divides into graphs"
-            + (", each with a row at least" if least else "")
-        )
+        each = ", each with a row at least" * least
+        raise arrays.error(f"{name} must rise from 0 to the {count} rows of the graphs{each}")
     return offsets
 
 
@@ -209,10 +161,8 @@ def _targets(arrays, name, count, atoms=1) -> np.ndarray:
     """float32 [G, T], divided by the number of atoms."""
     values = arrays[name]
     if values.ndim not in (1, 2) or len(values) != count:
-        raise arrays.error(
-            f"{name} is {list(values.shape)}, and there are {count} graphs: [{count}] or [{count}, T] "
-            "is needed"
-        )
+        what = f"and there are {count} graphs: [{count}] or [{count}, T] is needed"
+        raise arrays.error(f"{name} is {list(values.shape)}, {what}")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused
         values = (values.reshape(count, -1).T / atoms).T.astype(np.float32)
     check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))

@@ -6,13 +6,15 @@
     path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
     path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
-    path = build(dgl_graph_or_pyg_data, "some/store")            # or mine.npz, or edges.csv.gz with features, labels
+    path = build("mine.npz:split=3", "some/store", symmetrize=True)
+    path = build("edges.csv.gz", "some/store", features="x.csv.gz", labels="y.csv", weights="w")
+    path = build(dgl_graph_or_pyg_data, "some/store")
 
     python -m sources.prepare NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize] [--drop-duplicates]
 
 `prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a
-graph once, with all the splits that it came with, or with none: `choose_split` takes one of them, or draws one by a
-seed.
+graph once, with all the splits that it came with, or with none: `choose_split` of sources/splits.py takes one of them,
+or draws one by a seed.
 """
 
 from __future__ import annotations
@@ -24,19 +26,40 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
-from disk.files import READABLE, StoreError, read_meta, reading, sha256_of
-from sources.arrays import Arrays, open_npz
-from sources.build import TABLE, build, build_arrays, draws, npz_file, parse
-from sources.ogb import OGB, build_ogb
-from sources.planetoid import PLANETOID, build_planetoid
-from sources.splits import choose_split, say_empty_parts
-from sources.synthetic import SYNTHETIC, build_synthetic
-from store import BACKENDS, command
+import numpy as np
 
-__all__ = ["build", "choose_split", "known_datasets", "prepare", "say_empty_parts"]
+from disk.checks import check_labels, check_split
+from disk.files import (
+    READABLE,
+    StoreError,
+    read_meta,
+    reading,
+    refuse_existing,
+    scratch_folder,
+    sha256_of,
+)
+from disk.graphs import block_diagonal, build_graphs
+from sources.arrays import FEATURES, LABELS, Arrays, of_object, open_npz
+from sources.graph_tables import TABLE, read_tables
+from sources.molecules import crystals, molecules
+from sources.public import OGB, PLANETOID, ogb, planetoid
+from sources.splits import DRAWN, PARTS, drawn_per_class, found
+from sources.synthetic import SYNTHETIC, synthetic
+from store import BACKENDS, build_store, command
+
+# what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
+NPZ = dict(
+    # 1: divide each row of a CSR matrix by its sum, 0: leave it; by default counts are divided
+    row_normalize=int,
+    radius=float,  # of the neighbourhood of an atom in a crystal, angstrom
+    split=int,  # keep one of several splits alone, from 0
+    ignore=lambda names: names.split("+"),  # arrays to do without
+)
+NAMES = ("synthetic", *PLANETOID, *OGB)
 
 
 def prepare(
@@ -53,8 +76,7 @@ def prepare(
 
     Args:
         dataset: a store directory; `synthetic` with optional parameters (`synthetic:nodes=1000000,degree=50`, see
-            `SYNTHETIC`); the path of an .npz file (see `build`), with parameters of `NPZ`; or one of the names in
-            `known_datasets()`.
+            `SYNTHETIC`); the path of an .npz file (see `build`), with parameters of `NPZ`; or one of NAMES.
         root: directory for downloads and for the stores built here.
         seed: draws what an .npz file leaves open, except the split of a graph (`choose_split` draws that); a synthetic
             graph has its own seed parameter.
@@ -71,52 +93,55 @@ def prepare(
         if backend == "lmdb" and read_meta(name).get("backend") != backend:
             flags.append(f"--backend {backend}")
         if flags:
-            raise StoreError(
-                f"{flags[0]} has no effect on {name}: it is a store already; build it anew with it"
-            )
+            raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
-    key, build = _recipe(name, root, int(seed), options)
+    word, _, parameters = name.partition(":")
+    if npz := npz_file(name):
+        key, make = _npz_recipe(*npz, int(seed), options)
+    elif word not in NAMES:
+        raise StoreError(_unknown(name))
+    elif flags:
+        raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
+    else:
+        key, make = _named_recipe(word, parameters, root)
     target = root / (key if backend == "mmap" else f"{key}-{backend}")
     if not (target / "meta.json").is_file():
         with _locked(root):  # of several processes one builds, the others wait for it
             if not (target / "meta.json").is_file():
                 with reading(dataset):
-                    build(target, backend=backend, progress=progress)
+                    make(target, backend=backend, progress=progress)
     return target
 
 
-def _recipe(name, root, seed, options):
-    """(name of the store's folder, function that builds it) of a data set."""
-    word, _, parameters = name.partition(":")
-    if file := npz_file(name):
-        file, given = file
-        arrays = Arrays(file, open_npz(file), given.get("ignore", ()))
-        # the split of one graph alone is drawn when it is opened
-        drawn = seed if draws(arrays) else None
-        content = sha256_of(file).hexdigest()  # a changed file is another data set
-        key = [content, given, drawn, "symmetrize" in options]
-        key += ["drop_duplicates"] * ("drop_duplicates" in options)
-        build = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
-        return f"{Path(file).stem[:100]}-{_digest(key)}", build
-    if word not in known_datasets():
-        raise StoreError(_unknown(name))
-    if options:
-        flag = next(iter(options)).replace("_", "-")
-        raise StoreError(f"--{flag} has no effect on {word}: it is for files of your own")
-    if word == "synthetic":
-        types = {name: type(value) for name, value in SYNTHETIC.items()}
-        given = {**SYNTHETIC, **parse(parameters, types, word)}
-        return f"{word}-{_digest(given)}", functools.partial(build_synthetic, parameters=given)
-    parse(parameters, {}, word)
-    make = build_planetoid if word in PLANETOID else build_ogb
-    return f"{word}-{_digest(word)}", functools.partial(make, name=word, root=root)
+def _npz_recipe(file, given, seed, options):
+    """(name of the store's folder, function that builds it) of an .npz file."""
+    arrays = open_npz(file, given.get("ignore", ()))
+    drawn = seed if _draws(arrays) else None  # the split of one graph is drawn when it is opened
+    # a changed file is another data set
+    key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
+    key += ["drop_duplicates"] * ("drop_duplicates" in options)
+    make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
+    return f"{Path(file).stem[:100]}-{_digest(key)}", make
 
 
-def known_datasets() -> list[str]:
-    """The names that `prepare` knows, besides paths."""
-    return ["synthetic", *PLANETOID, *OGB]
+def _named_recipe(word, parameters, root):
+    """(name of the store's folder, function that builds it) of one of NAMES."""
+    types = {name: type(value) for name, value in SYNTHETIC.items()}
+    given = parse(parameters, types if word == "synthetic" else {}, word)
+    given = {**SYNTHETIC, **given} if word == "synthetic" else word
+
+    def make(path, progress, **options):
+        options["progress"] = progress
+        if word == "synthetic":
+            return build_store(path, **synthetic(given), **options)
+        if word in PLANETOID:
+            return build_store(path, **planetoid(word, root), **options)
+        with ogb(word, root, progress) as graph:
+            return build_store(path, **graph, **options)
+
+    return f"{word}-{_digest(given)}", make
 
 
 def _unknown(name) -> str:
@@ -125,30 +150,24 @@ def _unknown(name) -> str:
         return f"{name} is a folder without meta.json, so no store: give a store, or a file to build one of"
     if os.path.isfile(name) and TABLE.search(name):
         return (
-            f"{name} is no .npz file; a table of edges needs features and labels as well, so build a store: "
-            f"python store.py build {name} my_store --features x.csv --labels y.csv"
+            f"{name} is no .npz file; a table of edges needs features and labels as well: python store.py build {name} "
+            "my_store --features x.csv --labels y.csv"
         )
     if os.path.isfile(name):
         return (
-            f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): load it in Python and build "
-            "a store of it, datasets.build(data, 'my_store') of a DGLGraph or a PyG Data, "
-            "store.build_store('my_store', ...) of arrays"
+            f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): load it in Python and build a store "
+            "of it, sources.prepare.build(data, 'my_store') of a DGLGraph or a PyG Data, store.build_store of arrays"
         )
-    names = ", ".join(known_datasets())
-    return (
-        f"dataset {name!r} is unknown: it is neither a store nor an .npz file, nor one of {names}"
-    )
+    return f"dataset {name!r} is unknown: it is neither a store nor an .npz file, nor one of {', '.join(NAMES)}"
 
 
 @contextlib.contextmanager
 def _locked(directory):
     """Hold a lock on a directory, which the kernel drops with the process; one made for this goes if it stays empty."""
     made = not directory.exists()
-    try:
+    with reading(directory):
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY)
-    except OSError as error:
-        raise StoreError(f"cannot use {directory} for data: {error.strerror}") from error
     try:
         with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -165,8 +184,201 @@ def _digest(value) -> str:
     return hashlib.sha256(json.dumps([READABLE[0], value], sort_keys=True).encode()).hexdigest()[:8]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the command line
+def npz_file(text):
+    """(file, its parameters) of `mine.npz:split=3`; None for what is no .npz file."""
+    parts = re.fullmatch(r"(.*\.npz)(?::(.*))?", text, re.DOTALL)
+    return parts and (parts[1], parse(parts[2] or "", NPZ, parts[1]))
+
+
+def parse(text, types, name) -> dict:
+    """`a=1,b=2` -> the values that are given, each of its type."""
+    values = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if key not in types or not equals:
+            known = f"write NAME=VALUE with {', '.join(types)}" if types else "it takes none"
+            raise StoreError(f"{name} has no parameter {item!r}: {known}")
+        if key in values:
+            raise StoreError(f"{name}: {key} is given twice")
+        try:
+            number = float(value) if types[key] is int and "e" in value else value
+            values[key] = types[key](number)
+            if isinstance(number, float) and number != values[key]:
+                raise ValueError
+        except (ValueError, OverflowError):
+            raise StoreError(f"{name}: {key}={value!r} is no {types[key].__name__}") from None
+    return values
+
+
+def build(
+    source,
+    path,
+    *,
+    features=None,
+    labels=None,
+    split=None,
+    ignore=(),
+    seed=None,
+    weights=None,
+    times=None,
+    edge_features=None,
+    node_times=None,
+    **options,
+):
+    """Build a store at a path of your own -> its path.
+
+    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature. Many
+    small graphs: see sources/molecules.py.
+
+    Args:
+        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
+        path: directory of the store.
+        features, labels: [V, F] and [V] instead of the graph's; for tables of edges the files of such tables.
+        split: dict of node ids or masks instead of the graph's, for tables of files of ids; or the number, from 0, of
+            the one of the graph's splits that is kept.
+        ignore: names of arrays to do without.
+        seed: draws the split where there is none; 0 when None.
+        weights, times, edge_features: for tables, columns of the table of edges, by name or by number from 1 (several,
+            with commas between them, for features), or the file of a table with a row for each edge.
+        node_times: for tables, the file of a table with a time for each node.
+        options: of `build_store` (backend, symmetrize, drop_self_loops, drop_duplicates, num_classes, progress).
+    """
+    path, is_file = Path(path), isinstance(source, (str, os.PathLike))
+    kind = str(source) if is_file else type(source).__name__
+    refuse_existing(path)
+    given = {"ignore": list(ignore)} if ignore else {}
+    own = {"features": features, "labels": labels}
+    if isinstance(split, dict):
+        own |= {f"{part}_idx": ids for part, ids in split.items()}
+    elif split is not None:
+        given["split"] = int(split)
+    columns = {"edge_weight": weights, "edge_time": times, "edge_features": edge_features}
+    columns["node_time"] = node_times
+    own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
+    npz = npz_file(kind) if is_file else None
+    tables = is_file and not npz
+    for idle, why in (
+        ({} if tables else columns, "weights, times and edge_features are for tables"),
+        (own if npz else {}, "it holds features, labels and split itself"),
+        (given if tables else {}, "tables have no parameters"),
+    ):
+        if idle:
+            raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
+    with reading(kind):
+        if tables:
+            return _build_tables(path, kind, own, columns, seed, options)
+        if npz:
+            given = {**npz[1], **given}
+            arrays = open_npz(npz[0], given.get("ignore", ()))
+        else:
+            arrays = of_object(source, own, ignore)
+        return build_arrays(path, arrays, given, seed, **options)
+
+
+def _build_tables(path, file, own, columns, seed, options) -> Path:
+    try:
+        with scratch_folder(path) as folder:
+            arrays = read_tables(file, own, columns, folder)
+            options["node_names"] = arrays.pop("node_names")
+            return build_arrays(path, Arrays(file, arrays), {}, seed, **options)
+    except OSError as error:
+        raise StoreError(f"cannot build {path} from {file}: {error}") from error
+
+
+def _draws(arrays, split=False) -> bool:
+    """Whether a seed decides on what is in a store: a part of the split of many graphs, or which training nodes of a
+    graph show their label; with `split`, whether on the split of one graph."""
+    train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
+    if arrays.find("node_offsets", "atom_offsets"):
+        return not (train and valid)
+    return not arrays.find(*FEATURES) or split and not train
+
+
+def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
+    """Build a store of `Arrays`, of one graph or of many small ones.
+
+    Args:
+        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for: then the split
+            of a graph is drawn when it is opened. options: of `build_store`.
+    """
+    drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
+    if seed is not None and not drawn:
+        raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
+    understood = {None: "row_normalize", "atom_offsets": "radius"}.get(many)
+    idle = given.keys() - {"split", "ignore", understood}
+    idle |= {name for name, value in options.items() if many and value}
+    if idle:
+        what = "many small graphs" if many else "one graph"
+        raise arrays.error(f"{min(idle)} has no effect: it holds {what}")
+    source = {"dataset": Path(arrays.source).name, **given}
+    if drawn:
+        source["seed"] = seed or 0
+    if many:
+        make = molecules if many == "node_offsets" else crystals
+        batches, split, more = make(arrays, given, seed or 0)
+        graphs = (block_diagonal(*batch) for batch in batches)
+        source |= more
+        return build_graphs(path, graphs, split=split, progress=progress, source=source)
+    if not drawn and not arrays.find(*PARTS["train"]) and arrays.find(*LABELS):
+        source["split"] = DRAWN
+    options |= {"backend": backend, "progress": progress}
+    return _build_graph(path, arrays, given, seed or 0, source, **options)
+
+
+def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **options) -> Path:
+    """Build a store of the `Arrays` of one graph, and say what was drawn and what messages cannot do."""
+    labels, features = arrays.labels(), arrays.features(given.get("row_normalize"))
+    if labels is None and features is None:
+        arrays.find(*FEATURES, needed=True)
+    what, rows = ("rows of features", features) if labels is None else ("labels", labels)
+    num_nodes = (*rows.shape, 0)[0]
+    num_classes, edges = check_labels(labels, num_nodes, num_classes)[1], arrays.edge_index()
+    if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
+        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} {what}")
+    split = found(arrays, num_nodes, given.get("split"))
+    if labels is not None and labels.ndim == 1:
+        empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
+        if len(empty):
+            which = ", ".join([*map(str, empty[:3]), *["..."] * (len(empty) > 3)])
+            arrays.say(f"{len(empty)} of {num_classes} classes have no node: {which}")
+    if arrays.classes:
+        source["classes"] = arrays.classes
+    columns = arrays.columns(num_nodes, edges.shape[-1])
+    arrays.close(num_nodes, edges.shape[-1])
+    random = np.random.default_rng(seed)
+    if labels is None:
+        arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
+    elif not split:
+        split = drawn_per_class(labels, random)
+        by = "by --seed of train.py" if "split" in source else f"seed {seed}"
+        arrays.say(f"it has no split: {DRAWN} are drawn ({by})")
+    if features is None:
+        split, features = _labels_as_features(arrays, labels, split, num_classes, random)
+        options |= {"symmetrize": True, "drop_duplicates": True}
+        source["features"] = "labels of half of the training nodes"
+    of_graph = dict(features=features, labels=labels, split=split, num_classes=num_classes)
+    build_store(path, edge_index=edges, source=source, **of_graph, **columns, **options)
+    counts = read_meta(path)["edges"]
+    if counts["one_way"]:
+        some = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
+        arrays.say(f"{some} have no reverse: messages go one way; --symmetrize adds the reverses")
+    return path
+
+
+def _labels_as_features(arrays, labels, split, num_classes, random):
+    """(split, one-hot labels of half of the training nodes, which are taken out of it)."""
+    if labels.ndim == 2 or isinstance(split, list):
+        what = "labels stand for them only with one label a node and one split"
+        raise arrays.error(f"it has no features, and {what}")
+    split = check_split(split, labels)
+    shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
+    features = np.zeros((len(labels), num_classes), np.float32)
+    features[shown, labels[shown]] = 1
+    arrays.say(
+        f"it has no features: half of the training nodes ({len(shown):,}) show their label as feature, the other "
+        f"{len(split['train']):,} are trained on; edges are made symmetric"
+    )
+    return split, features
 
 
 def main(argv=None) -> int:
@@ -174,24 +386,18 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         prog="sources.prepare", description="Build a data set and print where its store is."
     )
-    parser.add_argument("dataset", help=f"a path, or one of {', '.join(known_datasets())}")
-    parser.add_argument("--root", default="data", help="directory for downloads and stores")
-    parser.add_argument("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="draws the split of a data set without one"
-    )
-    parser.add_argument(
-        "--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file"
-    )
-    parser.add_argument(
-        "--drop-duplicates",
-        action="store_true",
-        help="keep one of several equal edges of such a file",
-    )
+    add = parser.add_argument
+    add("dataset", help=f"a path, or one of {', '.join(NAMES)}")
+    add("--root", default="data", help="directory for downloads and stores")
+    add("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
+    add("--seed", type=int, default=0, help="draws the split of a data set without one")
+    for flag, text in (
+        ("--symmetrize", "add the reverse of every edge of an .npz file"),
+        ("--drop-duplicates", "keep one of several equal edges of such a file"),
+    ):
+        add(flag, action="store_true", help=text)
     args = vars(parser.parse_args(argv))
-    return command(
-        "sources/prepare.py", lambda: print(prepare(args.pop("dataset"), args.pop("root"), **args))
-    )
+    return command("sources/prepare.py", lambda: print(prepare(**args)))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ def found(arrays, count, choice=None):
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
     if names and "train" not in names:
-        raise arrays.error(
-            f"it has {' and '.join(names.values())}, but no {' or '.join(PARTS['train'])} to train on"
-        )
+        parts = " and ".join(names.values())
+        raise arrays.error(f"it has {parts}, but no {' or '.join(PARTS['train'])} to train on")
     values = {part: arrays[name] for part, name in names.items()}
     shapes = [v.shape for part, v in values.items() if not _is_mask(names[part], v)]
     shapes = [shape for shape in shapes if len(shape) == 2 and min(shape) > 1]
@@ -43,8 +42,7 @@ def found(arrays, count, choice=None):
     several = sorted({len(splits) for splits in rows.values()} - {1})
     if len(several) > 1:
         raise arrays.error(
-            f"it has {' and '.join(map(str, several))} splits in {', '.join(names.values())}: the "
-            "same number is needed"
+            f"it has {' and '.join(map(str, several))} splits in {', '.join(names.values())}: the same number is needed"
         )
     if choice is not None and not several:
         few = "one" if names else "no"
@@ -52,17 +50,15 @@ def found(arrays, count, choice=None):
     if choice is not None and not 0 <= choice < several[0]:
         raise arrays.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
 
-    def ids(row, of_several):
+    def ids(splits, number):
+        row = splits[number % len(splits)]
         if row.dtype == bool:
             return np.flatnonzero(row)
-        return row[row != -1] if of_several else row
+        return row[row != -1] if len(splits) > 1 else row
 
-    def split(number):
-        return {p: ids(r[number % len(r)], len(r) > 1) for p, r in rows.items()}
-
-    if several and choice is None:
-        return list(map(split, range(several[0])))
-    return split(choice or 0)
+    numbers = [choice or 0] if choice is not None or not several else range(several[0])
+    taken = [{part: ids(r, number) for part, r in rows.items()} for number in numbers]
+    return taken if len(taken) > 1 else taken[0]
 
 
 def _is_mask(name, values):
@@ -79,13 +75,11 @@ def _rows(arrays, name, values, count, turned):
             raise arrays.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
         return values.reshape(1, -1)
     if count not in shape or len(shape) > 2 or shape == [count, count] != [1, 1]:
-        raise arrays.error(
-            f"{name} is {shape}: a mask is [{count}], of K splits [K, {count}] or [{count}, K]"
-        )
+        form = f"a mask is [{count}], of K splits [K, {count}] or [{count}, K]"
+        raise arrays.error(f"{name} is {shape}: {form}")
     if not ((values == 0) | (values == 1)).all():
-        raise arrays.error(
-            f"{name} holds values other than 0 and 1; ids belong into {name.partition('_')[0]}_idx"
-        )
+        ids = f"{name.partition('_')[0]}_idx"
+        raise arrays.error(f"{name} holds values other than 0 and 1; ids belong into {ids}")
     by_row = shape[-1] == count and len(shape) == 2
     return (values if by_row else values.reshape(count, -1).T).astype(bool)
 
@@ -108,21 +102,14 @@ def of_graphs(arrays, count, choice, seed) -> dict:
     """The split of small graphs that is there; where there is none (or no valid part), a tenth of them is drawn."""
     split, random = found(arrays, count, choice), np.random.default_rng(seed)
     if isinstance(split, list):
-        arrays.say(
-            f"it has {len(split)} splits, and the first is taken (split=0); split=1 takes the next"
-        )
+        arrays.say(f"it has {len(split)} splits, and takes split=0, the first; split=1 is the next")
         split = split[0]
+    tenth = f"a tenth of its {count:,} graphs is drawn"
     if not split:
-        arrays.say(
-            f"it has no split: of its {count:,} graphs a tenth is drawn for testing, a tenth for validation "
-            f"(seed {seed})"
-        )
+        arrays.say(f"it has no split: {tenth} for testing, a tenth for validation (seed {seed})")
         split["test"], split["train"] = np.split(random.permutation(count), [count // 10])
     elif "valid" not in split:
-        arrays.say(
-            f"it has no validation part: a tenth of its {count:,} graphs is drawn from the training part "
-            f"(seed {seed})"
-        )
+        arrays.say(f"it has no validation part: {tenth} from the training part (seed {seed})")
     if "valid" not in split:
         split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
     return {part: np.sort(ids) for part, ids in split.items()}
@@ -138,13 +125,11 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
         turn: the number of the run, from 0: each takes another of the splits, the first again after the last.
         say: function of a line that says what was taken, where there was a choice.
     """
-    drawn = (
-        isinstance(graph.meta.get("source"), dict) and graph.meta["source"].get("split") == DRAWN
-    )
+    source = graph.meta.get("source")
+    drawn = isinstance(source, dict) and source.get("split") == DRAWN
     if number is not None and (drawn or graph.num_splits == 1):
-        raise StoreError(
-            f"--split {number} has no effect: {graph.path} has {'no' if drawn else 'one'} split"
-        )
+        few = "no" if drawn else "one"
+        raise StoreError(f"--split {number} has no effect: {graph.path} has {few} split")
     if drawn:
         split = drawn_per_class(graph.labels.numpy(), np.random.default_rng(seed))
         graph.split = {part: torch.from_numpy(ids) for part, ids in split.items()}

@@ -1,20 +1,18 @@
 """Graphs with planted communities, for trying things out without a download.
 
-    build_synthetic("store", {**SYNTHETIC, "nodes": 1_000_000, "degree": 50.0})
+    build_store("store", **synthetic({**SYNTHETIC, "nodes": 1_000_000, "degree": 50.0}))
 
-Letters: V nodes of the graph, F feature width, C classes. This file needs store.py, disk/sort.py and numpy.
+V nodes of the graph, F feature width, C classes.
 """
 
 from __future__ import annotations
 
 import collections
-from pathlib import Path
 
 import numpy as np
 
-from disk.sort import Rows, ahead
-from disk.files import SPLITS, StoreError
-from store import build_store
+from disk.files import SPLITS, Rows, StoreError
+from disk.sort import ahead
 
 SYNTHETIC = dict(
     nodes=100_000,  # V
@@ -34,8 +32,9 @@ SYNTHETIC = dict(
 )
 
 
-def build_synthetic(path, parameters, *, backend="mmap", progress=False) -> Path:
-    """Build a graph with planted communities, log-normal in-degrees and features too noisy to classify alone.
+def synthetic(parameters) -> dict:
+    """A graph with planted communities, log-normal in-degrees and features too noisy to classify alone -> arguments of
+    `build_store`.
 
     Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
     destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
@@ -52,10 +51,8 @@ def build_synthetic(path, parameters, *, backend="mmap", progress=False) -> Path
     labels = stream(0).permutation(np.arange(communities) % p.classes).repeat(size)[: p.nodes]
     mixed = stream(1).random(p.nodes, np.float32) < p.mixed
     labels[mixed] = stream(2).integers(0, p.classes, int(mixed.sum()))
-    normal = stream(3).standard_normal(p.nodes, np.float32)
-    degrees = np.maximum(1, np.rint(p.degree * np.exp(p.sigma * normal - p.sigma**2 / 2))).astype(
-        np.int64
-    )
+    degrees = p.sigma * stream(3).standard_normal(p.nodes, np.float32) - p.sigma**2 / 2
+    degrees = np.maximum(1, np.rint(p.degree * np.exp(degrees))).astype(np.int64)
     indptr = np.concatenate([[0], np.cumsum(degrees)])
     centroids = stream(4).standard_normal((p.classes, p.features), np.float32)
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
@@ -79,16 +76,18 @@ def build_synthetic(path, parameters, *, backend="mmap", progress=False) -> Path
 
     nodes_per_chunk = max(1, int((1 << 20) / p.degree))
     rows_per_chunk = max(1, (1 << 22) // p.features)
-    return build_store(
-        path,
+    counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
+    if counts[0] < 1 or sum(counts) > p.nodes:
+        given = f"train={p.train:g} and valid={p.valid:g}"
+        raise StoreError(f"synthetic: {given} do not fit {p.nodes} nodes")
+    parts = np.split(stream(7).permutation(p.nodes), np.cumsum(counts))
+    return dict(
         indptr=indptr,
         indices=Rows([int(indptr[-1])], np.int64, ahead(edges, p.nodes, nodes_per_chunk)),
         features=Rows([p.nodes, p.features], np.float32, ahead(features, p.nodes, rows_per_chunk)),
         labels=labels,
         num_classes=p.classes,
-        split=_draw_split(p, stream(7)),
-        backend=backend,
-        progress=progress,
+        split={name: np.sort(ids) for name, ids in zip(SPLITS, parts)},
         source=dict(dataset="synthetic", **parameters),
     )
 
@@ -113,14 +112,3 @@ def _checked(parameters):
         if not fine:
             raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
     return p
-
-
-def _draw_split(p, random) -> dict:
-    """Random nodes for train and valid, counts or fractions of V; the rest is test."""
-    counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
-    if counts[0] < 1 or sum(counts) > p.nodes:
-        raise StoreError(
-            f"synthetic: train={p.train:g} and valid={p.valid:g} do not fit {p.nodes} nodes"
-        )
-    order = random.permutation(p.nodes)
-    return {name: np.sort(ids) for name, ids in zip(SPLITS, np.split(order, np.cumsum(counts)))}

@@ -1,7 +1,7 @@
 """Tables in csv and parquet files, read by pyarrow in batches; their separator and header are guessed.
 
-    with opened("edges.csv.gz") as table:              # table.names, table.width, table.kinds
-        for line, columns in table.read({0: int, 1: int, 2: float}):
+    with opened("edges.csv.gz") as table:                     # table.names, table.width, table.kinds
+        for first, columns in table.read({0: int, 1: int, 2: float}):
             ...                                               # {0: int64 [r], 1: int64 [r], 2: float64 [r]}
     array = spool("file", chunks, np.float32, width)          # a memmap of what is read several times
 
@@ -13,7 +13,9 @@ the line, in whose number blank lines do not count. r is the number of rows in a
 from __future__ import annotations
 
 import bz2
+import collections
 import contextlib
+import csv
 import gzip
 import io
 import lzma
@@ -24,22 +26,22 @@ from pathlib import Path
 import numpy as np
 
 from disk.files import StoreError, reading
-from sources.header import (
-    MISSING,
-    cells_of,
-    forms,
-    guess_separator,
-    is_header,
-    is_known,
-    kind_of,
-    names_ids,
-)
 
 HEAD = 1 << 20  # bytes of text from which the layout is guessed
 BLOCK = 1 << 23  # bytes of text parsed at once: the longest line
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
+WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
+NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+MISSING = ("", "nan", "NaN", "NAN", "Nan")
+LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # in no header
+# names of columns, as `forms` has them
+SOURCES = {"source", "src", "from", "u"}
+DESTINATIONS = {"destination", "dest", "dst", "target", "to", "v"}
+LABELS = {"label", "labels", "class", "category", "target", "y"}
+IDS = {"id", "node", "nodeid", "nid", "index", "unnamed0", "indexlevel0"}  # the last are pandas'
+KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | {"weight", "w", "time", "timestamp", "t"}
 
 
 class Table:
@@ -61,22 +63,10 @@ class Table:
         with reading(self.name):
             magic = stream.read(6)
             stream.seek(0)
-            if magic.startswith(b"PAR1"):
-                import pyarrow.parquet
-
-                self._file = pyarrow.parquet.ParquetFile(stream)
-                rows = self._guess_parquet()
-            else:
-                for start, unpack in COMPRESSED.items():
-                    if magic.startswith(start):
-                        self._stream = unpack(stream)
-                head = self._stream.read(HEAD)
-                if head.count(b"\n") < 3 and len(head) == HEAD:
-                    head += self._stream.read(BLOCK)
-                if len(head) >= HEAD:  # without the line that is cut off
-                    head = head[: head.rfind(b"\n") + 1] or head
-                rows = self._guess_text(head)
-                self._stream.seek(0)
+            for start, unpack in COMPRESSED.items():
+                if magic.startswith(start):
+                    self._stream = unpack(stream)
+            rows = self._guess_parquet() if magic.startswith(b"PAR1") else self._guess_text()
         if self.names and len(set(self.names)) < self.width:
             twice = max(self.names, key=self.names.count)
             raise StoreError(f"{name} has two columns called {twice!r}")
@@ -90,44 +80,49 @@ class Table:
             missing: read an empty cell or `nan` as NaN among numbers and as "" in text; else it is an error.
 
         Yields:
-            (number of the batch's first line, {column: int64, float64 or list of str [r]}).
+            (number of the batch's first row, {column: int64, float64 or list of str [r]}).
         """
         import pyarrow
 
         types = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
         # whole numbers may be written as floats
-        as_float = {j for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
-        types = [types[float if j in as_float else kinds[j]] for j in range(self.width)]
+        real = {j: float for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
+        types = [types[real.get(j, kinds[j])] for j in range(self.width)]
         with reading(self.name):
             for batch in self._batches(types):
-                line, columns = self._skipped + self.rows + 1, {}
-                self.rows += len(batch[0])
-                for j, kind in kinds.items():
-                    if kind is str:
-                        columns[j] = self._texts(line, j, batch[j].to_pylist())
-                        continue
-                    columns[j] = batch[j].to_numpy(zero_copy_only=False)
-                    bad = ~np.isfinite(columns[j])  # of a missing cell, NaN
-                    if not missing and bad.any():
-                        what = f"{self.column(j)} is empty, nan or infinite: a number is needed"
-                        raise self.error(line + int(bad.argmax()), what)
-                for j in as_float:
-                    bad = (columns[j] != np.floor(columns[j])) | (abs(columns[j]) >= 1 << 53)
-                    if bad.any():
-                        what = f"{self.column(j)} is {columns[j][bad][0]}, which is no whole number"
-                        raise self.error(line + int(bad.argmax()), what)
-                    columns[j] = columns[j].astype(np.int64)
-                yield line, columns
+                first, self.rows = self.rows, self.rows + len(batch[0])
+                yield (
+                    first,
+                    {j: self._values(first, j, k, batch[j], missing) for j, k in kinds.items()},
+                )
+        if not self.rows:
+            raise StoreError(f"{self.name} has a header and no rows")
 
-    def _texts(self, line, j, cells) -> list[str]:
-        cells = [cell or "" for cell in cells]
-        if broken := [i for i, cell in enumerate(cells) if "\n" in cell or "\r" in cell]:
-            what = f"{self.column(j)} has a quote that does not end in its line"
-            raise self.error(line + broken[0], what)
-        cells = [cell.strip() for cell in cells]
-        if self._separator:  # pyarrow keeps quotes behind a space
-            cells = [re.sub('^"(.*)"$', r"\1", cell) for cell in cells]
-        return cells
+    def _values(self, first, j, kind, cells, missing):
+        """A column of a batch as `read` yields it."""
+        import pyarrow.compute as compute
+
+        if kind is str:
+            cells = cells.fill_null("")
+            broken = compute.match_substring_regex(cells, "[\r\n]").to_numpy(zero_copy_only=False)
+            self._refuse(first, j, broken, "has a quote that does not end in its line")
+            cells = [cell.strip() for cell in cells.to_pylist()]
+            if self._separator:  # pyarrow keeps quotes behind a space
+                cells = [re.sub('^"(.*)"$', r"\1", cell) for cell in cells]
+            return cells
+        values = cells.to_numpy(zero_copy_only=False)  # of a missing cell NaN
+        if not missing:
+            what = "is empty, nan or infinite: a number is needed"
+            self._refuse(first, j, ~np.isfinite(values), what)
+        if kind is int and values.dtype.kind == "f":
+            bad = (values != np.floor(values)) | (abs(values) >= 1 << 53)
+            self._refuse(first, j, bad, f"is {(*values[bad], '')[0]}, which is no whole number")
+            values = values.astype(np.int64)
+        return values
+
+    def _refuse(self, first, j, bad, what):
+        if bad.any():
+            raise self.error(first + int(bad.argmax()), f"{self.column(j)} {what}")
 
     def column(self, j) -> str:
         """What messages call a column."""
@@ -141,9 +136,9 @@ class Table:
         """The first column whose name says that it holds ids."""
         return next((j for j, name in enumerate(self.names or ()) if names_ids(name, j)), None)
 
-    def error(self, line, what) -> StoreError:
-        """An error to raise, which names the file and the line."""
-        return StoreError(f"{self.name}, line {line}: {what}")
+    def error(self, row, what) -> StoreError:
+        """An error to raise, which names the file and the line of a row."""
+        return StoreError(f"{self.name}, line {self._skipped + row + 1}: {what}")
 
     def say(self, *more):
         """Print in one line what was guessed and found."""
@@ -181,33 +176,18 @@ class Table:
 
     def _guess_parquet(self) -> list[list[str]]:
         """Take the names; return some rows as text."""
-        import pyarrow
+        import pyarrow.parquet
 
+        self._file = pyarrow.parquet.ParquetFile(self._stream)
         self.names = self._file.schema_arrow.names
         self.width = len(self.names)
         self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names), '')}"]
-        batch = next(self._file.iter_batches(SAMPLE), None)
-        if batch is None:
-            return []
-        return list(
-            zip(*([cell or "" for cell in c.cast(pyarrow.string()).to_pylist()] for c in batch))
-        )
+        batch = next(self._file.iter_batches(SAMPLE), ())
+        return list(zip(*(c.cast(pyarrow.string()).fill_null("").to_pylist() for c in batch)))
 
-    def _guess_text(self, head) -> list[list[str]]:
+    def _guess_text(self) -> list[list[str]]:
         """Find comments, separator, header and width; return the first rows."""
-        if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise StoreError(
-                f"{self.name} is no text: archives have to be unpacked, and other tables saved as csv"
-            )
-        try:
-            text = head.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise StoreError(
-                f"{self.name}: byte {head[error.start]:#x} is not UTF-8; save the table as UTF-8"
-            ) from error
-        lines = re.split("\r\n|\n|\r", text)
-        if len(lines[0]) > BLOCK:
-            raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
+        lines = self._first_lines()
         while lines and (not lines[0].strip(" ") or lines[0].lstrip(" ").startswith("#")):
             above = lines.pop(0).strip()
             self._skipped += 1
@@ -219,6 +199,7 @@ class Table:
             self._stream.seek(0)  # columns that are aligned
             text = re.sub(rb"(?m)^ +| +(?=\r?$)| +(?= )", b"", self._stream.read())
             self._stream = io.BytesIO(text)
+        self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == self.width]  # others are refused when read
         if rows and rows[0] == cells[0] and is_header(rows):
@@ -231,32 +212,121 @@ class Table:
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (self.width > 1)
         header = f"header {short(self._separator.join(self.names or []), '')}"
-        self.notes = [plural(self.width, "column") + by, header if self.names else "no header"]
         numbered = self._separator.join(map(str, range(self.width)))
-        if not self.names and self.width > 1 and lines[0] == numbered:
-            self.notes[1] += (
-                f" ({numbered} is a row: if pandas wrote it as a header, put names in its place)"
-            )
+        if not self.names:
+            header = "no header"
+            if self.width > 1 and lines[0] == numbered:
+                header += f" ({numbered} is a row: if pandas wrote it, put names in its place)"
+        self.notes = [plural(self.width, "column") + by, header]
         return rows
+
+    def _first_lines(self) -> list[str]:
+        head = self._stream.read(HEAD)
+        if head.count(b"\n") < 3 and len(head) == HEAD:
+            head += self._stream.read(BLOCK)
+        if len(head) >= HEAD:  # without the line that is cut off
+            head = head[: head.rfind(b"\n") + 1] or head
+        if b"\0" in head:
+            what = "is no text in UTF-8: unpack archives, save tables as csv"
+            raise StoreError(f"{self.name} {what}")
+        lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
+        if len(lines[0]) > BLOCK:
+            raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
+        return lines
+
+
+def is_header(rows) -> bool:
+    """Whether the first row has names: no number where others have numbers, or else names that are known."""
+    first, rest = rows[0], rows[1:]
+    numbered = [str(j) for j in range(len(first))]  # how pandas names columns without names
+    if first == numbered and rest:
+        fractions = all(
+            all(map(NUMBER.fullmatch, row)) and not all(map(WHOLE.fullmatch, row)) for row in rest
+        )
+        return len(first) > 2 or len(first) == 2 and fractions
+    # "" for the index
+    if len(first) > 1 and first[1:] == numbered[:-1] and is_known(first[0], 0) and rest:
+        index = [row[0] for row in rest]
+        in_order = index == [str(i) for i in range(len(index))]
+        return bool(first[0]) or in_order or not any(map(like_number, index))
+    named = first[1:] if len(first) > 1 and not first[0] else first
+    if any(map(like_number, named)):
+        return False
+    if all(cell[:1] in "0123456789.+-" for cell in first):  # damaged numbers
+        return False
+    if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
+        return True
+    known = any(map(is_known, first, range(len(first))))
+    return known and not set(first) & {cell for row in rest for cell in row}
+
+
+def forms(name) -> set[str]:
+    """A column's name in small letters, and without a final "id" or "node": `from_node_id`, `Source ID`."""
+    word = re.sub("[^a-z0-9]", "", name.lower())
+    return {word, word.removesuffix("id").removesuffix("node")} - {""}
+
+
+def names_ids(name, j) -> bool:
+    """Whether the name of column j says that it holds ids; the first column's may be empty, or end in id."""
+    word = re.sub("[^a-z0-9]", "", name.lower())
+    ends = word == "" or word.endswith("id") and not forms(name) & LABELS
+    return word in IDS or j == 0 and ends
+
+
+def is_known(name, j) -> bool:
+    """Whether a header names column j by a word that is understood, or as ids."""
+    return bool(forms(name) & KNOWN) or names_ids(name, j)
+
+
+def guess_separator(lines) -> tuple[str, int]:
+    """(separator, width): the first that all lines agree on, else that most do; one column has "," in no line."""
+    found = []
+    for rank, separator in enumerate("\t;, "):
+        widths = collections.Counter(len(cells_of(line, separator)) for line in lines)
+        width, count = max(widths.items(), key=lambda item: (item[1], item[0]))
+        if width > 1 and 2 * count >= len(lines):
+            found.append((count == len(lines), -rank, separator, width))
+    return max(found)[2:] if found else (",", 1)
+
+
+def cells_of(line, separator) -> list[str]:
+    """The cells of one line."""
+    if separator == " " and '"' not in line:
+        return line.split()
+    row = next(csv.reader([line], delimiter=separator, skipinitialspace=separator != " "), [])
+    return [cell.strip() for cell in row]
+
+
+def kind_of(cells) -> str:
+    """What the cells of a column are."""
+    cells = [cell for cell in cells if cell not in MISSING]
+    if all(map(NUMBER.fullmatch, cells)):
+        return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
+    return "mixed" if any(map(like_number, cells)) else "text"
+
+
+def like_number(cell) -> bool:
+    """Whether a cell is a number or stands for a missing one."""
+    return cell in MISSING or cell.lower() in LIKE_NUMBERS or bool(NUMBER.fullmatch(cell))
 
 
 @contextlib.contextmanager
 def opened(file):
     """The `Table` in the file at a path; StoreError if it cannot be read."""
-    if os.path.exists(file) and not os.path.isfile(file):
-        raise StoreError(f"{file} cannot be read: it is no regular file")
-    with contextlib.ExitStack() as stack:
-        with reading(file):
-            stream = stack.enter_context(open(file, "rb"))
+    with reading(file):
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise ValueError("it is no regular file")
+        stream = open(file, "rb")
+    with stream:
         yield Table(stream, file)
 
 
-def spool(file, chunks, dtype, width) -> np.memmap:
-    """Put chunks [r, width] into a file, for what is read several times -> [rows, width]."""
+def spool(file, chunks, dtype, *row) -> np.memmap:
+    """Put chunks [r, *row] into a file, for what is read several times -> [rows, *row]."""
     with open(file, "wb") as out:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
-    rows = os.path.getsize(file) // (width * np.dtype(dtype).itemsize)
-    return np.memmap(file, dtype, "r", shape=(rows, width)) if rows else np.empty((0, width), dtype)
+    rows = os.path.getsize(file) // (int(np.prod(row)) * np.dtype(dtype).itemsize)
+    return np.memmap(file, dtype, "r", shape=(rows, *row)) if rows else np.empty((0, *row), dtype)
 
 
 def stacked(columns, which, dtype) -> np.ndarray:

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import types
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -41,27 +41,26 @@ from sources import prepare as datasets
 from store import build_store
 
 HERE = Path(__file__).resolve().parents[1]
-
-
 DATA = HERE.parent / "shared" / "data"
-
-
+COMMON = "--fanout 3,3 --hidden 16 --batch-size 100 --gpus 0".split()
+TINY = "synthetic:nodes=3000,degree=10,features=16,classes=4,train=600"
 _IMPORTED_BY = os.getpid()
 
 
 @functools.cache
 def _forkserver():
-    """A process that has imported everything: what it forks begins at once, where a new interpreter imports for 3
-    seconds."""
+    """A process that has imported everything: what it forks begins at once, a new interpreter imports for 3 seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_all", "torch._dynamo"])  # Adam imports the second
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # as train.py sets them
-        patch.setenv("LRU_CACHE_CAPACITY", "1")
-        # importing this file asks for a GPU, forks shall use it
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        for name, value in {
+            "OMP_NUM_THREADS": 1,
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 0,  # this and the next as train.py sets them
+            "LRU_CACHE_CAPACITY": 1,
+            "PYTORCH_NVML_BASED_CUDA_CHECK": 1,  # this file asks for a GPU, forks shall use it
+        }.items():
+            patch.setenv(name, str(value))
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -80,9 +79,8 @@ def _in_fork(output, cwd, function, args):
     # its own is a semaphore of the system, which a kill would leave
     tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
-    torch.multiprocessing.spawn = functools.partial(
-        torch.multiprocessing.start_processes, start_method="fork"
-    )
+    spawn = torch.multiprocessing.start_processes
+    torch.multiprocessing.spawn = functools.partial(spawn, start_method="fork")
     try:
         sys.exit(function(*args))
     finally:
@@ -90,11 +88,9 @@ def _in_fork(output, cwd, function, args):
 
 
 def _fork(output, function, *args, cwd="."):
-    """Start function(*args) in a process of its own, whose ranks are forked as well -> the process; it prints into the
-    file `output`."""
-    process = _forkserver().Process(
-        target=_in_fork, args=(output, os.path.abspath(cwd), function, args)
-    )
+    """Start function(*args) in a fork, as are its ranks -> the process; it prints into the file `output`."""
+    arguments = output, os.path.abspath(cwd), function, args
+    process = _forkserver().Process(target=_in_fork, args=arguments)
     process.output = Path(output)
     process.output.touch()
     process.start()
@@ -131,19 +127,15 @@ class _Queue:
     """The processes of such tests, in the tests' order, three at a time: more would starve the tests on 2 cores."""
 
     def __init__(self, items, new_folder):
-        self.waiting = {
-            item.name: item for item in items if getattr(item, "originalname", None) in _BESIDE
-        }
-        # name -> (process, folder), or the error of its start
-        self.started, self.new_folder = {}, new_folder
+        beside = [item for item in items if getattr(item, "originalname", None) in _BESIDE]
+        self.waiting, self.new_folder = {item.name: item for item in beside}, new_folder
+        self.started = {}  # name -> (process, folder), or the error of its start
 
     def start(self, name):
         item, folder = self.waiting.pop(name), self.new_folder("beside")
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
         try:
-            process = _BESIDE[item.originalname](
-                folder, **(item.callspec.params if hasattr(item, "callspec") else {})
-            )
-            self.started[name] = process, folder
+            self.started[name] = _BESIDE[item.originalname](folder, **parameters), folder
         except (Exception, pytest.fail.Exception) as error:  # is for the test that asks
             self.started[name] = error
 
@@ -300,14 +292,14 @@ def _compile(code, folder, checked):
     cc = ["cc", "-O1", "-ffp-contract=off", "-fPIC", "-x", "c", "-"]
     with tempfile.TemporaryDirectory(dir=folder) as made:
         library, objects = f"{made}/kernels.so", [f"{made}/kernels.o", f"{made}/checker.o"]
-        if checked:
-            for text, output, flag in zip((code, _CHECKER), objects, (_SANITIZED, "-O2")):
-                subprocess.run([*cc, flag, "-c", "-o", output], input=text, text=True, check=True)
-            subprocess.run(["cc", "-shared", "-o", library, *objects, "-lm"], check=True)
-        else:
+        if not checked:
             subprocess.run(
                 [*cc, "-shared", "-o", library, "-lm"], input=code, text=True, check=True
             )
+        else:
+            for text, output, flag in zip((code, _CHECKER), objects, (_SANITIZED, "-O2")):
+                subprocess.run([*cc, flag, "-c", "-o", output], input=text, text=True, check=True)
+            subprocess.run(["cc", "-shared", "-o", library, *objects, "-lm"], check=True)
         return _compiled.setdefault((code, checked), ctypes.CDLL(library))
 
 
@@ -404,6 +396,26 @@ def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
     }
 
 
+def _store(path, num_nodes=200, **changes):
+    """A store of a random graph, with changes -> its path."""
+    return build_store(path, **{**_graph(num_nodes), **changes})
+
+
+@contextmanager
+def _small_disk(folder, size):
+    """A file system of so many bytes, in memory -> its folder."""
+    small = folder / "small"
+    small.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
+    mounted = subprocess.run(words, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
+    try:
+        yield small
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
 def _edges(graph):
     """(source, destination) pairs of an open store, as a sorted list."""
     dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
@@ -411,41 +423,27 @@ def _edges(graph):
 
 
 def _sums(path):
-    return {
-        f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(Path(path).iterdir())
-    }
+    files = sorted(Path(path).iterdir())
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _rewrite_meta(path, **changes):
     """Change fields of meta.json and keep its own checksum right."""
-    meta = json.loads((path / "meta.json").read_text())
-    meta.update(changes)
-    (path / "meta.json").write_bytes(
-        disk.dump_meta({k: v for k, v in meta.items() if v is not Ellipsis})
-    )
+    meta = json.loads((path / "meta.json").read_text()) | changes
+    meta = {name: value for name, value in meta.items() if value is not Ellipsis}
+    (path / "meta.json").write_bytes(disk.dump_meta(meta))
 
 
 def _run(script, *args):
-    return subprocess.run(
-        [
-            sys.executable,
-            *([HERE / script] if script.endswith(".py") else ["-m", script]),
-            *map(str, args),
-        ],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    program = [HERE / script] if script.endswith(".py") else ["-m", script]
+    command = [sys.executable, *program, *map(str, args)]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
 
 
 def _save_npz(file, seed=0, **entries):
     args = _graph(seed=seed)
-    content = {
-        "edge_index": args["edge_index"],
-        "x": args["features"],
-        "y": args["labels"],
-    } | entries
+    content = {"edge_index": args["edge_index"], "x": args["features"], "y": args["labels"]}
+    content |= entries
     np.savez(file, **{k: v for k, v in content.items() if v is not None})
     return content
 
@@ -462,10 +460,8 @@ def _graphs(count, first=0, seed=0):
     nodes = random.integers(1, 9, count)
     edges = random.integers(0, 12, count)
     edge_index = random.integers(0, np.repeat(nodes, edges), (2, edges.sum()))
-    x, e = (
-        random.integers(0, 9, (nodes.sum(), 2), np.uint8),
-        random.standard_normal((edges.sum(), 3), np.float32),
-    )
+    x = random.integers(0, 9, (nodes.sum(), 2), np.uint8)
+    e = random.standard_normal((edges.sum(), 3), np.float32)
     y = np.stack([np.arange(first, first + count), nodes], 1).astype(np.float32)
     return block_diagonal(nodes, edges, edge_index, x, e, y)
 
@@ -494,13 +490,11 @@ def _in_child(work, kill_after=None):
 def _molecules(file, count=40, **extra):
     random = np.random.default_rng(0)
     nodes, bonds = random.integers(2, 9, count), random.integers(0, 9, count)
-    ends = np.stack([np.zeros(bonds.sum()), random.integers(1, np.repeat(nodes, bonds))]).astype(
-        np.uint16
-    )
+    ends = np.stack([np.zeros(bonds.sum()), random.integers(1, np.repeat(nodes, bonds))])
     entries = dict(
         node_offsets=[0, *nodes.cumsum()],
         bond_offsets=[0, *bonds.cumsum()],
-        bond_index_local=ends,
+        bond_index_local=ends.astype(np.uint16),
         atom_feat=random.integers(0, 9, (nodes.sum(), 9), np.uint8),
         bond_feat=np.arange(bonds.sum() * 3, dtype=np.uint8).reshape(-1, 3),
         targets=nodes.astype(np.float32),
@@ -508,9 +502,6 @@ def _molecules(file, count=40, **extra):
     )
     np.savez(file, **entries)
     return entries
-
-
-TINY = "synthetic:nodes=3000,degree=10,features=16,classes=4,train=600"
 
 
 def _split(words):
@@ -522,15 +513,9 @@ def _split(words):
 def _start(*words, launcher=(), **options):
     """Start the real script -> Popen; every output line goes to one pipe."""
     command = [sys.executable, *launcher, str(HERE / "train.py"), *_split(words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        **options,
-    )
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, **pipe, **options)
 
 
 def _ended(process, code=0):
@@ -561,11 +546,8 @@ def tiny(tmp_path_factory):
 
 def _log(path):
     """The entries of --log without the first of each run, which says what it was."""
-    return [
-        entry
-        for entry in map(json.loads, Path(path).read_text().splitlines())
-        if "flags" not in entry
-    ]
+    entries = map(json.loads, Path(path).read_text().splitlines())
+    return [entry for entry in entries if "flags" not in entry]
 
 
 def _running_below(pid):
@@ -584,20 +566,17 @@ def _running_below(pid):
 
 def _gone(pids, seconds=10):
     """Whether all of these processes end before long."""
-    deadline = time.monotonic() + seconds
-    while _alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not _alive(pids)
 
-
-def _alive(pids):
-    def state(pid):
+    def alive(pid):
         try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
         except OSError:
-            return "gone"
+            return False
 
-    return [pid for pid in pids if state(pid) not in ("gone", "Z")]
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
 
 
 def _parameters(path):
@@ -614,19 +593,14 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
     """Wait until condition() holds while a process runs."""
     deadline = time.monotonic() + seconds
     while not condition():
-        ended = (
-            process.poll() is not None
-            if isinstance(process, subprocess.Popen)
-            else not process.is_alive()
-        )
-        if ended or time.monotonic() > deadline:
+        running = _is_running(process)
+        if not running or time.monotonic() > deadline:
             process.kill()
-            printed = (
-                process.communicate()[0]
-                if isinstance(process, subprocess.Popen)
-                else process.output.read_text()
+            popen = isinstance(process, subprocess.Popen)
+            printed = process.communicate()[0] if popen else process.output.read_text()
+            pytest.fail(
+                f"{f'waited {seconds} s in vain' if running else 'it has ended'}: {printed}"
             )
-            pytest.fail(f"{'it has ended' if ended else f'waited {seconds} s in vain'}: {printed}")
         time.sleep(pause)
 
 
@@ -668,9 +642,6 @@ def _code(*words):
         return stop.code
 
 
-COMMON = ["--fanout", "3,3", "--hidden", 16, "--batch-size", 100, "--gpus", 0]
-
-
 def _readme_blocks(language):
     """The blocks of a language in README and docs/, README first."""
     pages = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
@@ -678,11 +649,7 @@ def _readme_blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-OWN_MODELS = {
-    block.split()[1]: block for block in _readme_blocks("python") if block.startswith("# my")
-}
-
-
+OWN_MODELS = {b.split()[1]: b for b in _readme_blocks("python") if b.startswith("# my")}
 OWN_LAYERS = OWN_MODELS["mymodel.py"]
 
 
@@ -705,9 +672,8 @@ def _told_by_the_future(path, nodes=400, **columns):
     past = nodes + rng.integers(0, 200, (8, nodes))
     future = nodes + 2 * rng.integers(0, 100, (8, nodes)) + labels
     src, dst = np.concatenate([past, future]).ravel(), np.tile(np.arange(nodes), 16)
-    times = np.concatenate(
-        [when - rng.integers(0, 20, (8, nodes)), when + rng.integers(1, 20, (8, nodes))]
-    ).ravel()
+    before, after = rng.integers(0, 20, (8, nodes)), rng.integers(1, 20, (8, nodes))
+    times = np.concatenate([when - before, when + after]).ravel()
     x = np.zeros((nodes + 200, 2), np.float32)
     x[nodes:, 0] = 2 * sign[nodes:] - 1
     x[:nodes, 1] = rng.standard_normal(nodes)
@@ -716,11 +682,7 @@ def _told_by_the_future(path, nodes=400, **columns):
         edge_index=np.stack([src, dst]),
         features=x,
         labels=np.append(labels, np.full(200, -1)),
-        split={
-            "train": np.arange(200),
-            "valid": np.arange(200, 280),
-            "test": np.arange(280, nodes),
-        },
+        split={"train": range(200), "valid": range(200, 280), "test": range(280, nodes)},
         edge_time=times,
         node_time=np.append(when, np.full(200, 100)),
         **columns,

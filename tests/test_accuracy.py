@@ -48,38 +48,57 @@ from tests.common import (
     _parameters,
     _run_here,
     _running_below,
-    _same_weights,
     _start,
     _start_fork,
     _train,
     _wait_for,
 )
 
-# data set: accuracy in ../shared/data/README.md, of which model; epochs, batch size
-PUBLISHED = {
-    "coauthor_cs": (91.3, "sage", 12, 100),
-    "cora": (81.5, "gcn", 20, 35),
-    "citeseer": (70.3, "gcn", 20, 40),
+PAPER = "--fanout 10,10 --hidden 64 --lr 0.01 --weight-decay 5e-4 --runs 3"
+MINES = "--hidden 32 --fanout 8,8 --lr 0.01 --epochs 60 --metric roc_auc"
+# fewer epochs than the default of 25, to spare time: the learning rate is constant, so more of them only help
+ENOUGH = {"sage": 10, "gcn": 8, "gin": 12, "sage-pool": 15, "gat": 9}
+LEARNT = {  # data and what is special: flags, least exact test score, what is printed
+    # 2 % below the accuracy in ../shared/data/README.md
+    "coauthor_cs, published": (f"{PAPER} --model sage --epochs 12 --batch-size 100", 0.893, ""),
+    "cora, published": (f"{PAPER} --model gcn --epochs 20 --batch-size 35", 0.795, ""),
+    "citeseer, published": (f"{PAPER} --model gcn --epochs 20 --batch-size 40", 0.683, ""),
+    # 140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers
+    "cora, defaults": ("", 0.7799, "1 step an epoch, 200 epochs; lr 0.003, weight decay 0.0005"),
+    **{
+        f"built-in, {conv}": (f"--model {conv} --epochs {n}", 0.85, "")
+        for conv, n in ENOUGH.items()
+    },
+    # neighbours of other classes: without residual connections gcn, gat and gin come to 0.68 to 0.72
+    **{
+        f"mines, {conv}": (f"--model {conv} {MINES}", 0.85, "")
+        for conv in ("sage", "gcn", "gat", "gin")
+    },
 }
 
 
-def _trains_three_times(folder, name):
-    _, conv, epochs, batch = PUBLISHED[name]
-    words = f"--dataset {DATA}/{name}.npz --root {folder} --fanout 10,10 --hidden 64 --lr 0.01"
-    words += f" --model {conv} --weight-decay 5e-4 --epochs {epochs} --batch-size {batch} --runs 3"
-    return _start_fork(folder / "out", words, f"--log {folder}/log")
+def _learns(folder, name):
+    data, path = name.split(",")[0], f"--dataset {folder}/mines.npz"
+    if data == "mines":
+        np.savez(folder / "mines.npz", **minesweeper(24))
+    elif data != "built-in":
+        path = f"--dataset {DATA}/{data}.npz"
+    words = LEARNT[name][0], "" if data == "built-in" else path
+    return _start_fork(folder / "out", *words, f"--root {folder} --gpus 0 --log {folder}/log")
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-@pytest.mark.parametrize("name", PUBLISHED)
-@_beside(_trains_three_times)
-def test_published_accuracy_on_real_graphs(name, beside):
+@pytest.mark.parametrize("name", LEARNT)
+@_beside(_learns)
+def test_accuracy_is_what_papers_and_experience_say(name, beside):
+    if not name.startswith(("built-in", "mines")) and not DATA.is_dir():
+        pytest.skip("../shared/data is not there")
     process, folder = beside
-    _end(process)
-    accuracy = [100 * entry["exact"]["test"] for entry in _log(folder / "log") if "exact" in entry]
-    published = PUBLISHED[name][0]
-    print(f"{name}: {np.mean(accuracy):.2f} +- {np.std(accuracy):.2f} %, published {published}")
-    assert len(accuracy) == 3 and np.mean(accuracy) > published - 2, accuracy
+    output, (_, least, printed) = _end(process), LEARNT[name]
+    scores = [entry["exact"]["test"] for entry in _log(folder / "log") if "exact" in entry]
+    print(f"{name}: {np.mean(scores):.4f} +- {np.std(scores):.4f}")
+    assert len(scores) == (3 if "published" in name else 1) and np.mean(scores) > least, scores
+    assert printed in output and set(ENOUGH) == set(model.CONVS)
+    assert not name.startswith("mines") or (", residual" in output) == (name != "mines, sage")
 
 
 def test_the_synthetic_graph_needs_its_edges(tmp_path):
@@ -115,14 +134,10 @@ def _fails(ranks, how):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        ("raise", "ValueError: rank one gives up"),
-        ("kill", "rank 1 was killed by SIGKILL, as the system does when memory runs out"),
-    ],
-)
-def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, words):
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
+    words = "rank 1 was killed by SIGKILL, as the system does when memory runs out"
+    words = words if how == "kill" else "ValueError: rank one gives up"
     output = _end(_fork(tmp_path / "out", ddp.launch, _fails, 3, how), 1, 128 + signal.SIGKILL)
     took = time.time() - float(re.search(r"dies at ([\d.]+)", output)[1])
     assert words in output, output
@@ -179,23 +194,19 @@ def test_ranks_leave_while_gloo_still_holds_tensors(beside):
     assert "Fatal" not in printed and "terminate called" not in printed, printed
 
 
-FOR_EVER = "--gpus 0 --procs 2 --epochs 10000 --fanout 3,3"
-
-
-def test_a_killed_parent_leaves_no_orphans(tiny):
-    process = _start(f"--dataset {tiny} {FOR_EVER}")
-    for line in iter(process.stdout.readline, ""):
-        if line.startswith("epoch   1"):
-            break
+@pytest.mark.parametrize("when", ["ranks start", "training"])
+def test_a_killed_parent_leaves_no_orphans(when, tiny):
+    process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 10000 --fanout 3,3")
+    if when == "training":
+        next(line for line in process.stdout if line.startswith("epoch   1"))
+    _wait_for(lambda: len(_running_below(process.pid)) >= 3, process)  # they import torch
     family = _running_below(process.pid)
-    assert len(family) >= 3
-    # this machine alone
-    here = "0100007F"
-    assert _listening(family) <= {here, "0" * 24 + here, "0000000000000000FFFF0000" + here}
+    loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
+    assert when != "training" or _listening(family) <= loopback  # this machine alone
     process.kill()
     process.wait()
     process.stdout.close()
-    assert _gone(family)
+    assert _gone(family, 60)
 
 
 def _listening(pids):
@@ -205,109 +216,87 @@ def _listening(pids):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 sockets.add(os.readlink(entry))
-    lines = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for line in sum(lines, [])]
-    listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-    return {row[1].split(":")[0] for row in listening}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
+    return {
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
 
 
-def test_a_parent_killed_while_its_ranks_start_leaves_none(tiny):
-    process = _start(f"--dataset {tiny} {FOR_EVER}")
-    _wait_for(lambda: len(_running_below(process.pid)) >= 3, process)
-    family = _running_below(process.pid)  # the ranks import torch now
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert _gone(family, 20)
+BAD_FLAGS = r"""
+--dataset nosuch => nosuch.*synthetic.*ogbn-products
+--dataset synthetic:nodez=5 => nodez
+--gpus 64 => --gpus 64 (is more than|needs CUDA)
+--mode cuda-cuda --gpus 0 => --mode cuda-cuda needs a CUDA GPU
+--fanout 15,x => --fanout.*15,x.*15,10,5
+--fanout 15,0 => --fanout.*15,0
+--fanout 5,5 --num-layers 3 => --fanout 5,5 has 2 hops, --num-layers is 3
+--batch-size 0 => --batch-size.*'0'
+--lr nan => --lr.*'nan'
+--precision tf32 --gpus 0 => --precision tf32 needs a CUDA GPU
+--cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU
+--timeline steps.gif => --timeline steps.gif: .* ends in .png
+--gpu-cache lots => 'lots' is no size; write it as 4GiB
+--dropout 1 => --dropout: '1' is not a number of at least 0 and below 1
+--model gat --hidden 10 => --hidden 10 cannot be shared by --heads 4
+--norm batch --checkpoint-activations => use --norm layer
+--runs 3 --checkpoint c.pt => --checkpoint c.pt is for one run, --runs is 3
+--predict classes.csv => --predict classes.csv: .* ends in .npy
+--predict nowhere/c.npy => --predict nowhere/c.npy: the folder .* does not exist
+--resume nowhere.pt => --resume nowhere.pt: no such file
+--resume auto => --resume auto takes the file of --checkpoint
+--checkpoint-every 3 => --checkpoint-every 3 needs --checkpoint FILE
+--resume LICENSE => LICENSE is not a checkpoint
+--predict-what logits => --predict-what logits needs --predict FILE
+--resume LICENSE --runs 2 => LICENSE is not a checkpoint
+--predict e.npy --predict-what embeddings --fanout 5 => --predict-what embeddings would be the features with --num-layers 1
+--batch-size 99999999999999999999 => '99999999999999999999' is not a whole number above 0 and below 2147483648
+--checkpoint nowhere/c.pt => --checkpoint nowhere/c.pt: the folder .* does not exist
+--log . => --log .: a file cannot be written there
+--checkpoint . => --checkpoint .: a file cannot be written there
+--seed 9223372036854775808 => --seed: '9223372036854775808' is not a whole number .* below 9223372036854775808
+--seed -1 => --seed: '-1' is not a whole number of at least 0
+--scorer mlp => --scorer mlp is for --task link, --task is node
+--task link --edge-split 80/10/5 => '80/10/5': write the percent of train/valid/test, as in 85/5/10
+--task link --edge-split 90/0/10 --early-stop 3 => goes by validation edges: --edge-split 90/0/10 has none
+--task link --metric f1 => --metric f1: --task link has mrr, hits@1
+--task link --split 1 => --split 1 is for --task node
+--task link --pairs p.npy => --pairs p.npy needs --predict
+--task link --predict p.npy --predict-what logits => --task link writes embeddings
+--task graph --metric roc_auc => --metric roc_auc: --task graph has none
+--task graph --fanout 3,3 => --fanout 3,3 has no effect with --task graph: leave it out
+--task graph --model gin => --model gin has no effect with --task graph: leave it out
+--task graph --norm layer => --norm layer has no effect with --task graph: leave it out
+--task graph --input-dropout 0.2 => --input-dropout 0.2 has no effect with --task graph: leave it out
+--task graph --cache 1000 => --cache 1000 has no effect with --task graph: leave it out
+--task graph --lookahead 3 => --lookahead 3 has no effect with --task graph: leave it out
+--task graph --mode cpu-cpu => --mode cpu-cpu has no effect with --task graph: leave it out
+--task graph --backend lmdb => --backend lmdb has no effect with --task graph: leave it out
+--task graph --residual => --residual has no effect with --task graph
+--task graph --heads 3 => --heads 3 is for --model gat, --model is sage
+--model gin --heads 4 => --heads 4 is for --model gat, --model is gin
+--backend lmdb => --backend lmdb has no effect on .*: it is a store
+--gpu x => --gpu
+--bogus => --bogus
+--layer-dependency => --layer-dependency is for --sampler labor, --sampler is uniform
+--sampler weighted --batch-dependency 2 => --batch-dependency 2 is for --sampler labor, --sampler is weighted
+"""
 
 
-@pytest.mark.parametrize(
-    "words, complaint",
-    [
-        ("--dataset nosuch", "nosuch.*synthetic.*ogbn-products"),
-        ("--dataset synthetic:nodez=5", "nodez"),
-        ("--gpus 64", "--gpus 64 (is more than|needs CUDA)"),
-        ("--mode cuda-cuda --gpus 0", "--mode cuda-cuda needs a CUDA GPU"),
-        ("--fanout 15,x", "--fanout.*15,x.*15,10,5"),
-        ("--fanout 15,0", "--fanout.*15,0"),
-        ("--fanout 5,5 --num-layers 3", "--fanout 5,5 has 2 hops, --num-layers is 3"),
-        ("--batch-size 0", "--batch-size.*'0'"),
-        ("--lr nan", "--lr.*'nan'"),
-        ("--precision tf32 --gpus 0", "--precision tf32 needs a CUDA GPU"),
-        ("--cuda-graph on --gpus 0", "--cuda-graph on needs a CUDA GPU"),
-        ("--timeline steps.gif", "--timeline steps.gif: .* ends in .png"),
-        ("--gpu-cache lots", "'lots' is no size; write it as 4GiB"),
-        ("--dropout 1", "--dropout: '1' is not a number of at least 0 and below 1"),
-        ("--model gat --hidden 10", "--hidden 10 cannot be shared by --heads 4"),
-        ("--norm batch --checkpoint-activations", "use --norm layer"),
-        ("--runs 3 --checkpoint c.pt", "--checkpoint c.pt is for one run, --runs is 3"),
-        ("--predict classes.csv", "--predict classes.csv: .* ends in .npy"),
-        ("--predict nowhere/c.npy", "--predict nowhere/c.npy: the folder .* does not exist"),
-        ("--resume nowhere.pt", "--resume nowhere.pt: no such file"),
-        ("--resume auto", "--resume auto takes the file of --checkpoint"),
-        ("--checkpoint-every 3", "--checkpoint-every 3 needs --checkpoint FILE"),
-        (f"--resume {HERE}/LICENSE", "LICENSE is not a checkpoint"),
-        ("--predict-what logits", "--predict-what logits needs --predict FILE"),
-        (f"--resume {HERE}/LICENSE --runs 2", "LICENSE is not a checkpoint"),
-        (
-            "--predict e.npy --predict-what embeddings --fanout 5",
-            "--predict-what embeddings would be the features with --num-layers 1",
-        ),
-        (
-            "--batch-size 99999999999999999999",
-            "'99999999999999999999' is not a whole number above 0 and below 2147483648",
-        ),
-        ("--checkpoint nowhere/c.pt", "--checkpoint nowhere/c.pt: the folder .* does not exist"),
-        ("--log .", "--log .: a file cannot be written there"),
-        ("--checkpoint .", "--checkpoint .: a file cannot be written there"),
-        (
-            "--seed 9223372036854775808",
-            "--seed: '9223372036854775808' is not a whole number .* below 9223372036854775808",
-        ),
-        ("--seed -1", "--seed: '-1' is not a whole number of at least 0"),
-        ("--scorer mlp", "--scorer mlp is for --task link, --task is node"),
-        (
-            "--task link --edge-split 80/10/5",
-            "'80/10/5': write the percent of train/valid/test, as in 85/5/10",
-        ),
-        (
-            "--task link --edge-split 90/0/10 --early-stop 3",
-            "goes by validation edges: --edge-split 90/0/10 has none",
-        ),
-        ("--task link --metric f1", "--metric f1: --task link has mrr, hits@1"),
-        ("--task link --split 1", "--split 1 is for --task node"),
-        ("--task link --pairs p.npy", "--pairs p.npy needs --predict"),
-        ("--task link --predict p.npy --predict-what logits", "--task link writes embeddings"),
-        ("--task graph --metric roc_auc", "--metric roc_auc: --task graph has none"),
-        *(
-            (f"--task graph {words}", f"{words} has no effect with --task graph: leave it out")
-            for words in (
-                *("--fanout 3,3", "--model gin", "--norm layer", "--input-dropout 0.2"),
-                *("--cache 1000", "--lookahead 3", "--mode cpu-cpu", "--backend lmdb"),
-            )
-        ),
-        ("--task graph --residual", "--residual has no effect with --task graph"),
-        ("--task graph --heads 3", "--heads 3 is for --model gat, --model is sage"),
-        ("--model gin --heads 4", "--heads 4 is for --model gat, --model is gin"),
-        ("--backend lmdb", "--backend lmdb has no effect on .*: it is a store already"),
-        ("--gpu x", "--gpu"),
-        ("--bogus", "--bogus"),
-        ("--layer-dependency", "--layer-dependency is for --sampler labor, --sampler is uniform"),
-        (
-            "--sampler weighted --batch-dependency 2",
-            "--batch-dependency 2 is for --sampler labor, --sampler is weighted",
-        ),
-    ],
-)
-def test_bad_flags_get_one_sentence_and_code_2(
-    words, complaint, tiny, tmp_path, monkeypatch, capsys
-):
-    if "--dataset" not in words:
-        words = f"--dataset {tiny} {words}"
+@pytest.mark.parametrize("row", BAD_FLAGS.strip().splitlines())
+def test_bad_flags_get_one_sentence_and_code_2(row, tiny, tmp_path, monkeypatch, capsys):
+    words, complaint = row.split(" => ")
+    words = words.replace("LICENSE", str(HERE / "LICENSE")).split()
+    words += ["--root", "root", *([] if "--dataset" in words else ["--dataset", tiny])]
     monkeypatch.chdir(tmp_path)
-    code, said = _code(words, "--root root"), capsys.readouterr().err
-    assert code == 2 and re.search(complaint, said), said
-    assert len(said.strip().splitlines()[-1]) < 500 and not list(tmp_path.rglob("*.npy"))
+    assert _code(*words) == 2
+    captured = capsys.readouterr()
+    assert re.search(complaint, captured.err), captured.err
+    assert len(captured.err.strip().splitlines()[-1]) < 500
+    assert not list(tmp_path.rglob("*.npy"))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -329,37 +318,36 @@ def test_no_metric_takes_a_score_that_is_not_finite(number):
                 metric(broken, y)
 
 
-DIVERGE = {
-    "node": (
-        "",
-        "the loss is (nan|inf) in epoch 2, step 2 of 6: the largest weight is [0-9.]*e.2[45], ",
-    ),
+DIVERGE = {  # flags, where the loss is not finite
+    "node": ("", "step 2 of 6: the largest weight is [0-9.]*e.2[45], "),
     "scores": ("--batch-size 600", "240 of 240 scores are not finite in epoch 2, step 1 of 1"),
-    "bf16": ("--precision bf16", "the loss is (nan|inf) in epoch 2, step 2 of 6"),
-    "fp64": ("--precision fp64", "the loss is (nan|inf) in epoch 2, step [23] of 6"),
-    "accumulate": ("--accumulate 3", "the loss is (nan|inf) in epoch 2, step 2 of 2"),
-    "link": ("--task link --early-stop 5", "the loss is (nan|inf) in epoch 2, step 2 of"),
-    "graph": ("--task graph", "the loss is (nan|inf) in epoch 2, step 2 of"),
-    "two": ("--procs 2 --batch-size 50", "the loss is (nan|inf) in epoch 2, step [23] of 6"),
+    "bf16": ("--precision bf16", "step 2 of 6"),
+    "fp64": ("--precision fp64", "step [23] of 6"),
+    "accumulate": ("--accumulate 3", "step 2 of 2"),
+    "link": ("--task link --early-stop 5", "step 2 of"),
+    "graph": ("--task graph", "step 2 of"),
+    "two": ("--procs 2 --batch-size 50", "step [23] of 6"),
 }
 
 
 @pytest.mark.parametrize("name", DIVERGE)
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(name, tiny, tmp_path, capsys):
     words, said = DIVERGE[name]
-    words = f"--root {tmp_path} --gpus 0 --hidden 16 --batch-size 100 {words}"
+    said = said if name == "scores" else f"the loss is (nan|inf) in epoch 2, {said}"
+    words = [f"--root {tmp_path} --gpus 0 --hidden 16 --batch-size 100", words]
     if name == "graph":
         _molecules(tmp_path / "m.npz", count=300)
-        words += f" --dataset {tmp_path}/m.npz --num-layers 2"
+        words += [f"--dataset {tmp_path}/m.npz --num-layers 2"]
     else:
-        words += f" --dataset {tiny} --model gin --fanout 3,3"
-    file, lr = tmp_path / "kept.pt", 1e200 if name == "fp64" else 1e25
-    assert _code(words, f"--epochs 1 --checkpoint {file}") == 0
-    words += f" --resume {file} --checkpoint {file} --checkpoint-every 1 --epochs 9 --lr {lr}"
+        words += [f"--dataset {tiny} --model gin --fanout 3,3"]
+    file = tmp_path / "kept.pt"
+    assert _code(*words, f"--epochs 1 --checkpoint {file}") == 0
+    words += [f"--resume {file} --checkpoint {file} --checkpoint-every 1 --epochs 9"]
+    words += ["--lr", lr := 1e200 if name == "fp64" else 1e25]
     if name == "two":
-        output = _train(words, code=1)
+        output = _train(*words, code=1)
     else:
-        assert _code(words) == 1
+        assert _code(*words) == 1
         output = capsys.readouterr().err
     last = output.strip().splitlines()[-1]
     assert re.match(f"train.py: {said}", last) and f"try a smaller --lr than {lr:g}" in last, output
@@ -370,7 +358,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(name, tiny, t
 
 
 def test_runs_name_the_seed_whose_loss_is_not_finite(tiny, tmp_path, capsys):
-    assert _code(f"--dataset {tiny}", *COMMON, "--lr 1e25 --runs 2 --seed 5") == 1
+    assert _code(f"--dataset {tiny}", *COMMON, "--lr 1e+25 --runs 2 --seed 5") == 1
     assert "train.py: seed 5: the loss is" in capsys.readouterr().err
 
 
@@ -378,7 +366,7 @@ def test_runs_name_the_seed_whose_loss_is_not_finite(tiny, tmp_path, capsys):
 def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend, tmp_path, capsys):
     words = ["--epochs 1", *COMMON]
     for number, dtype, code, said in (
-        (1e40, "float64", 2, "the largest feature is 1e.40, and float32, .* ends at 3.4e.38: "),
+        (1e40, "float64", 2, "the largest feature is 1e.40, and float32, .* ends at 3.4e.38: sc"),
         (1e12, "int64", 0, "data    the largest feature is 1e.12: scale each column"),
         (-3e4, "float16", 0, "data    the largest feature is 3e.04"),
         (255, "uint8", 0, None),
@@ -387,7 +375,7 @@ def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend
         graph["features"] = (np.abs(graph["features"]) * 10).astype(dtype)
         graph["features"][7, 2] = number
         path = build_store(tmp_path / dtype, backend=backend, **graph)
-        assert _code(f"--dataset {path}", *words, "--lr 1e-9") == code
+        assert _code(f"--dataset {path}", *words, "--lr 1e-09") == code
         printed = "".join(capsys.readouterr())
         assert re.search(said, printed) if said else "largest feature" not in printed
     if backend == "lmdb":  # its rows may change, and the figure is not known then
@@ -397,9 +385,10 @@ def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend
 
 
 def _regresses(folder):
-    words = f"--task graph --dataset {DATA}/esol.npz --root {folder} --gpus 0 --dropout 0"
-    sizes = f"--hidden 64 --batch-size 32 --epochs 25 --log {folder}/log"
-    return _start_fork(folder / "out", words, sizes)
+    words = (
+        f"--task graph --dataset {DATA}/esol.npz --root {folder} --gpus 0 --dropout 0 --hidden 64"
+    )
+    return _start_fork(folder / "out", words, f"--batch-size 32 --epochs 25 --log {folder}/log")
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
@@ -414,20 +403,20 @@ def test_regressor_beats_the_mean_on_real_molecules(beside):
 
 def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path):
     _molecules(tmp_path / "m.npz", count=200)
-    words = f"--task graph --dataset {tmp_path}/m.npz --root {tmp_path} --gpus 0 --hidden 16"
-    words += " --num-layers 2 --dropout 0"
+    common = [f"--task graph --dataset {tmp_path}/m.npz --root {tmp_path} --gpus 0 --hidden 16"]
+    common += ["--num-layers 2 --dropout 0"]
     one, two, half = (tmp_path / f"{name}.pt" for name in ("one", "two", "half"))
-    _train(words, f"--batch-size 40 --epochs 4 --checkpoint {one} --log {tmp_path}/one")
-    _train(words, f"--batch-size 20 --procs 2 --epochs 4 --checkpoint {two} --log {tmp_path}/two")
-    _train(words, f"--batch-size 40 --epochs 2 --checkpoint {half}")
-    _train(words, f"--batch-size 40 --epochs 4 --resume {half} --checkpoint {half} --prefetch 0")
-    one, two, half = map(_parameters, (one, two, half))
+    _train(*common, f"--batch-size 40 --epochs 4 --checkpoint {one} --log {tmp_path}/one")
+    _train(*common, f"--batch-size 20 --procs 2 --epochs 4 --checkpoint {two} --log {tmp_path}/two")
+    _train(*common, f"--batch-size 40 --epochs 2 --checkpoint {half}")
+    _train(*common, f"--batch-size 40 --epochs 4 --resume {half} --checkpoint {half} --prefetch 0")
+    one, two, half = (torch.load(path, weights_only=True)["model"] for path in (one, two, half))
     for name in one:
         assert torch.equal(one[name], half[name]), name
         torch.testing.assert_close(one[name], two[name], rtol=1e-2, atol=1e-3)
     a, b = (_log(tmp_path / name) for name in ("one", "two"))
-    rmse, other = (log[-1]["scores"]["test"]["rmse"] for log in (a, b))
-    assert rmse == pytest.approx(other, rel=1e-2)
+    mine, theirs = (log[-1]["scores"]["test"]["rmse"] for log in (a, b))
+    assert mine == pytest.approx(theirs, rel=1e-2)
     assert a[3]["loss"] < a[0]["loss"] and a[0]["valid"]["mae"] > 0
     refused = _train(f"--dataset {tmp_path}/m.npz --root {tmp_path}", code=2)
     assert "holds many small graphs" in refused and "--task graph" in refused
@@ -442,53 +431,10 @@ def test_graph_task_needs_graphs_to_train_on(tmp_path):
 def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path):
     made = _molecules(tmp_path / "m.npz", count=300)
     np.savez(tmp_path / "b.npz", **{**made, "targets": (made["targets"] > 5).astype(np.uint8)})
-    output = _train(
-        f"--task graph --dataset {tmp_path}/b.npz --root {tmp_path} --hidden 16 --epochs 2",
-        f"--num-layers 2 --batch-size 32 --log {tmp_path}/log --gpus 0",
-    )
+    words = f"--task graph --dataset {tmp_path}/b.npz --root {tmp_path} --hidden 16 --epochs 2"
+    words += f" --num-layers 2 --batch-size 32 --log {tmp_path}/log --gpus 0"
+    output = _train(words)
     assert 0 <= _log(tmp_path / "log")[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in output
-
-
-# epochs; by default there are 25
-ENOUGH = {"sage": 10, "gcn": 8, "gin": 12, "sage-pool": 15, "gat": 9}
-
-
-def _learns_by_default(folder, name):
-    return _start_fork(
-        folder / "out",
-        f"--model {name} --root {folder} --gpus 0 --epochs {ENOUGH[name]} --log {folder}/log",
-    )
-
-
-@pytest.mark.parametrize("name", ENOUGH)
-@_beside(_learns_by_default)
-def test_every_model_learns_the_built_in_graph_with_its_defaults(name, beside):
-    """In fewer epochs than the default takes, to spare time: the learning rate is constant, so more of them only
-    help."""
-    process, folder = beside
-    _end(process)
-    exact = _log(folder / "log")[-1]["exact"]
-    print(f"{name}: {exact}")
-    assert exact["test"] > 0.85 and set(ENOUGH) == set(model.CONVS)
-
-
-def _learns_mines(folder, name):
-    np.savez(folder / "mines.npz", **minesweeper(24))
-    words = (
-        f"--model {name} --gpus 0 --hidden 32 --fanout 8,8 --lr 0.01 --epochs 60 --metric roc_auc"
-    )
-    files = "--dataset", folder / "mines.npz", "--root", folder, "--log", folder / "log"
-    return _start_fork(folder / "out", *words.split(), *files)
-
-
-@pytest.mark.parametrize("name", ["sage", "gcn", "gat", "gin"])
-@_beside(_learns_mines)
-def test_defaults_learn_a_graph_whose_neighbours_are_of_other_classes(name, beside):
-    """Without residual connections gcn, gat and gin come to 0.68 to 0.72."""
-    process, folder = beside
-    output, exact = _end(process), _log(folder / "log")[-1]["exact"]
-    assert exact["test"] > 0.85, exact
-    assert (", residual" in output) == (name != "sage")
 
 
 @pytest.mark.parametrize(
@@ -526,20 +472,6 @@ def test_the_best_epochs_weights_are_kept(words, kept, tiny, tmp_path, capsys):
     assert args.weights == ("best" if "--early-stop" in words else "last")
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-@_beside(
-    lambda folder: _start_fork(
-        folder / "out", f"--dataset {DATA}/cora.npz --root {folder} --gpus 0 --log {folder}/log"
-    )
-)
-def test_a_small_graph_comes_out_right_with_nothing_but_its_name(beside):
-    """140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers."""
-    process, folder = beside
-    output, log = _end(process), _log(folder / "log")
-    assert "1 step an epoch, 200 epochs; lr 0.003, weight decay 0.0005" in output
-    assert log[-1]["exact"]["test"] >= 0.78, log[-1]
-
-
 def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
     for words, world, expected in (
         ("", 1, (200, 1)),
@@ -552,12 +484,13 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
         given = data.settle_steps(ddp.Ranks(world=world), args, NodeTask, 600)
         assert (given["epochs"], given["steps"]) == expected
         assert given["weight_decay"] == pytest.approx(0.07 / 600)
-    norms = [train.parse_args(["--model", name]).norm for name in model.CONVS]
-    layer = ("sage-pool", "gat", "gin")
-    assert norms == ["layer" if name in layer else "none" for name in model.CONVS]
+    parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731
+    norms = {name: parse(name).norm for name in model.CONVS}
+    layer = dict.fromkeys(["sage-pool", "gat", "gin"], "layer")
+    assert norms == {"sage": "none", "gcn": "none", **layer}
 
 
-OWN = "--fanout 5,5 --lr 0.01 --batch-size 100 --gpus 0"
+OWN = ["--fanout 5,5 --lr 0.01 --batch-size 100 --gpus 0"]
 
 
 @pytest.mark.parametrize("library", ["mymodel.py", "mydgl.py", "mypyg.py"])
@@ -568,30 +501,35 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
         pytest.importorskip("torch_geometric")
     file = tmp_path / "mynet.py"
     file.write_text(OWN_MODELS[library])
-    own, log = f"--dataset {tiny} --model {file}:Net --model-args hidden=32 {OWN}", tmp_path / "log"
-    output = _train(own, f"--epochs 4 --checkpoint {tmp_path}/full.pt --log {log}")
+    own, log = (
+        [f"--dataset {tiny} --model {file}:Net --model-args hidden=32", *OWN],
+        tmp_path / "log",
+    )
+    output = _train(*own, f"--epochs 4 --checkpoint {tmp_path}/full.pt --log {log}")
     assert _log(log)[-1]["exact"]["test"] > 0.5 and f"model   {file}:Net, 2 hops" in output
     assert "\nexact accuracy  train " in output and "layer-wise" not in output
-    output = _train(own, f"--epochs 2 --checkpoint {tmp_path}/half.pt")
+    output = _train(*own, f"--epochs 2 --checkpoint {tmp_path}/half.pt")
     assert "half.pt holds an earlier run" not in output
-    said = _train(own, f"--epochs 2 --checkpoint {tmp_path}/half.pt")
+    said = _train(*own, f"--epochs 2 --checkpoint {tmp_path}/half.pt")
     assert "half.pt holds an earlier run and will be replaced" in said
     # arguments are the checkpoint's
-    words = f"--resume {tmp_path}/half.pt --model {file}:Net"
-    output = _train(words, f"--epochs 4 --checkpoint {tmp_path}/half.pt --gpus 0")
+    words = [f"--resume {tmp_path}/half.pt --model {file}:Net"]
+    output = _train(*words, f"--epochs 4 --checkpoint {tmp_path}/half.pt --gpus 0")
     assert "not the text" not in output
-    assert _same_weights(tmp_path / "full.pt", tmp_path / "half.pt")
-    predict = f"--resume {tmp_path}/full.pt --model {file}:Net --gpus 0"
-    _train(predict, f"--predict {tmp_path}/one.npy")
+    full, half = (_parameters(tmp_path / f"{name}.pt") for name in ("full", "half"))
+    assert all(torch.equal(full[name], half[name]) for name in full)
+    predict = [f"--resume {tmp_path}/full.pt --model {file}:Net --gpus 0"]
+    _train(*predict, f"--predict {tmp_path}/one.npy")
     if library == "mymodel.py":
-        _train(own, f"--epochs 4 --batch-size 50 --procs 2 --log {tmp_path}/two --precision bf16")
+        _train(*own, f"--epochs 4 --batch-size 50 --procs 2 --log {tmp_path}/two --precision bf16")
         assert _log(tmp_path / "two")[-1]["exact"]["test"] > 0.5
-        _train(predict, f"--procs 2 --predict {tmp_path}/two.npy")
+        _train(*predict, f"--procs 2 --predict {tmp_path}/two.npy")
         assert (np.load(tmp_path / "one.npy") == np.load(tmp_path / "two.npy")).mean() > 0.999
     graph = GraphStore.open(tiny)
     right = torch.from_numpy(np.load(tmp_path / "one.npy")) == graph.labels
-    right = right[graph.split["test"]].double().mean().item()
-    assert right == pytest.approx(_log(log)[-1]["exact"]["test"])
+    assert right[graph.split["test"]].double().mean().item() == pytest.approx(
+        _log(log)[-1]["exact"]["test"]
+    )
 
 
 def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
@@ -599,40 +537,45 @@ def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
     not fit refused."""
     file, ran = tmp_path / "net.py", tmp_path / "ran"
     file.write_text(OWN_LAYERS + f"\nopen({str(ran)!r}, 'a').write('x')\n")
-    _train(f"--dataset {tiny} --model {file}:Net", OWN, f"--epochs 1 --checkpoint {tmp_path}/c.pt")
+    _train(f"--dataset {tiny} --model {file}:Net", *OWN, f"--epochs 1 --checkpoint {tmp_path}/c.pt")
     assert ran.read_text() == "x"
-    predict = f"--resume {tmp_path}/c.pt --gpus 0 --predict {tmp_path}/p.npy"
-    said = f"holds weights of {file}:Net: give --model FILE.py:NAME"
-    assert said in _train(predict, code=2)
-    assert f"was made with --model {file}:Net" in _train(predict, "--model sage", code=2)
+    predict = [f"--resume {tmp_path}/c.pt --gpus 0 --predict {tmp_path}/p.npy"]
+    for words, complaint in (
+        ([], "holds weights of {}: give --model FILE.py:NAME"),
+        (["--model", "sage"], "was made with --model {}"),
+    ):
+        assert complaint.format(f"{file}:Net") in _train(*predict, *words, code=2)
     assert ran.read_text() == "x"
     moved = tmp_path / "elsewhere.py"
     moved.write_text(file.read_text().replace("dropout=0.3", "dropout=0.2"))
-    output = _train(predict, f"--model {moved}:Net")
+    output = _train(*predict, f"--model {moved}:Net")
     assert f"model   {moved}:Net is not the text that the checkpoint was made with" in output
     assert ran.read_text() == "xx"
     moved.write_text(OWN_LAYERS.replace("self.classify", "self.head"))
-    assert "does not fit the model" in _train(predict, f"--model {moved}:Net", code=2)
+    assert "does not fit the model" in _train(*predict, f"--model {moved}:Net", code=2)
 
 
 def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_path):
     graph = GraphStore.open(tiny)
     dst = torch.repeat_interleave(graph.indptr.diff())
-    edge_index = torch.stack([graph.indices.long(), dst]).numpy()
-    arrays = {"edge_index": edge_index, "x": graph.features.tensor.numpy()}
+    arrays = {
+        "edge_index": torch.stack([graph.indices.long(), dst]).numpy(),
+        "x": graph.features.tensor.numpy(),
+    }
     np.savez(tmp_path / "bare.npz", **arrays)
     for name in ("valid", "train"):
         np.savez(tmp_path / f"{name}.npz", **arrays, train_idx=graph.split[name].numpy())
-    run = f"--root {tmp_path}/root --gpus 0"
+    run = [f"--root {tmp_path}/root --gpus 0"]
     _train(f"--dataset {tiny} --fanout 3,3 --epochs 2 --checkpoint {tmp_path}/c.pt --gpus 0")
     for name, dataset in (("own", tiny), ("bare", tmp_path / "bare.npz")):
-        words = f"--resume {tmp_path}/c.pt --dataset {dataset} --predict {tmp_path}/{name}.npy"
-        output = _train(words, run)
+        output = _train(
+            f"--resume {tmp_path}/c.pt --dataset {dataset} --predict {tmp_path}/{name}.npy", *run
+        )
         assert ("it has no labels: a trained model can predict" in output) == (name == "bare")
     assert np.array_equal(np.load(tmp_path / "own.npy"), np.load(tmp_path / "bare.npy"))
-    said = _train(f"--dataset {tmp_path}/bare.npz", run, code=2)
+    said = _train(f"--dataset {tmp_path}/bare.npz", *run, code=2)
     assert "has no labels to learn from: --resume FILE --predict" in said
-    assert "which has no label" in _train(f"--dataset {tmp_path}/valid.npz", run, code=2)
+    assert "which has no label" in _train(f"--dataset {tmp_path}/valid.npz", *run, code=2)
     built = next((tmp_path / "root").glob("bare-*"))
     assert verify(built) == [] and "no labels" in store.info(built)
     assert not GraphStore.open(built).labelled
@@ -643,61 +586,49 @@ def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_pat
     assert not GraphStore.open(tmp_path / "s").labelled
 
 
-FAULTY = """
-
-class Wide(nn.Module):
-    def __init__(self, in_dim, num_classes):
-        super().__init__()
-        self.p = nn.Linear(1, 1)
-    def forward(self, blocks, x):
-        return x[:, :4] * self.p.weight
-
-class Pair(Wide):
-    def forward(self, blocks, x):
-        return x[:600], x
-
-class Five(Wide):
-    def forward(self, blocks, x):
-        return x[:600, :5] * self.p.weight
-
-class Classes(Wide):
-    def forward(self, blocks, x):
-        return x[:600].argmax(1)
-
-def none(a, b):
-    return 3
-
-def fixed(a, b):
-    return nn.ReLU()
-"""
-
-
 def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path):
-    file, row = tmp_path / "net.py", "for 600 seeds: a row of 4 logits for each is needed"
-    file.write_text(OWN_LAYERS + FAULTY)
-    common, net = f"--dataset {tiny} --root {tmp_path}/root --gpus 0 --fanout 3,3", f"{file}:Net"
+    file = tmp_path / "net.py"
+    file.write_text(
+        OWN_LAYERS + "\ndef none(a, b):\n    return 3\ndef wide(a, b):\n    return Wide()\n"
+        "class Wide(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.p = "
+        "nn.Linear(1, 1)\n"
+        "    def forward(self, blocks, x):\n        return x[:, :4] * self.p.weight\n"
+        "class Pair(Wide):\n    def forward(self, blocks, x):\n        return x[:600], x\n"
+        "class Five(Wide):\n    def forward(self, blocks, x):\n        return x[:600, :5] * self.p.weight\n"
+        "class Classes(Wide):\n    def forward(self, blocks, x):\n        return x[:600].argmax(1)\n"
+        "def pair(a, b):\n    return Pair()\ndef five(a, b):\n    return Five()\n"
+        "def classes(a, b):\n    return Classes()\ndef fixed(a, b):\n    return nn.ReLU()\n"
+    )
+    common = [f"--dataset {tiny} --root {tmp_path}/root --gpus 0 --fanout 3,3"]
+    row = "seeds: a row of 4 logits"
     for words, complaint in (
         ("nosuch.py:Net", "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
-        (f"{file}:Nett", f"{file} defines no Nett; it has Net, Wide, Pair, Five, Classes, none"),
+        (f"{file}:Nett", f"{file} defines no Nett; it has Net, none, wide, Wide, Pair, Five, "),
         (f"{file}:none", "none returned a int, a torch.nn.Module is needed"),
-        (f"{file}:Wide", rf"the model returned torch.float32 \[\d+, 4\] {row}"),
-        (f"{file}:Pair", f"the model returned tuple {row}"),
-        (f"{file}:Five", rf"the model returned torch.float32 \[600, 5\] {row}"),
-        (f"{file}:Classes", rf"the model returned torch.int64 \[600\] {row}"),
+        (f"{file}:wide", rf"the model returned torch.float32 \[\d+, 4\] for 600 {row} for each"),
+        (f"{file}:pair", f"the model returned tuple for 600 {row}"),
+        (f"{file}:five", rf"the model returned torch.float32 \[600, 5\] for 600 {row}"),
+        (f"{file}:classes", rf"the model returned torch.int64 \[600\] for 600 {row}"),
         (f"{file}:fixed", "fixed has no parameters that could be trained"),
-        (f"{net} --model-args hiden=3", "called as Net.*, hiden=3.: .*unexpected.*'hiden'"),
-        (f"{net} --model-args 3", "'3': write NAME=VALUE"),
-        (f"{net} --model-args w=[3,4],hidden=3", "called as Net.*, w=.3, 4., hidden=3.: "),
-        (f"{net} --hidden 64", "--hidden 64 is for the built-in models"),
+        (
+            f"{file}:Net --model-args hiden=3",
+            "is called as Net.in_dim, num_classes, hiden=3.: .*unexpected.*'hiden'",
+        ),
+        (f"{file}:Net --model-args 3", "'3': write NAME=VALUE"),
+        (
+            f"{file}:Net --model-args widths=[3,4],hidden=3",
+            "called as Net.in_dim, num_classes, widths=.3, 4., hidden=3.: ",
+        ),
+        (f"{file}:Net --hidden 64", "--hidden 64 is for the built-in models"),
         ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, or FILE.py:NAME"),
-        ("gin --model-args hidden=3", "--model-args hidden=3 is for --model FILE.py:NAME"),
+        ("sage --model-args hidden=3", "--model-args hidden=3 is for --model FILE.py:NAME"),
     ):
-        output = _train(common, f"--model {words}", code=2)
+        output = _train(*common, "--model", words, code=2)
         assert re.search(complaint, output) and "Traceback" not in output, output
-    layers = _train(common, f"--model {net} --fanout 3,3,3 --gpus 0", code=1)
+    layers = _train(*common, f"--model {file}:Net --fanout 3,3,3 --gpus 0", code=1)
     assert "when it was called with 3 blocks, one for each number of --fanout, and x [" in layers
     file.write_text("import nosuchmodule\n")
-    assert "No module named 'nosuchmodule'" in _train(common, f"--model {net}", code=1)
+    assert "No module named 'nosuchmodule'" in _train(*common, f"--model {file}:Net", code=1)
 
 
 def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
@@ -708,10 +639,13 @@ def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
         "        self.b = torch.nn.Linear(3, 3)\n"
         "    def forward(self, blocks, x):\n        return self.a(x[: blocks[-1].num_dst])\n"
     )
-    words = f"--dataset {tiny} --gpus 0 --fanout 5 --epochs 3 --model {tmp_path}/net.py:Net"
+    words = [f"--dataset {tiny} --gpus 0 --fanout 5 --epochs 3 --model {tmp_path}/net.py:Net"]
     for procs, accumulate, batch in ((1, 1, 200), (2, 2, 50)):
-        sizes = f"--procs {procs} --accumulate {accumulate} --batch-size {batch}"
-        assert "Warning" not in _train(words, sizes, f"--checkpoint {tmp_path}/{procs}.pt")
+        output = _train(
+            *words,
+            f"--procs {procs} --accumulate {accumulate} --batch-size {batch} --checkpoint {tmp_path}/{procs}.pt",
+        )
+        assert "Warning" not in output
     one, two = (_parameters(tmp_path / f"{procs}.pt") for procs in (1, 2))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
@@ -728,8 +662,11 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer_like_in_batches(
         "    return GNN(in_dim, 16, num_classes, conv=conv, num_layers=2, norm='layer')\n"
     )
     for conv in ("gcn", "gat"):
-        words = f"--model {file}:Net --model-args conv={conv} --fanout 4,4 --gpus 0"
-        run = evaluate.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
+        words = (
+            f"--dataset {tiny} --model {file}:Net --model-args conv={conv} --fanout 4,4 --gpus 0"
+        )
+        args, ranks = train.parse_args(words.split()), ddp.Ranks()
+        run = evaluate.open_run(ranks, args, tiny)
         net = run.model
         assert model.layerwise(net) and (net.degrees is not None) == (conv == "gcn")
         expected = run.exact()

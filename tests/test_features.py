@@ -1,4 +1,4 @@
-"""Tests: features.py; features.py: the ring; features.py: placement and shared memory; features.py: the cache."""
+"""Tests: features.py."""
 
 import gc
 import mmap
@@ -9,7 +9,7 @@ import queue
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,6 @@ from features import CachedFeatures, FeatureRing, expected_visits, place, prefet
 from sampler import Block, NeighborSampler
 from tests.common import _as_lists, _random_graph
 
-# -------------------------------------------------------------------------------------------------
-# features.py
-
 
 def test_prefetch_gives_the_same_results_in_order_for_any_depth_and_threads():
     indptr, indices = _random_graph(np.random.default_rng(4), 500, 10)
@@ -34,18 +31,15 @@ def test_prefetch_gives_the_same_results_in_order_for_any_depth_and_threads():
     for depth, threads in [(0, 1), (1, 1), (2, 1), (3, 2), (8, 4)]:
         ring = FeatureRing(table, labels, slots=depth + 1)
         got = []
-        for batch in prefetch(
-            lambda x, slot: ring.fetch(slot, s.sample(x, 1)), batches, depth=depth, threads=threads
-        ):
+        load = lambda x, slot: ring.fetch(slot, s.sample(x, 1))  # noqa: E731
+        for batch in prefetch(load, batches, depth=depth, threads=threads):
             batch.wait()
             time.sleep(0.001)  # workers run ahead meanwhile: a slot used too early would show
             got.append((batch.x.clone(), batch.y, _as_lists(batch.blocks)))
-        for (x, y, blocks), seeds in zip(got, batches):
+        for (x, y, blocks), seeds in zip(got, batches, strict=True):
             assert torch.equal(x, table[blocks[0][2]]) and torch.equal(y, labels[seeds])
         expected = expected or got
-        assert all(torch.equal(a[0], b[0]) and a[2] == b[2] for a, b in zip(got, expected)) and len(
-            got
-        ) == len(batches)
+        assert all(torch.equal(a[0], b[0]) and a[2] == b[2] for a, b in zip(got, expected))
         kept = {buffer.data_ptr() for buffer in ring.buffers["rows"] if buffer is not None}
         assert len(kept) <= depth + 1
 
@@ -94,20 +88,7 @@ def test_prefetch_closes_cleanly_and_runs_ahead_no_further_than_depth():
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
-def test_ring_grows_and_keeps_its_buffers():
-    table = torch.randn(1000, 4)
-    ring = FeatureRing(table, torch.zeros(1000, dtype=torch.int64), slots=1)
-    block = lambda n: [Block(torch.zeros(1), torch.zeros(0), torch.arange(n))]  # noqa: E731
-    sizes, addresses = [10, 900, 700, 900, 5, 0], []
-    for n in sizes:
-        x = ring.fetch(0, block(n)).x
-        assert torch.equal(x, table[:n])
-        addresses.append(ring.buffers["rows"][0].data_ptr())
-    assert len(set(addresses[1:])) == 1
-
-
-# -------------------------------------------------------------------------------------------------
-# features.py: the ring
+# the ring
 
 
 class _SlowDevice:
@@ -185,27 +166,18 @@ def _seed_blocks(ids):
 def _ring_faults(seed, broken=False):
     """Push random batches through a ring with a slow device -> list of what went wrong."""
     rng = np.random.default_rng(seed)
-    depth, threads, streams = (
-        int(n) for n in (rng.integers(0, 6), rng.integers(1, 5), rng.integers(1, 4))
-    )
+    depth, threads, streams = (int(rng.integers(a, b)) for a, b in ((0, 6), (1, 5), (1, 4)))
     table = torch.arange(200.0).repeat_interleave(3).view(200, 3)
-    device = _SlowDevice(rng, streams)
-    ring = FeatureRing(
-        table,
-        torch.arange(200),
-        slots=depth + 1,
-        streams=streams,
-        copies=device,
-        log=lambda line: None,
-    )
+    device, quiet = _SlowDevice(rng, streams), lambda line: None
+    options = dict(slots=depth + 1, streams=streams, copies=device, log=quiet)
+    ring = FeatureRing(table, torch.arange(200), **options)
     if broken:
         ring.copied = _Forgets(ring.copied)
     sizes = rng.integers(1, 40, 14) * rng.choice([1, 1, 1, 4], 14)  # some outgrow the buffers
     items = [torch.from_numpy(rng.integers(0, 200, n)) for n in sizes]
     got = []
-    for batch in prefetch(
-        lambda ids, slot: ring.fetch(slot, _seed_blocks(ids)), items, depth=depth, threads=threads
-    ):
+    load = lambda ids, slot: ring.fetch(slot, _seed_blocks(ids))  # noqa: E731
+    for batch in prefetch(load, items, depth=depth, threads=threads):
         got.append(batch)
         if rng.random() < 0.3:
             time.sleep(rng.random() * 4e-4)
@@ -213,12 +185,9 @@ def _ring_faults(seed, broken=False):
         batch.ready.synchronize()
     device.close()
     same = lambda batch, ids: torch.equal(batch.x, table[ids]) and torch.equal(batch.y, ids[:1])  # noqa: E731
-    wrong = [
-        i for i, (batch, ids) in enumerate(zip(got, items, strict=True)) if not same(batch, ids)
-    ]
-    return device.faults + [
-        f"batch {i} of depth {depth}, threads {threads}, streams {streams}" for i in wrong
-    ]
+    wrong = [i for i, pair in enumerate(zip(got, items, strict=True)) if not same(*pair)]
+    setting = f"depth {depth}, threads {threads}, streams {streams}"
+    return device.faults + [f"batch {i} of {setting}" for i in wrong]
 
 
 def _edge_faults(seed, slow, broken=False):
@@ -226,31 +195,14 @@ def _edge_faults(seed, slow, broken=False):
     rng = np.random.default_rng(seed)
     depth, threads = int(rng.integers(0, 4)), int(rng.integers(1, 4))
     table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
-    ring = FeatureRing(
-        torch.zeros(50, 2),
-        torch.arange(50),
-        slots=depth + 1,
-        copies=device,
-        edge_features=table,
-        reuse=bool(slow),
-    )
+    options = dict(copies=device, edge_features=table, reuse=bool(slow))
+    ring = FeatureRing(torch.zeros(50, 2), torch.arange(50), slots=depth + 1, **options)
     if broken:
         ring.copied = _Forgets(ring.copied)
-    items = [
-        [
-            torch.from_numpy(rng.integers(0, 300, n * rng.choice([1, 8])))
-            for n in rng.integers(0, 30, 2)
-        ]
-        for _ in range(14)
-    ]
-
-    def load(item, slot):
-        blocks = [
-            Block(torch.tensor([0, len(ids)]), torch.zeros_like(ids), torch.arange(1), ids)
-            for ids in item
-        ]
-        return ring.fetch(slot, blocks)
-
+    sizes = rng.integers(0, 30, (14, 2)) * rng.choice([1, 8], (14, 2))
+    items = [[torch.from_numpy(rng.integers(0, 300, n)) for n in pair] for pair in sizes]
+    block = lambda ids: Block(torch.tensor([0, len(ids)]), ids * 0, torch.arange(1), ids)  # noqa: E731
+    load = lambda item, slot: ring.fetch(slot, list(map(block, item)))  # noqa: E731
     batches = list(prefetch(load, items, depth=depth, threads=threads))
     if slow:
         batches[-1].ready.wait()
@@ -296,45 +248,32 @@ def test_features_ring_aggregates_the_first_hop(device):
     table, labels = torch.randn(200, 3), torch.arange(200)
 
     def aggregate(indptr, indices, features, nodes, out):
-        sums = torch.zeros(len(nodes), 3).index_add_(
-            0, torch.arange(len(nodes)).repeat_interleave(indptr.diff()), features[indices.long()]
-        )
+        dst = torch.arange(len(nodes)).repeat_interleave(indptr.diff())
+        sums = torch.zeros(len(nodes), 3).index_add_(0, dst, features[indices.long()])
         return out.copy_(torch.cat([features[nodes.long()], sums], 1))
 
-    copies = device and device(np.random.default_rng(0), 1)
-    ring = FeatureRing(
-        table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, copies=copies
-    )
-    assert (
-        ring.first_hop
-        and not FeatureRing(_Rows(table), labels, slots=1, aggregate=aggregate).first_hop
-    )
-    blocks = [
-        NeighborSampler(indptr, indices, [3, 2], backend="torch").sample(
-            train[:9] % 200, 5, relabel_outer=relabel
-        )
-        for relabel in (False, True)
-    ]
-    batch, (plain, _) = ring.fetch(0, blocks[0]), blocks[1]
+    copies, seeds = device and device(np.random.default_rng(0), 1), train[:9] % 200
+    options = dict(slots=1, aggregate=aggregate, dtype=torch.float64)
+    ring = FeatureRing(table, labels, copies=copies, **options)
+    assert ring.first_hop and not FeatureRing(_Rows(table), labels, **options).first_hop
+    s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
+    bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
+    batch = ring.fetch(0, bare)
     dst = torch.arange(plain.num_dst).repeat_interleave(plain.indptr.diff())
-    sums = torch.zeros(plain.num_dst, 3).index_add_(
-        0, dst, table[plain.src_nodes.long()][plain.indices.long()]
-    )
+    near = table[plain.src_nodes.long()][plain.indices.long()]
+    sums = torch.zeros(plain.num_dst, 3).index_add_(0, dst, near)
     expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
     assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
-    assert torch.equal(batch.y, train[:9] % 200)
+    assert torch.equal(batch.y, seeds)
     # without a buffer, as on a GPU that reads the features in place: in its own type from the start
     if not copies:
-        kept = FeatureRing(
-            table, labels, slots=1, aggregate=aggregate, dtype=torch.float64, reuse=False
-        ).fetch(0, blocks[0])
+        kept = FeatureRing(table, labels, reuse=False, **options).fetch(0, bare)
         assert torch.equal(kept.x, batch.x)
     if copies:
         copies.close()
 
 
-# -------------------------------------------------------------------------------------------------
-# features.py: placement and shared memory
+# placement and shared memory
 
 
 class _Rows:
@@ -363,9 +302,7 @@ def test_features_place_keeps_or_copies(monkeypatch):
         placed = place(*arrays[:3], source, "cuda-cuda", "cpu")
         for a, b in zip(placed, arrays):
             assert torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() != b.data_ptr()
-    with pytest.raises(
-        ValueError, match="mode 'gpu' is unknown: choose one of cuda-cuda, pinned-cuda, cpu-cuda"
-    ):
+    with pytest.raises(ValueError, match="mode 'gpu' is unknown: choose one of cuda-cuda, pinned-"):
         place(*arrays, "gpu")
 
 
@@ -401,75 +338,67 @@ class _Cudart:
         return f"text of {code}"
 
 
-class _NoGuard:
-    def __init__(self, device):
-        pass
+@pytest.fixture
+def pinned(monkeypatch):
+    """A function: features.gpu_view of host memory, with a stand-in for CUDA's runtime."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host)
+    monkeypatch.setattr(features, "PIECE_BYTES", mmap.PAGESIZE)
 
-    __enter__ = __exit__ = lambda self, *exc: None
+    def view(host, cudart):
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        return features.gpu_view(host, "cpu")
+
+    return view
 
 
 @pytest.mark.parametrize(
     "spare, near", [(0, []), (87, []), (88, ["indptr"]), (208, ["indptr", "indices"])]
 )
 def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, near, monkeypatch):
-    arrays = {
-        "indptr": torch.arange(11),
-        "indices": torch.arange(30).int(),
-        "labels": torch.arange(10),
-        "features": torch.ones(10, 3),
-    }
+    graph = {"indptr": torch.arange(11), "indices": torch.arange(30).int()}
+    arrays = {**graph, "labels": torch.arange(10), "features": torch.ones(10, 3)}
     viewed = []
     monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
     placed = place(*arrays.values(), "pinned-cuda", "cpu", spare=spare)
     assert all(map(torch.equal, placed, arrays.values()))
-    assert [
-        name for name, array in arrays.items() if not any(array is view for view in viewed)
-    ] == near
+    assert [name for name, x in arrays.items() if not any(x is view for view in viewed)] == near
 
 
-def test_features_registered_pieces_cover_memory_and_never_overlap(monkeypatch):
+def test_features_registered_pieces_cover_memory_and_never_overlap(pinned, monkeypatch):
     page = mmap.PAGESIZE
-    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host)
     (memory,) = share([torch.zeros(13 * page, dtype=torch.uint8)])
     for nbytes in (1, page - 1, page, page + 1, 5 * page, 12 * page + 7):
         for piece in (page, 3 * page, 100 * page):
             monkeypatch.setattr(features, "PIECE_BYTES", piece)
-            features.gpu_view(memory[:nbytes], "cpu", cudart := _Cudart())
+            pinned(memory[:nbytes], cudart := _Cudart())
             ends = [start + size for start, size in cudart.pieces]
             assert [start for start, _ in cudart.pieces] == [memory.data_ptr(), *ends[:-1]]
             assert 0 <= ends[-1] - memory.data_ptr() - nbytes < page
             assert all(0 < size <= piece for _, size in cudart.pieces)
-    with pytest.raises(ValueError, match=r"does not start on a page: copy it with share\(\) first"):
-        features.gpu_view(memory[8:], "cpu", cudart)
+    with pytest.raises(ValueError, match=r"does not start on a page: share\(\) it first"):
+        pinned(memory[8:], cudart)
 
 
-def test_features_gpu_view_registers_and_checks_every_code(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
-    monkeypatch.setattr(features, "PIECE_BYTES", mmap.PAGESIZE)
+def test_features_gpu_view_registers_and_checks_every_code(pinned, monkeypatch):
     rows, wide = share([torch.zeros(50, 30), torch.randn(6, 7).bfloat16()])
     interface = features._HostArray(wide).__cuda_array_interface__
     assert interface["shape"] == (6, 7) and interface["typestr"] == "<i2"
     assert interface["data"] == (wide.data_ptr(), False) and interface.get("strides") is None
     # a GPU without UVA
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host.clone())
-    with pytest.raises(RuntimeError, match="does not address host memory in place"):
-        features.gpu_view(rows, "cpu", good := _Cudart())
+    with pytest.raises(RuntimeError, match="cannot read host memory in place"):
+        pinned(rows, good := _Cudart())
     assert good.undone == [start for start, _ in good.pieces] and len(good.undone) == 2
-    bad = _Cudart(refuse=1)
-    with pytest.raises(
-        RuntimeError, match=r"cudaHostRegister of 4,096 bytes at 0x\w+ .* 712 \(text of 712\)"
-    ):
-        features.gpu_view(rows, "cpu", bad)
+    words = r"cudaHostRegister of 4,096 bytes at 0x\w+ .* 712 \(text of 712\)"
+    with pytest.raises(RuntimeError, match=words):
+        pinned(rows, bad := _Cudart(refuse=1))
     assert bad.undone == [rows.data_ptr()]
 
 
-def test_features_gpu_view_unregisters_before_the_memory_goes(monkeypatch):
+def test_features_gpu_view_unregisters_before_the_memory_goes(pinned, monkeypatch):
     """A later mapping of the same address could not be registered: CUDA error 712."""
-    monkeypatch.setattr(torch.cuda, "device", _NoGuard)
-    monkeypatch.setattr(features, "PIECE_BYTES", mmap.PAGESIZE)
     cudart, rows, done = _Cudart(), share([torch.zeros(50, 30)])[0], []
 
     class View(torch.Tensor):  # keeps the array, as one of torch.as_tensor does
@@ -483,7 +412,7 @@ def test_features_gpu_view_unregisters_before_the_memory_goes(monkeypatch):
     cudart.cudaHostUnregister = lambda start: done.append(Path("/proc/self/maps").read_text())
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
-    view, address = features.gpu_view(rows, "cpu", cudart), rows.data_ptr()
+    view, address = pinned(rows, cudart), rows.data_ptr()
     del rows
     gc.collect()
     assert len(cudart.pieces) == 2 and not done
@@ -508,22 +437,14 @@ def _total(rank, table, barrier):
 
 
 def _status(name, file):
-    return next(
-        int(line.split()[1]) * 1024
-        for line in Path(file).read_text().splitlines()
-        if line.startswith(name)
-    )
+    lines = Path(file).read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def _shares(rank, table, barrier, results):
-    values = (
-        torch.arange(16 << 20, dtype=torch.int32).view(-1, 4)
-        if rank == 0
-        else torch.empty(4 << 20, 4).int()
-    )
-    shared, more = share(
-        [values, torch.ones(3)], leads=rank == 0, total=_total(rank, table, barrier)
-    )
+    leads, total = rank == 0, _total(rank, table, barrier)
+    values = torch.arange(16 << 20).int().view(-1, 4) if leads else torch.empty(4 << 20, 4).int()
+    shared, more = share([values, torch.ones(3)], leads=leads, total=total)
     del values
     checksum = int(shared.sum(dtype=torch.int64)) + int(more.sum())  # reads every page
     barrier.wait(60)
@@ -535,10 +456,8 @@ def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
     before, files = _status("Shmem:", "/proc/meminfo"), set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
     table, barrier, results = context.Array("d", 6, lock=False), context.Barrier(3), context.Queue()
-    processes = [
-        context.Process(target=_shares, args=(i, table, barrier, results), daemon=True)
-        for i in range(3)
-    ]
+    new = lambda i: context.Process(target=_shares, args=(i, table, barrier, results), daemon=True)  # noqa: E731
+    processes = [new(i) for i in range(3)]
     for process in processes:
         process.start()
     try:
@@ -558,8 +477,7 @@ def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
     assert mine == []
 
 
-# -------------------------------------------------------------------------------------------------
-# features.py: the cache
+# the cache
 
 
 def _skewed(num_nodes=2000, degree=12, seed=0):
@@ -568,22 +486,15 @@ def _skewed(num_nodes=2000, degree=12, seed=0):
     degrees = rng.integers(0, 2 * degree, num_nodes)
     indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
     weight = np.arange(1, num_nodes + 1) ** -0.8
-    indices = rng.permutation(num_nodes)[
-        rng.choice(num_nodes, int(indptr[-1]), p=weight / weight.sum())
-    ]
-    return (
-        indptr,
-        torch.from_numpy(indices.astype(np.int32)),
-        torch.from_numpy(rng.permutation(num_nodes)[:200]),
-    )
+    sources = rng.choice(num_nodes, int(indptr[-1]), p=weight / weight.sum())
+    indices = torch.from_numpy(rng.permutation(num_nodes)[sources].astype(np.int32))
+    return indptr, indices, torch.from_numpy(rng.permutation(num_nodes)[:200])
 
 
 def _sampled(indptr, indices, train, fanouts, batch_size, batches):
     """The input nodes of batches, sampled."""
-    generator, s = (
-        torch.Generator().manual_seed(1),
-        NeighborSampler(indptr, indices, fanouts, backend="torch"),
-    )
+    generator = torch.Generator().manual_seed(1)
+    s = NeighborSampler(indptr, indices, fanouts, backend="torch")
     for step in range(batches):
         seeds = train[torch.randperm(len(train), generator=generator)[:batch_size]]
         yield s.sample(seeds, step)[0].src_nodes
@@ -622,10 +533,8 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
     monkeypatch.setattr(features, "CHUNK_BYTES", 1000)  # several pieces
     indptr, indices, train = _skewed(300)
     table = torch.randn(300, 7)
-    visits, ids = (
-        expected_visits(indptr, indices, train % 300, [3, 2]),
-        torch.randint(300, (500,), dtype=torch.int32),
-    )
+    visits = expected_visits(indptr, indices, train % 300, [3, 2])
+    ids = torch.randint(300, (500,), dtype=torch.int32)
     for budget in (0, 27, 28, 2800, 10**6):
         behind = _Rows(table)
         for source in (table, behind):
@@ -638,18 +547,15 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
         hot = set(visits.topk(rows).indices.tolist())
         missed = [i for i in ids.tolist() if i not in hot]
         assert behind.asked == missed  # the misses alone
-        assert cached.cache.shape[0] == rows and cached.hit_rate == pytest.approx(
-            1 - len(missed) / 500
-        )
+        assert cached.cache.shape[0] == rows
+        assert cached.hit_rate == pytest.approx(1 - len(missed) / 500)
         # on the host; before the host, on a device
         for device in (None, _InstantDevice(np.random.default_rng(0), 2)):
-            ring = FeatureRing(
-                CachedFeatures(behind, visits, budget), torch.arange(300), slots=2, copies=device
-            )
+            cache = CachedFeatures(behind, visits, budget)
+            ring = FeatureRing(cache, torch.arange(300), slots=2, copies=device)
             for slot in (0, 1, 0):
-                assert torch.equal(
-                    ring.fetch(slot, _seed_blocks(ids[slot:])).x, table[ids[slot:].long()]
-                )
+                x = ring.fetch(slot, _seed_blocks(ids[slot:])).x
+                assert torch.equal(x, table[ids[slot:].long()])
             if device:
                 # the slots hold misses alone
                 assert all(b.nbytes <= 2 * 28 * len(missed) for b in ring.buffers["rows"])
@@ -659,11 +565,8 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
 def test_features_cache_counts_hits_from_many_threads():
     table = torch.randn(100, 2)
     cached = CachedFeatures(table, torch.arange(100.0), 50 * 8)
-    list(
-        prefetch(
-            lambda ids, slot: cached.gather(ids), [torch.arange(100)] * 400, depth=8, threads=8
-        )
-    )
+    gather = lambda ids, slot: cached.gather(ids)  # noqa: E731
+    list(prefetch(gather, [torch.arange(100)] * 400, depth=8, threads=8))
     assert (cached.hits, cached.lookups) == (400 * 50, 400 * 100)
 
 

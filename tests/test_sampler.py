@@ -31,6 +31,7 @@ from tests.common import (
     _as_lists,
     _beside,
     _chi_square_limit,
+    _dgl,
     _emulated,
     _end,
     _fork,
@@ -85,43 +86,30 @@ def _law(
 ):
     """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists,
     outermost hop first. A source is a pair of a node and a time, which is None where there are none."""
-    excluded = set(
-        exclude.nonzero().squeeze(1).tolist()
-        if getattr(exclude, "dtype", 0) == torch.bool
-        else list(map(int, exclude))
-    )
+    is_mask = getattr(exclude, "dtype", 0) == torch.bool
+    excluded = set(map(int, exclude.nonzero() if is_mask else exclude))
     indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
     src = list(zip(seeds.tolist(), [None] * len(seeds) if times is None else times.tolist()))
     weights = None if weights is None else weights.double().tolist()
     when, blocks = None if edge_times is None else edge_times.tolist(), []
     for hop, k in enumerate(fanouts):
-        key = _mix(
-            _mix(_mix(seed % 2**64) ^ (step // batch_dependency % 2**64))
-            ^ (0 if layer_dependency else hop)
-        )
+        base = _mix(_mix(seed % 2**64) ^ (step // batch_dependency % 2**64))
+        key = _mix(base ^ (0 if layer_dependency else hop))
         offsets, edge_ids, ends = [0], [], []
         for v, t in src:
             row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
             row = [e for e in row if t is None or when[e] < t or (when[e] == t and not strict)]
             w = None if weights is None else [weights[e] for e in row]
-            taken = [
-                row[p] for p in _law_picks([indices[e] for e in row], v, k, key, replace, method, w)
-            ]
+            near = [indices[e] for e in row]
+            taken = [row[p] for p in _law_picks(near, v, k, key, replace, method, w)]
             edge_ids += taken
             ends += [(indices[e], t) for e in taken]
             offsets.append(len(edge_ids))
         number = {pair: i for i, pair in enumerate(src)}
         local = [number.setdefault(pair, len(number)) for pair in ends]
         src = list(number)
-        blocks.append(
-            (
-                offsets,
-                local,
-                [v for v, _ in src],
-                edge_ids,
-                None if times is None else [t for _, t in src],
-            )
-        )
+        nodes, at = [v for v, _ in src], None if times is None else [t for _, t in src]
+        blocks.append((offsets, local, nodes, edge_ids, at))
     return blocks[::-1]
 
 
@@ -133,21 +121,39 @@ METHODS = {
 }
 
 
+def _options(method, indices, rng=None):
+    """Arguments of NeighborSampler; weights are random, or 1 without rng."""
+    options = dict(METHODS[method])
+    if method == "weighted":
+        M = indices.numel()
+        options["weights"] = (
+            torch.ones(M) if rng is None else torch.from_numpy(rng.exponential(size=M))
+        )
+    return options
+
+
+def _hub(degree):
+    """A graph in which node 77 has this degree -> (indptr, indices, rng)."""
+    rng = np.random.default_rng(9)
+    degrees = rng.poisson(5, 2000)
+    degrees[77] = degree
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
+    return indptr, torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32)), rng
+
+
 def _law_case(i, method):
     """The i-th random case of a method -> (indptr, indices, fanouts, seeds, step, options)."""
     rng = np.random.default_rng([i, len(method)])
     num_nodes = int(rng.integers(1, 60))
-    indptr, indices = _random_graph(
-        rng, num_nodes, int(rng.integers(1, 12)), [torch.int32, torch.int64][i % 2]
-    )
+    dtype = [torch.int32, torch.int64][i % 2]
+    indptr, indices = _random_graph(rng, num_nodes, int(rng.integers(1, 12)), dtype)
     choices = [1, 2, 3, 5, 10, 100] + ([] if method == "replace" else [-1])
     fanouts = [int(k) for k in rng.choice(choices, int(rng.integers(1, 4)))]
     seeds = torch.from_numpy(rng.permutation(num_nodes)[: rng.integers(0, num_nodes + 1)])
     options = dict(METHODS[method], seed=int(rng.integers(-(2**62), 2**62)))
     if method == "weighted":
-        weights = torch.from_numpy(
-            rng.exponential(1.0, indices.numel()) * (rng.random(indices.numel()) > 0.2)
-        )
+        M = indices.numel()
+        weights = torch.from_numpy(rng.exponential(1.0, M) * (rng.random(M) > 0.2))
         options["weights"] = weights.to([torch.float32, torch.float64][i % 3 > 0])
     return indptr, indices, fanouts, seeds, int(rng.integers(-5, 2**40)), options
 
@@ -175,9 +181,8 @@ BY_TIME = {**METHODS, "latest": {"method": "latest"}}
 def _timed_case(i, method):
     """The i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): lists with many edges
     of one time, times of either sign and at both ends of int64, nodes that are seeds at several times."""
-    indptr, indices, fanouts, seeds, step, options = _law_case(
-        i, "uniform" if method == "latest" else method
-    )
+    like = "uniform" if method == "latest" else method
+    indptr, indices, fanouts, seeds, step, options = _law_case(i, like)
     rng = np.random.default_rng([i, 11])
     spread, ends = [3, 20, 10**6][i % 3], np.iinfo(np.int64)
     when = rng.integers(-spread, spread, indices.numel())
@@ -191,11 +196,8 @@ def _timed_case(i, method):
         when[when == when.min(initial=0)] = ends.min
     pairs = np.stack([np.append(seeds, seeds[:5]), np.append(times, times[:5] - 1)])
     pairs = torch.from_numpy(rng.permutation(np.unique(pairs, axis=1), axis=1))
-    options |= {
-        "edge_times": torch.from_numpy(when),
-        "strict": bool(i % 2),
-        **(BY_TIME[method] if method == "latest" else {}),
-    }
+    options |= {"edge_times": torch.from_numpy(when), "strict": bool(i % 2)}
+    options |= BY_TIME[method] if method == "latest" else {}
     return indptr, indices, fanouts, *pairs.clone(), step, options
 
 
@@ -276,7 +278,9 @@ def test_sampler_follows_the_law(make, method, way, tmp_path, monkeypatch):
             assert torch.equal(block.src_times[block.indices.long()], until)
             nodes_at_several_times += block.src_nodes.unique().numel() < block.num_src
             cut += block.num_edges < indptr.diff()[block.src_nodes[: block.num_dst].long()].sum()
-        bare, outer = sample(seeds, step, *times, relabel_outer=False)[0].to("cpu"), blocks[0]
+        bare, *inner = sample(seeds, step, *times, relabel_outer=False)
+        bare, outer = bare.to("cpu"), blocks[0]
+        assert _as_lists(inner) == expected[1:]
         assert torch.equal(bare.indices, indices[outer.edge_ids]) and bare.num_src == bare.num_dst
         assert torch.equal(bare.src_nodes, outer.src_nodes[: outer.num_dst])
         if times:
@@ -316,75 +320,6 @@ def test_half_of_the_seeds_at_one_time_take_no_longer():
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_a_seed_that_comes_twice_at_one_time_is_named(backend):
-    s = NeighborSampler(**_small(backend=backend, edge_times=torch.tensor([1, 2, 0])))
-    with pytest.raises(ValueError, match="seeds contains node 2 at time -5 more than once"):
-        s.sample(torch.tensor([2, 1, 2, 2]), 0, torch.tensor([3, -5, -5, -5]))
-    assert s.sample(torch.tensor([2, 1, 2]), 0, torch.tensor([3, -5, -5]))[
-        0
-    ].src_times.tolist() == [3, -5, -5]
-
-
-@pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("method", BY_TIME)
-def test_times_that_cut_nothing_change_nothing_but_the_numbers(method, backend):
-    """With one time for all, later than every edge, the blocks are those of a sampler without times."""
-    indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
-    options = dict(BY_TIME[method])
-    if method == "weighted":
-        options["weights"] = torch.rand(indices.numel())
-    seeds, when = torch.arange(0, 60, 2), torch.zeros(indices.numel(), dtype=torch.int64)
-    with_times = NeighborSampler(
-        indptr, indices, [4, 3], edge_ids=True, backend=backend, edge_times=when, **options
-    )
-    blocks = with_times.sample(seeds, 5, torch.zeros(30, dtype=torch.int64))
-    if method == "latest":
-        last = [
-            indptr[v + 1] - blocks[1].edge_ids[blocks[1].indptr[i + 1] - 1]
-            for i, v in enumerate(seeds)
-            if indptr[v] < indptr[v + 1]
-        ]
-        assert set(map(int, last)) == {1}
-        return
-    plain = NeighborSampler(
-        indptr, indices, [4, 3], edge_ids=True, backend=backend, **options
-    ).sample(seeds, 5)
-    assert [lists[:4] for lists in _as_lists(blocks)] == [lists[:4] for lists in _as_lists(plain)]
-    assert plain[0].src_times is None and not blocks[0].src_times.any()
-
-
-@pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_hub_that_loses_many_edges(method, backend):
-    """The blocks are those of the graph that was built without the edges; edge ids apart, which count the others."""
-    rng = np.random.default_rng(9)
-    degree = rng.poisson(5, 2000)
-    degree[77] = 10**5
-    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degree)]))
-    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
-    gone = torch.from_numpy(rng.random(indices.numel()) < 0.3)
-    row = torch.arange(2000).repeat_interleave(indptr.diff())
-    options = dict(METHODS[method])
-    kept = dict(options)
-    if method == "weighted":
-        options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
-        kept["weights"] = options["weights"][~gone]
-    fewer = torch.cat(
-        [torch.zeros(1, dtype=torch.int64), torch.bincount(row[~gone], minlength=2000).cumsum(0)]
-    )
-    seeds = torch.tensor([5, 77, 1500])
-    for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
-        s = NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, **options)
-        blocks = s.sample(seeds, 2, exclude=gone)
-        theirs = NeighborSampler(
-            fewer, indices[~gone], fanouts, edge_ids=True, backend=backend, **kept
-        ).sample(seeds, 2)
-        for block, same in zip(blocks, theirs):
-            assert all(torch.equal(a, b) for a, b in zip(block[:3], same[:3]))
-            assert torch.equal(block.edge_ids, (~gone).nonzero().squeeze(1)[same.edge_ids])
-
-
-@pytest.mark.parametrize("backend", ["torch", "native"])
 def test_sampler_takes_tensors_with_gaps(backend):
     """What is not contiguous, columns of a table say, is sampled as its copy would be."""
     rng = np.random.default_rng(21)
@@ -415,9 +350,8 @@ def test_cuda_batches_without_room_are_made_again(method, tmp_path, monkeypatch)
         for _ in range(2):
             blocks = backend.sample(seeds, step)
             repeated += backend.kernels.launched.count("begin") > 1
-            assert _as_lists(blocks[::-1]) == _law(
-                indptr, indices, fanouts, seeds, step, **options
-            ), (i, fanouts)
+            law = _law(indptr, indices, fanouts, seeds, step, **options)
+            assert _as_lists(blocks[::-1]) == law, (i, fanouts)
             backend.kernels.launched.clear()
     assert 10 < repeated < 40
 
@@ -429,39 +363,8 @@ def test_cuda_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     backend = _emulated(s, tmp_path)
     rows, _ = backend.shapes(20)
     monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1]))
-    with pytest.raises(
-        RuntimeError, match=r"batch of 20 seeds asked for more room 4 times, .*\[\d"
-    ):
+    with pytest.raises(RuntimeError, match="batch of 20 seeds asked for more room 4 times"):
         backend.sample(torch.arange(20), 0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_cuda_notices_a_damaged_graph(method, tmp_path):
-    rng = np.random.default_rng(3)
-    for damage in (2**30, -(2**30), 50, -1):
-        for what in ("indices", "indptr"):
-            indptr, indices = _random_graph(rng, 50, 12)
-            options = dict(METHODS[method], check=False)
-            if method == "weighted":
-                options["weights"] = torch.ones(indices.numel())
-            (indices if what == "indices" else indptr)[3::7] = (
-                damage if what == "indices" else damage * 1000
-            )
-            for fanouts in ([20, 20, 20], [100] if method == "replace" else [-1, 2]):
-                s = NeighborSampler(indptr, indices, fanouts, backend="torch", **options)
-                backend = _emulated(s, tmp_path)
-                for relabel_outer in (True, False):
-                    with pytest.raises(IndexError, match="the graph is damaged"):
-                        backend.sample(torch.arange(50), 0, relabel_outer)
-            if method in sampler_gpu.COUNTED:
-                frame = _emulated(
-                    NeighborSampler(indptr, indices, [1, 20], backend="torch", **options), tmp_path
-                ).frame(50, hops=1)
-                x, out = torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8)
-                assert frame.aggregate(x, out)
-                frame.fill(torch.arange(50), 0)
-                frame.start()
-                assert frame.trouble == sampler_gpu.DAMAGED
 
 
 def test_cuda_tables_are_used_up(tmp_path):
@@ -496,9 +399,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
     for i in range(12):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 80, 9, [torch.int32, torch.int64][i % 2])
-        options = dict(METHODS[method], seed=i)
-        if method == "weighted":
-            options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
+        options = dict(_options(method, indices, rng), seed=i)
         s = NeighborSampler(indptr, indices, [3, 20, 2], backend="torch", **options)
         room = dict(rows=[12, 70, 80], places=[70, 300]) if method == "labor" else {}
         frame = _emulated(s, tmp_path, seed=i).frame(12, hops=2, **room)
@@ -509,16 +410,12 @@ def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
             frame.start()
             want = s.sample(seeds, step)[:0:-1]  # without the outermost hop
             assert frame.trouble == 0 and frame.steps is steps
-            assert [tuple(map(torch.Tensor.tolist, block[:3])) for block in frame.cut()] == [
-                tuple(map(torch.Tensor.tolist, block[:3])) for block in want
-            ]
-            for (offsets, local, src, *_), block in zip(blocks, want):
+            for cut, block, (offsets, local, src, *_) in zip(frame.cut(), want, blocks):
+                assert all(map(torch.equal, cut[:3], block[:3]))
                 S, E, N = block.num_dst, block.num_edges, block.num_src
                 assert torch.equal(offsets[: S + 1], block.indptr) and (offsets[S:] == E).all()
-                assert torch.equal(local[:E], block.indices) and torch.equal(
-                    src[:N], block.src_nodes
-                )
-                assert ((src >= 0) & (src < 80)).all() and (local[E:] == -1).all()
+                assert torch.equal(local[:E], block.indices) and (local[E:] == -1).all()
+                assert torch.equal(src[:N], block.src_nodes) and ((src >= 0) & (src < 80)).all()
 
 
 @pytest.mark.parametrize(
@@ -553,11 +450,8 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
         s = NeighborSampler(indptr, indices, [4, k], seed=i, backend="torch", replace=i % 4 == 3)
-        dtype, out_dtype = [
-            (torch.float32,) * 2,
-            (torch.float32, torch.bfloat16),
-            (torch.bfloat16,) * 2,
-        ][i % 3]
+        half = torch.bfloat16
+        dtype, out_dtype = [(torch.float32,) * 2, (torch.float32, half), (half, half)][i % 3]
         x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
         # and at an address that is no multiple of 16 bytes
         x = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape) if i % 4 == 1 else x
@@ -638,10 +532,8 @@ def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
         build.read_source("base.h") + "KERNEL nothing(int n) { }\n",
         torch.device("cuda", 0),
     )
-    with pytest.warns(
-        UserWarning,
-        match="the CUDA kernels of a test cannot be used, .* Reason: libnvrtc.so.none: cannot open",
-    ):
+    words = "the CUDA kernels of a test cannot be used, .* Reason: libnvrtc.so.none: cannot open"
+    with pytest.warns(UserWarning, match=words):
         assert build.load_cuda("a test", source, gpu) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -695,10 +587,8 @@ def test_ids_above_two_to_the_31(tmp_path):
     indices = rng.integers(last - 50, num_nodes, int(indptr[-1]))
     seeds = torch.from_numpy(last + rng.permutation(1000)[:64])
     for method in METHODS:
-        options = dict(METHODS[method])
-        if method == "weighted":
-            options["weights"] = torch.from_numpy(rng.exponential(1.0, len(indices)))
         arguments = (torch.from_numpy(indptr), torch.from_numpy(indices), [5, 3])
+        options = _options(method, arguments[1], rng)
         s = NeighborSampler(*arguments, edge_ids=True, backend="native", check=False, **options)
         blocks = _as_lists(s.sample(seeds, 1))
         assert blocks == _law(indptr, arguments[1], [5, 3], seeds, 1, **options)
@@ -706,74 +596,58 @@ def test_ids_above_two_to_the_31(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hub_of_degree_a_million(method):
-    rng = np.random.default_rng(9)
-    degree = rng.poisson(5, 2000)
-    degree[77] = 10**6
-    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degree)]))
-    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
-    options = dict(METHODS[method])
-    if method == "weighted":
-        options["weights"] = torch.from_numpy(rng.exponential(1.0, indices.numel()))
-    seeds = torch.tensor([5, 77, 1500])
+    indptr, indices, rng = _hub(10**6)
+    options, seeds = _options(method, indices, rng), torch.tensor([5, 77, 1500])
+    gone = torch.from_numpy(rng.random(indices.numel()) < 0.3)
     for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
         native, plain = (
-            NeighborSampler(
-                indptr, indices, fanouts, edge_ids=True, backend=backend, **options
-            ).sample(seeds, 2)
+            NeighborSampler(indptr, indices, fanouts, edge_ids=True, backend=backend, **options)
             for backend in ("native", "torch")
         )
-        assert all(torch.equal(a, b) for x, y in zip(native, plain) for a, b in zip(x[:4], y[:4]))
+        for edges in (None, gone):
+            both = (s.sample(seeds, 2, exclude=edges) for s in (native, plain))
+            assert all(torch.equal(a, b) for x, y in zip(*both) for a, b in zip(x[:4], y[:4]))
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("way", ["torch", "native", "cuda"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_damaged_graph_is_an_error_and_no_crash(method, backend):
+def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
     """Unchecked, as a store is opened: ids and lists outside of the graph are met while sampling."""
-    rng = np.random.default_rng(3)
+    rng, seeds, backend = np.random.default_rng(3), torch.arange(50), way.replace("cuda", "torch")
     for damage in (2**30, -(2**30), 50, -1):
         for what in ("indices", "indptr"):
             indptr, indices = _random_graph(rng, 50, 12)
-            options = dict(METHODS[method], check=False)
-            if method == "weighted":
-                options["weights"] = torch.ones(indices.numel())
-            (indices if what == "indices" else indptr)[3::7] = (
-                damage if what == "indices" else damage * 1000
-            )
-            s = NeighborSampler(indptr, indices, [20, 20, 20], backend=backend, **options)
-            with pytest.raises(sampler.DamagedGraph, match="the graph is damaged"):
-                s.sample(torch.arange(50), 0)
+            options = dict(_options(method, indices), check=False, backend=backend)
+            if what == "indices":
+                indices[3::7] = damage
+            else:
+                indptr[3::7] = damage * 1000
+            for fanouts in ([20, 20, 20], [100] if method == "replace" else [-1, 2]):
+                s = NeighborSampler(indptr, indices, fanouts, **options)
+                s = _emulated(s, tmp_path) if way == "cuda" else s
+                for relabel_outer in (True, False):
+                    with pytest.raises(IndexError, match="the graph is damaged"):
+                        s.sample(seeds, 0, relabel_outer=relabel_outer)
+            if way == "cuda" and method in sampler_gpu.COUNTED:
+                s = NeighborSampler(indptr, indices, [1, 20], **options)
+                frame = _emulated(s, tmp_path).frame(50, hops=1)
+                assert frame.aggregate(torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8))
+                frame.fill(seeds, 0)
+                frame.start()
+                assert frame.trouble == sampler_gpu.DAMAGED
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
-def test_any_bytes_in_indptr_are_an_error_and_no_crash(backend, tmp_path):
+@pytest.mark.parametrize("way", ["torch", "native", "cuda"])
+def test_any_bytes_in_indptr_are_an_error_and_no_crash(way, tmp_path):
     """Numbers whose difference overflows among them: the length of a list may look right."""
-    rng = np.random.default_rng(4)
+    rng, backend = np.random.default_rng(4), way.replace("cuda", "torch")
     for pair in ([2**63 - 1, -(2**62)], *rng.integers(-(2**63), 2**63 - 1, (40, 2)).tolist()):
         indptr, indices = _random_graph(rng, 50, 12)
         indptr[3:5] = torch.tensor(pair)
-        s = NeighborSampler(
-            indptr, indices, [3], backend="torch" if backend == "cuda" else backend, check=False
-        )
-        if backend == "cuda":
-            s = _emulated(s, tmp_path)
+        s = NeighborSampler(indptr, indices, [3], backend=backend, check=False)
+        s = _emulated(s, tmp_path) if way == "cuda" else s
         with pytest.raises(IndexError, match="the graph is damaged"):
             s.sample(torch.tensor([3]), 0, relabel_outer=True)
-
-
-def test_the_outermost_hop_can_keep_global_ids():
-    indptr, indices = _random_graph(np.random.default_rng(10), 400, 8)
-    for backend in ("native", "torch"):
-        s = NeighborSampler(indptr, indices, [4, 3], edge_ids=True, backend=backend)
-        full, bare = (
-            s.sample(torch.arange(30), 5),
-            s.sample(torch.arange(30), 5, relabel_outer=False),
-        )
-        assert _as_lists(full[1:]) == _as_lists(bare[1:])
-        assert torch.equal(bare[0].indices, full[0].src_nodes[full[0].indices.long()])
-        assert torch.equal(bare[0].src_nodes, full[1].src_nodes)
-        assert torch.equal(bare[0].indptr, full[0].indptr) and torch.equal(
-            bare[0].edge_ids, full[0].edge_ids
-        )
 
 
 def _positions(degree, k, rows=100_000, step=0, **options):
@@ -823,16 +697,10 @@ def test_draws_of_one_node_over_steps_are_uniform():
 
 def test_draws_with_replacement_are_uniform():
     rows, degree, k = 50_000, 30, 8
-    s = NeighborSampler(
-        torch.arange(rows + 1) * degree,
-        (torch.arange(rows * degree) % rows).int(),
-        [k],
-        replace=True,
-        edge_ids=True,
-    )
-    counts = torch.bincount(
-        s.sample(torch.arange(rows), 0)[0].edge_ids % degree, minlength=degree
-    ).double()
+    indptr, indices = torch.arange(rows + 1) * degree, torch.arange(rows * degree) % rows
+    s = NeighborSampler(indptr, indices.int(), [k], replace=True, edge_ids=True)
+    places = s.sample(torch.arange(rows), 0)[0].edge_ids % degree
+    counts = torch.bincount(places, minlength=degree).double()
     expected = rows * k / degree
     assert ((counts - expected) ** 2).sum() / expected < _chi_square_limit(degree - 1)
 
@@ -845,16 +713,8 @@ def test_allowed_neighbours_are_equally_likely_and_no_other_is_taken(backend, st
     row, place = torch.arange(rows * degree) // degree, torch.arange(rows * degree) % degree
     sees, gone = torch.tensor([50, 37, 24]), torch.isin(place, torch.tensor([0, 1, 7, 20, 35, 49]))
     indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
-    s = NeighborSampler(
-        torch.arange(rows + 1) * degree,
-        indices,
-        [k],
-        edge_ids=True,
-        backend=backend,
-        seed=12,
-        edge_times=place,
-        strict=strict,
-    )
+    options = dict(edge_ids=True, backend=backend, seed=12, edge_times=place, strict=strict)
+    s = NeighborSampler(torch.arange(rows + 1) * degree, indices, [k], **options)
     seeds = torch.arange(rows)
     block = s.sample(seeds, 0, sees[seeds % 3] - int(not strict), gone.nonzero().squeeze(1))[0]
     taken, allowed = torch.zeros(2, rows, degree, dtype=torch.bool)
@@ -873,31 +733,23 @@ def test_allowed_neighbours_are_equally_likely_and_no_other_is_taken(backend, st
 def test_dependent_labor_reads_fewer_rows():
     """Layer dependency: fewer sources in a batch. Batch dependency: more of the sources of the batch before."""
     rng = np.random.default_rng(12)
-    indptr, indices = (
-        torch.arange(5001) * 40,
-        torch.from_numpy(rng.integers(0, 5000, 200_000).astype(np.int32)),
-    )
+    indptr = torch.arange(5001) * 40
+    indices = torch.from_numpy(rng.integers(0, 5000, 200_000).astype(np.int32))
+    kinds = {"plain": {}, "layer": {"layer_dependency": True}, "batch": {"batch_dependency": 4}}
     sources = {}
-    for name, options in {
-        "plain": {},
-        "layer": {"layer_dependency": True},
-        "batch": {"batch_dependency": 4},
-    }.items():
+    for name, options in kinds.items():
         s = NeighborSampler(indptr, indices, [5, 5], method="labor", **options)
-        sources[name] = [
-            set(s.sample(torch.arange(100) + 100 * step, step)[0].src_nodes.tolist())
-            for step in range(8)
-        ]
+        batches = (s.sample(torch.arange(100) + 100 * step, step) for step in range(8))
+        sources[name] = [set(blocks[0].src_nodes.tolist()) for blocks in batches]
     first = {name: sum(map(len, sets)) for name, sets in sources.items()}
-    # steps 1 and 2 draw alike
-    again = {name: len(sets[1] & sets[2]) / len(sets[2]) for name, sets in sources.items()}
-    # steps 3 and 4 do not
-    across = {name: len(sets[3] & sets[4]) / len(sets[4]) for name, sets in sources.items()}
-    assert first["layer"] < 0.9 * first["plain"], first
-    assert again["batch"] > 1.2 * again["plain"] and abs(across["batch"] - across["plain"]) < 0.1, (
-        again,
-        across,
+    # steps 1 and 2 draw alike, steps 3 and 4 do not
+    again, across = (
+        {name: len(sets[i] & sets[i + 1]) / len(sets[i + 1]) for name, sets in sources.items()}
+        for i in (1, 3)
     )
+    assert first["layer"] < 0.9 * first["plain"], first
+    assert again["batch"] > 1.2 * again["plain"], again
+    assert abs(across["batch"] - across["plain"]) < 0.1, across
 
 
 def test_labor_keeps_k_on_average_and_visits_fewer_sources():
@@ -905,10 +757,8 @@ def test_labor_keeps_k_on_average_and_visits_fewer_sources():
     rows, degree, k = 20_000, 50, 10
     indices = torch.from_numpy((rows * rng.random(rows * degree) ** 2).astype(np.int32))
     indptr, seeds = torch.arange(rows + 1) * degree, torch.arange(2000)
-    blocks = {
-        method: NeighborSampler(indptr, indices, [k], method=method).sample(seeds, 0)[0]
-        for method in ("uniform", "labor")
-    }
+    draw = lambda method: NeighborSampler(indptr, indices, [k], method=method).sample(seeds, 0)[0]  # noqa: E731
+    blocks = {method: draw(method) for method in ("uniform", "labor")}
     kept = blocks["labor"].num_edges / len(seeds)
     # sources that all draw alike make rows depend on each other: bound the mean by what distinct sources allow
     shared = len(seeds) * degree / len(indices.unique())
@@ -929,9 +779,8 @@ def test_weighted_frequencies_follow_the_weights():
     counts = _positions(6, 1, rows, **options).sum(0).double().numpy()
     alive = weights > 0
     expected = rows * weights[alive] / weights.sum()
-    assert counts[2] == 0 and (
-        (counts[alive] - expected) ** 2 / expected
-    ).sum() < _chi_square_limit(4)
+    chi_square = ((counts[alive] - expected) ** 2 / expected).sum()
+    assert counts[2] == 0 and chi_square < _chi_square_limit(4)
     # k = 3: one after the other without replacement; inclusion probabilities by enumeration
     inclusion = np.zeros(6)
 
@@ -965,9 +814,8 @@ def _uses(**environment):
 
 def _use(file, number=1, **environment):
     """The lines of so many processes that start together."""
-    processes = [
-        _fork(f"{file}{i}", functools.partial(_uses, **environment)) for i in range(number)
-    ]
+    uses = functools.partial(_uses, **environment)
+    processes = [_fork(f"{file}{i}", uses) for i in range(number)]
     return [_end(process).splitlines()[-1] for process in processes]
 
 
@@ -976,9 +824,8 @@ def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path)
     assert len(list((tmp_path / "ringblock").iterdir())) == 1
     folder = tmp_path / "t"
     folder.mkdir()
-    assert _use(
-        tmp_path / "no cache to write to", XDG_CACHE_HOME="/dev/null", TMPDIR=str(folder)
-    ) == ["native 0 "]
+    environment = dict(XDG_CACHE_HOME="/dev/null", TMPDIR=str(folder))
+    assert _use(tmp_path / "no cache to write to", **environment) == ["native 0 "]
     assert not list(folder.iterdir())
 
 
@@ -989,13 +836,11 @@ def test_without_a_compiler_one_warning_and_the_torch_backend(compiler, tmp_path
 
 
 def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
-    monkeypatch.setitem(sys.modules, "native", None)
+    monkeypatch.setattr(sampler, "sampler_cpu", None)
     sampler._warn_missing.cache_clear()
     with pytest.warns(UserWarning, match="copy the folder native/ beside sampler.py") as caught:
-        assert [NeighborSampler(**_small()).backend for _ in range(2)] == [
-            "torch",
-            "torch",
-        ] and len(caught) == 1
+        backends = [NeighborSampler(**_small()).backend for _ in range(2)]
+    assert backends == ["torch"] * 2 and len(caught) == 1
 
 
 def _answer(how):
@@ -1099,7 +944,7 @@ def test_who_owns_the_folder_above_a_compile_cache_cannot_exchange_it(compile_ca
 
 def test_a_compile_cache_that_cannot_be_written_is_read(compile_cache, monkeypatch):
     assert _answer("read")[0] == 42
-    monkeypatch.setattr(build, "_store", lambda *a: (_ for _ in ()).throw(OSError(30, "read-only")))
+    monkeypatch.setattr(build.shutil, "copyfile", lambda *a: os.open(HERE, os.O_WRONLY))  # fails
     assert _answer("read")[1].startswith("/proc/self/fd/")
     number, path = _answer("another")
     assert number == 42 and not path.startswith("/proc/self/fd/")
@@ -1120,7 +965,6 @@ for method in ours.METHODS:
     for make in (ours._law_case, ours._timed_case):
         ours.test_sampler_follows_the_law(make, method, "native", None, types.SimpleNamespace(setattr=setattr))
     ours.test_a_hub_of_degree_a_million(method)
-ours.test_the_outermost_hop_can_keep_global_ids()
 print("clean")
 """
     if not Path(asan).is_file():
@@ -1145,42 +989,21 @@ def test_native_code_under_address_and_undefined_behaviour_sanitizers(beside):
 
 
 def test_the_adapter_feeds_dgls_dataloader():
-    try:
-        dgl = sampler.import_dgl()
-    except ImportError as missing:
-        pytest.skip(str(missing))
+    dgl = _dgl()
     indptr, indices = _random_graph(np.random.default_rng(13), 500, 12, torch.int64)
     graph = dgl.graph(("csc", (indptr, indices, torch.empty(0, dtype=torch.int64))), num_nodes=500)
     ours = NeighborSampler(indptr, indices, [4, 3], seed=5)
     for workers in (0, 2):
-        loader = dgl.dataloading.DataLoader(
-            graph, torch.arange(200), sampler.DGLAdapter(ours), batch_size=64, num_workers=workers
-        )
+        options = dict(batch_size=64, num_workers=workers)
+        adapter, nodes = sampler.DGLAdapter(ours), torch.arange(200)
+        loader = dgl.dataloading.DataLoader(graph, nodes, adapter, **options)
         batches = list(loader)
         assert [len(output) for _, output, _ in batches] == [64, 64, 64, 8]
         for step, (inputs, outputs, blocks) in enumerate(batches):
-            assert torch.equal(inputs, blocks[0].srcdata[dgl.NID]) and torch.equal(
-                outputs, blocks[-1].dstdata[dgl.NID]
-            )
+            assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
+            assert torch.equal(outputs, blocks[-1].dstdata[dgl.NID])
             if workers == 0:
                 assert torch.equal(inputs, ours.sample(outputs, step)[0].src_nodes)
-
-
-def test_sampler_step_seed_and_hop_key_the_draws():
-    indptr, indices = _random_graph(np.random.default_rng(0), 200, 30)
-    seeds = torch.arange(50)
-    one = _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
-    assert one == _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 7))
-    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=2).sample(seeds, 7))
-    assert one != _as_lists(NeighborSampler(indptr, indices, [5, 5], seed=1).sample(seeds, 8))
-    # a node draws the same neighbours whatever batch it is in: ranks and batch sizes do not change the draws
-    alone = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds[20:21], 7)[0]
-    among = NeighborSampler(indptr, indices, [5], seed=1).sample(seeds, 7)[0]
-    a, b = among.indptr[20], among.indptr[21]
-    assert (
-        alone.src_nodes[alone.indices.long()].tolist()
-        == among.src_nodes[among.indices[a:b].long()].tolist()
-    )
 
 
 def test_sampler_from_many_threads_at_once():
@@ -1208,11 +1031,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "layer_dep.* is for method 'labor', not 'uni", dict(layer_dependency=True)),
     (ValueError, "batch_dep.* is for method 'labor', not 'uni", dict(batch_dependency=2)),
     (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
-    (
-        ValueError,
-        "'dgl' draws without layer_dependency",
-        dict(method="labor", layer_dependency=True, backend="dgl"),
-    ),
+    (ValueError, "no batch_dep", dict(method="labor", batch_dependency=2, backend="dgl")),
     (ValueError, "backend 'cuda'.*torch", dict(backend="cuda")),
     (ValueError, "exclude", dict(replace=True, method="labor")),
     (ValueError, "exclude", dict(weights=_ONES, method="labor")),
@@ -1220,7 +1039,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (TypeError, "indptr is a list.*as_tensor", dict(indptr=[0, 2, 3, 3])),
     (TypeError, "indices is a NoneType", dict(indices=None)),
     (TypeError, "indices.*float", dict(indices=torch.rand(3))),
-    (ValueError, "indptr falls from 3 to 2 at node 1", dict(indptr=_T([0, 3, 2, 3]))),
+    (ValueError, "must rise from 0 to 3", dict(indptr=_T([0, 3, 2, 3]))),
     (ValueError, "indptr runs from 1", dict(indptr=_T([1, 2, 3, 3]))),
     (ValueError, "indptr runs from 0 to 4", dict(indptr=_T([0, 2, 3, 4]))),
     (ValueError, "indices contains 3", dict(indices=_T([1, 3, 0]))),
@@ -1228,21 +1047,13 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (TypeError, "weights", dict(weights=torch.ones(2))),
     (ValueError, "weights.*negative", dict(weights=_T([1.0, -1.0, 0.0]))),
     (ValueError, "weights.*NaN", dict(weights=_T([1.0, _NAN, 0.0]))),
-    (
-        ValueError,
-        "edge_times falls from 2 to 1 in the list of node 0",
-        dict(edge_times=_T([2, 1, 0])),
-    ),
+    (ValueError, "falls in the list of node 0", dict(edge_times=_T([2, 1, 0]))),
     (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=_ONES)),
     (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=torch.ones(2).long())),
-    (ValueError, "method 'latest' goes by the times of edges; give edge_t", dict(method="latest")),
+    (ValueError, "latest goes by the times of edges; give edge_t", dict(method="latest")),
     (ValueError, "strict goes by the times", dict(strict=True)),
-    (
-        ValueError,
-        "'latest' and weights exclude each other",
-        dict(method="latest", **_TIMED, weights=_ONES),
-    ),
-    (ValueError, "backend 'dgl' does not sample by edge_times", dict(backend="dgl", **_TIMED)),
+    (ValueError, "'latest' and weights exc", dict(method="latest", **_TIMED, weights=_ONES)),
+    (ValueError, "backend 'dgl' has no edge_times", dict(backend="dgl", **_TIMED)),
 ]
 
 
@@ -1256,6 +1067,7 @@ REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, o
     (IndexError, "seeds contains 3; .* 0 to 2", {}, _T([0, 3]), {}),
     (IndexError, "seeds contains -1", {}, _T([-1]), {}),
     (ValueError, "seeds contains node 1 more than once", {}, _T([0, 1, 2, 1]), {}),
+    (ValueError, "node 2 at time -5 more", _TIMED, _T([2, 1, 2]), dict(times=_T([-5, 3, -5]))),
     (TypeError, "seeds must be.*float", {}, _T([0.5]), {}),
     (TypeError, "seeds must be.*list", {}, [0, 1], {}),
     (TypeError, "seeds must be.*1-D", {}, _T([[0]]), {}),
@@ -1263,21 +1075,9 @@ REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, o
     (TypeError, r"times must be int64 \[S=1\].*NoneType", _TIMED, _T([0]), {}),
     (TypeError, r"times must.*\[S=1\].*int32", _TIMED, _T([0]), dict(times=_T([1]).int())),
     (TypeError, r"times must.*\[S=1\].*\[2\]", _TIMED, _T([0]), dict(times=_T([1, 2]))),
-    (
-        IndexError,
-        "exclude contains 3; edge ids of this graph are 0 to 2",
-        {},
-        _T([0]),
-        dict(exclude=_T([0, 3])),
-    ),
+    (IndexError, "exclude contains 3; edge ids.* 0 to 2", {}, _T([0]), dict(exclude=_T([0, 3]))),
     (IndexError, "exclude contains -1", {}, _T([0]), dict(exclude=_T([0, -1]))),
-    (
-        TypeError,
-        r"exclude must be .* edge ids, or a bool mask \[M=3\], not torch.bool \[2\]",
-        {},
-        _T([0]),
-        dict(exclude=torch.ones(2).bool()),
-    ),
+    (TypeError, r"exclude must.*\[M=3\].*\[2\]", {}, _T([0]), dict(exclude=torch.ones(2).bool())),
     (TypeError, "exclude must be.*float", {}, _T([0]), dict(exclude=_ONES)),
     (TypeError, "exclude must be.*list", {}, _T([0]), dict(exclude=[0, 1])),
 ]
@@ -1295,11 +1095,7 @@ def test_sampler_names_bad_seeds_and_goes_on(error, words, changes, seeds, optio
 
 
 def test_dgl_backend_and_block_conversions():
-    pytest.importorskip("scipy")  # DGL's own dependency: there where DGL is
-    try:
-        dgl = sampler.import_dgl()
-    except ImportError as missing:
-        pytest.skip(str(missing))
+    dgl = _dgl()
     for dtype in (torch.int32, torch.int64):
         indptr, indices = _random_graph(np.random.default_rng(2), 300, 12, dtype)
         seeds = torch.tensor([5, 2, 9])
@@ -1313,10 +1109,8 @@ def test_dgl_backend_and_block_conversions():
             assert torch.equal(outer.src_nodes[: outer.num_dst], inner.src_nodes)
             for block in (outer, inner):
                 assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
-                destination = torch.repeat_interleave(
-                    block.src_nodes[: block.num_dst], block.indptr.diff().long()
-                )
-                v = destination.long()
+                dst = block.src_nodes[: block.num_dst].long()
+                v = dst.repeat_interleave(block.indptr.diff().long())
                 assert ((indptr[v] <= block.edge_ids) & (block.edge_ids < indptr[v + 1])).all()
                 if method == "weighted":
                     assert (options["weights"][block.edge_ids] > 0).all()
@@ -1324,9 +1118,8 @@ def test_dgl_backend_and_block_conversions():
             with pytest.raises(ValueError, match="'dgl' cannot exclude edges.*'native'"):
                 s.sample(seeds, 0, exclude=torch.tensor([1]))
             bare = s.sample(seeds, 0, relabel_outer=False)[0]
-            assert torch.equal(bare.indices, indices[outer.edge_ids]) and torch.equal(
-                bare.src_nodes, inner.src_nodes
-            )
+            assert torch.equal(bare.indices, indices[outer.edge_ids])
+            assert torch.equal(bare.src_nodes, inner.src_nodes)
     block = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(seeds, 0)[0]
     there, x = block.to_dgl(), torch.randn(block.num_src, 7)
     assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)

@@ -64,8 +64,8 @@ from tests.common import (
         # by one of two ranks
         ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
         ("indptr", "--model sage", "in indptr"),
-        ("train", "--model sage", "train.npy holds node 1000"),
-        ("labels", "--model sage", "has label 1000, and labels lie in [0, 4)"),
+        ("train", "--model sage", "'train' holds node 1000"),
+        ("labels", "--model sage", "is 1000: labels lie in [0, 4)"),
     ],
 )
 def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path):

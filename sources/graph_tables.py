@@ -1,0 +1,338 @@
+"""Tables of nodes and of edges -> arrays: which column is what, and which node is meant.
+
+    x, nodes = features("x.csv.gz", "spool-x")                # float32 [V, F]; a column of ids names the nodes
+    y = labels("y.csv", nodes)                                # float64 [V] or [V, C], NaN: no label; or text [V]
+    train = ids("train.csv", nodes)                           # int64 [n]
+    edge_index, more = edges("edges.csv", "spool-e", nodes, {"edge_weight": ["w"]})     # int64 [2, M]
+    times = edge_rows("times.csv", "spool-t", "edge_time")    # int64 [M], of a table of its own
+
+The rows of the features are the nodes 0 to V-1, unless they have a column of ids: 0 to V-1 in another order put the
+rows in that order, other ids and text name the nodes in the order of the rows. Each function prints what it took for
+what.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+
+from disk.files import StoreError
+from sources.tables import DESTINATIONS, LABELS, SOURCES, opened, plural, short, spool, stacked
+
+# names of files with tables
+TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
+LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
+
+
+def read_tables(file, own, more, folder) -> dict:
+    """The arrays of a graph in tables, by the names that an .npz file has for them, and `node_names`.
+
+    Args:
+        file: the table of edges. own: {name of an array: file of a table}, with "features" among them.
+        more: {name of a column of a store: file of a table, or columns of the table of edges}.
+        folder: where some of the arrays are kept.
+    """
+    if not TABLE.search(file):
+        raise StoreError(
+            f"{file} cannot be read: give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
+        )
+    if "features" not in own:
+        raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
+    arrays, keep = {}, {}
+    arrays["features"], nodes = features(own.pop("features"), folder / "features")
+    readers = {"labels": labels, "node_time": node_times}  # the others are ids of a split
+    for name, given in {**own, **more}.items():
+        if not name.startswith("edge_"):
+            arrays[name] = readers.get(name, ids)(given, nodes)
+        elif os.path.isfile(given):
+            arrays[name] = edge_rows(given, folder / name, name)
+        else:
+            keep[name] = given.split(",") if name == "edge_features" else [given]
+    arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
+    return {**arrays, **columns, "node_names": nodes.names}
+
+
+class Nodes:
+    """How tables name the V nodes that are the rows of the table `source`: by their numbers, or by `names` [V], int64
+    or a list of strings. by_row: whether row i of a table without ids is node i."""
+
+    def __init__(self, count, source, names=None, by_row=True):
+        self.count, self.source, self.names, self.by_row = count, source, names, by_row
+        self.kind = str if isinstance(names, list) else int  # of the cells that name nodes
+        if self.kind is str:
+            self._numbers = {name: i for i, name in enumerate(names)}
+        elif names is not None:
+            self._order = np.argsort(names)
+            self._sorted = names[self._order]
+
+    def numbers(self, table, first, cells) -> np.ndarray:
+        """The nodes int64 [r] that the cells of a column name, from row `first` on; StoreError for one that is not
+        there."""
+        if self.kind is str:
+            nodes = np.array([self._numbers.get(name, -1) for name in cells], np.int64)
+        elif self.names is not None:
+            place = np.searchsorted(self._sorted, cells).clip(max=self.count - 1)
+            nodes = np.where(self._sorted[place] == cells, self._order[place], -1)
+        else:
+            nodes = cells
+        bad = (nodes < 0) | (nodes >= self.count)
+        if bad.any():
+            row = int(bad.argmax())
+            what = f"there is no node {short(str(cells[row]), '')}: {self.source} has "
+            what += f"the nodes 0 to {self.count - 1:,}" if self.names is None else "no such id"
+            raise table.error(first + row, what)
+        return nodes
+
+
+def features(file, target) -> tuple[np.ndarray, Nodes]:
+    """Spool a table with a row for each node into the file `target` -> (a memmap of float32 [V, F], how the nodes are
+    named).
+
+    A column of ids never becomes a feature. It is known by its name (id, node, index, ..., or for the first column
+    anything that ends in id), or is the first one and holds text, or the numbers 0 to V-1 or 1 to V in any order.
+    """
+    with opened(file) as table:
+        node = table.id_column()
+        node = 0 if node is None and table.kinds[0] == "text" else node
+        real = [j for j in range(table.width) if j != node]
+        for j in table.named(LEAKS):
+            what = f"{file} has a column {table.column(j)}, and features must not tell the label"
+            raise StoreError(f"{what}: leave it out, or rename it if it is something else")
+        if not real:
+            raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
+        kinds, found = dict.fromkeys(real, float), []
+        if node is not None:
+            kinds[node] = str if table.kinds[node] in ("text", "mixed") else int
+
+        def rows():
+            for _, columns in table.read(kinds):
+                if node is not None or len(real) > 1:
+                    found.append(columns[node or 0])
+                yield stacked(columns, real, np.float32)
+
+        x = spool(target, rows(), np.float32, len(real))
+        if node is None and len(real) > 1 and len(x) > 1:
+            first = np.sort(np.concatenate(found))
+            if first[0] in (0, 1) and np.array_equal(first, first[0] + np.arange(len(x))):
+                node, x = 0, x[:, 1:]
+                found = [column.astype(np.int64) for column in found]
+        nodes = Nodes(len(x), file)
+        if node is not None:
+            text = kinds[node] is str
+            found = [name for part in found for name in part] if text else np.concatenate(found)
+            x, nodes = _name(table, target, x, found, node)
+        table.say(plural(x.shape[1], "feature"))
+    return x, nodes
+
+
+def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
+    """Name the nodes by the ids of the rows, or put the rows in the order of their numbers."""
+    column, (different, times) = table.column(node), np.unique(ids, return_counts=True)
+    if (again := different[times > 1]).size or different[0] == "":
+        what = "a cell is empty" if different[0] == "" else f"{again[0]} is there more than once"
+        raise StoreError(
+            f"{table.name}: {column} holds the ids of the nodes, but {what}; rename it if it holds no ids"
+        )
+    if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
+        table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
+        return x, Nodes(len(x), table.name, ids, by_row=False)
+    in_order = np.array_equal(ids, different)
+    note = "" if in_order else ", the rows are put in their order"
+    table.notes.append(f"{column} numbers the nodes{note}")
+    if not in_order:
+        ordered = np.memmap(f"{target}-ordered", np.float32, "w+", shape=x.shape)
+        for a in range(0, len(x), 4096):
+            ordered[ids[a : a + 4096]] = x[a : a + 4096]
+        os.remove(target)
+        x = ordered
+    return x, Nodes(len(x), table.name, by_row=in_order)
+
+
+def _rows_of_nodes(table, nodes, node, kinds, missing=False):
+    """Read a table with a row for each node, or with ids in column `node` for some -> (nodes int64 [n], each once,
+    {column: values})."""
+    if node is None and not nodes.by_row:
+        raise StoreError(
+            f"{table.name} has no column of ids: it needs one, as {nodes.source} has one that is not 0 to V-1 in order"
+        )
+    kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
+    for _, columns in table.read(kinds, missing):
+        if table.rows > nodes.count:
+            what = f"there are more rows than the {nodes.count:,} of {nodes.source}"
+            what += "" if table.names else "; a header is known by names such as id and label"
+            raise table.error(nodes.count, what)
+        parts.append(columns)
+    columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
+    if node is None:
+        if table.rows < nodes.count:
+            what = f"{nodes.source} has {nodes.count:,} rows of features"
+            raise StoreError(f"{table.name} has {table.rows:,} rows, {what}")
+        return np.arange(nodes.count), columns
+    rows = nodes.numbers(table, 0, columns.pop(node))
+    again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
+    if len(again):
+        what = f"node {rows[again[0]]} is there for the second time"
+        if table.width == 1 and nodes.names is None and rows.max() <= 1:
+            what = "this looks like a mask of 0 and 1: ids of nodes are needed, one a line"
+        raise table.error(int(again[0]), what)
+    return rows, columns
+
+
+def labels(file, nodes) -> np.ndarray:
+    """Read a table of labels: a column of numbers or text, or of several labels a node columns of 0 and 1; a row for each
+    node, or with a column of ids for those that have a label -> float64 [V] or [V, C], or text [V]; NaN or "" for a node
+    without a label."""
+    with opened(file) as table:
+        columns, node = _label_columns(table)
+        if node is not None:
+            which = ", ".join(map(table.column, columns))
+            table.notes.append(f"{table.column(node)} taken as ids, {which} as labels")
+        kind = str if len(columns) == 1 and table.kinds[columns[0]] == "text" else float
+        kinds = dict.fromkeys(columns, kind)
+        rows, found = _rows_of_nodes(table, nodes, node, kinds, missing=True)
+        found = np.stack([found[j] for j in columns], 1)
+        y = np.full((nodes.count, len(columns)), "" if kind is str else np.nan, found.dtype)
+        y[rows] = found
+        table.say()
+    return y if len(columns) > 1 else y[:, 0]
+
+
+def _label_columns(table) -> tuple[list[int], int | None]:
+    """(columns of the labels, column of ids or None)."""
+    node = table.id_column()
+    named = [j for j in table.named(LABELS) if j != node]
+    if table.width == 1 and node is None:
+        return [0], None
+    if table.width == 2:
+        node = node if node is not None else 1 - named[0] if len(named) == 1 else 0
+        return [1 - node], node
+    columns = [j for j in range(table.width) if j != node]
+    if columns and all(table.kinds[j] == "whole" for j in columns):
+        return columns, node
+    found = short(", ".join(map(table.column, range(table.width))), "")
+    raise StoreError(
+        f"{table.name} has the columns {found}: one of labels, perhaps one of ids, or several of 0 and 1 are needed"
+    )
+
+
+def node_times(file, nodes) -> np.ndarray:
+    """Read a table of the nodes' times: a column of them, perhaps with a column of ids beside it -> int64 [V]."""
+    with opened(file) as table:
+        if table.width > 2:
+            raise StoreError(f"{file} has {table.width} columns: times, perhaps ids, are needed")
+        node = (table.id_column() or 0) if table.width == 2 else None
+        when = 0 if node is None else 1 - node
+        rows, found = _rows_of_nodes(table, nodes, node, {when: int})
+        missing = np.setdiff1d(np.arange(nodes.count), rows)
+        if len(missing):
+            raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
+        table.say("taken as the nodes' times")
+    return found[when][np.argsort(rows)]
+
+
+def ids(file, nodes) -> np.ndarray:
+    """Read a table of one column that names nodes, each once -> int64 [n]; StoreError for a mask, or for no rows."""
+    with opened(file) as table:
+        if table.width != 1:
+            raise StoreError(f"{file} has {table.width} columns: one is needed, the ids of nodes")
+        found, _ = _rows_of_nodes(table, nodes, 0, {})
+        table.say()
+    return found
+
+
+def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Spool a table with a row for each edge into the file `target` -> (int64 [2, M] over that file; {name: what was
+    kept, as `edge_rows` has it}).
+
+    Source and destination are the columns of these names (or src, from, u; dst, target, to, v), else the first two.
+    keep: {"edge_weight", "edge_time" or "edge_features": names or numbers from 1 of further columns}; any other column
+    is refused.
+    """
+    with opened(file) as table:
+        ends = _end_columns(table)
+        more = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
+        taken = [*ends, *sum(more.values(), [])]
+        if twice := [j for j in taken if taken.count(j) > 1]:
+            raise StoreError(f"{file}: {table.column(twice[0])} is taken for two things")
+        if extra := [table.column(j) for j in range(table.width) if j not in taken]:
+            raise StoreError(
+                f"{file} has more columns than are understood, {short(', '.join(extra), '')}: leave them out, or say what "
+                "they are by --weights, --times, --edge-features"
+            )
+        found = _spooled(table, target, {"ends": ends, **more}, nodes)
+        table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in more.items()))
+    return found.pop("ends").T, found
+
+
+def edge_rows(file, target, name) -> np.ndarray:
+    """Spool a table of its own with a row for each edge -> over that file edge_features float32 [M, D], edge_time int64
+    [M] or, if the first are no integers, float64 [M], edge_weight float64 [M]."""
+    with opened(file) as table:
+        if name != "edge_features" and table.width != 1:
+            raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
+        found = _spooled(table, target, {name: list(range(table.width))})
+        table.say(f"taken as {name}")
+    return found[name]
+
+
+def _spooled(table, target, fields, nodes=None):
+    """Spool {name: columns} of a table of edges as records, in one file -> {name: its part of them}."""
+
+    def dtype(name, columns):
+        if name == "ends" or name == "edge_time" and table.kinds[columns[0]] == "whole":
+            return np.int64
+        return np.float32 if name == "edge_features" else np.float64
+
+    record = [(name, dtype(name, which), (len(which),)) for name, which in fields.items()]
+    record = np.dtype(record, align=True)
+    kinds = {
+        j: int if record[name].base == np.int64 else float
+        for name, columns in fields.items()
+        for j in columns
+    }
+    ends = fields.get("ends", ())
+    kinds |= {j: nodes.kind for j in ends}
+
+    def chunks():
+        for first, columns in table.read(kinds):
+            columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
+            chunk = np.empty(table.rows - first, record)
+            for name, which in fields.items():
+                chunk[name] = stacked(columns, which, record[name].base)
+            yield chunk
+
+    found = spool(target, chunks(), record)
+    several = ("ends", "edge_features")
+    return {name: found[name] if name in several else found[name][:, 0] for name in fields}
+
+
+def _column(table, word) -> int:
+    """The column of a name, or of a number from 1."""
+    if table.names and word in table.names:
+        return table.names.index(word)
+    if word.isdecimal() and 1 <= int(word) <= table.width:
+        return int(word) - 1
+    names = f"columns 1 to {table.width}, without names"
+    names = short(", ".join(table.names), "") if table.names else names
+    raise StoreError(
+        f"{table.name} has no column {short(word)}, and there is no file of that name: it has {names}"
+    )
+
+
+def _end_columns(table) -> list[int]:
+    """The columns of sources and destinations."""
+    found = [table.named(words) for words in (SOURCES, DESTINATIONS)]
+    if table.width < 2:
+        raise StoreError(
+            f"{table.name} has one column: two are needed, with a comma, a semicolon, a tab or a space between them"
+        )
+    if [len(columns) for columns in found] == [1, 1]:
+        return [found[0][0], found[1][0]]
+    if any(found):
+        raise StoreError(
+            f"{table.name} has the columns {short(', '.join(table.names), '')}: call one source and one destination"
+        )
+    table.notes.append(f"{table.column(0)} taken as source, {table.column(1)} as destination")
+    return [0, 1]

@@ -1,0 +1,323 @@
+"""Graphs of OGB and Planetoid from their original files, downloaded -> arguments of `build_store`.
+
+    with ogb("ogbn-arxiv", "data") as graph:        # the archive is read without unpacking
+        build_store("data/ogbn-arxiv", **graph)
+    build_store("data/cora", **planetoid("cora", "data"))
+    download(url, target)                           # resumes what an earlier try left
+
+The files of Planetoid are pickles: they are read by an unpickler that knows arrays, sparse matrices and dicts of lists,
+and nothing that runs code.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import http.client
+import os
+import pickle
+import re
+import shutil
+import stat
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from disk.files import SPLITS, Rows, StoreError, integers, reading, sync
+from sources.tables import Table, spool
+
+OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
+# name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)
+OGB = {
+    "ogbn-arxiv": ("arxiv.zip", "time", 40, True),
+    "ogbn-products": ("products.zip", "sales_ranking", 47, False),
+    "ogbn-papers100M": ("papers100M-bin.zip", "time", 172, True),
+}
+AGAIN = "; if it is damaged, remove the archive to have it downloaded again"
+PLANETOID_URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
+PLANETOID = ("cora", "citeseer", "pubmed")
+
+
+@contextlib.contextmanager
+def ogb(name, root, progress=False):
+    """A context of an OGB node-property graph (arXiv 2005.00687), as `build_store` takes it.
+
+    The archive is downloaded into `root`, where temporary files lie meanwhile; RINGBLOCK_OGB_URL names a mirror. As in
+    OGB's reference examples every edge gets its reverse; for arxiv and papers100M duplicates are then dropped.
+
+    Args:
+        name: one of OGB. progress: show a bar.
+    """
+    archive, kind, classes, drop_duplicates = OGB[name]
+    file = Path(root) / archive
+    download(f"{os.environ.get('RINGBLOCK_OGB_URL', OGB_URL)}/{archive}", file, progress)
+    for stale in Path(root).glob(".ogb-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    dropping = " and dropping duplicates" * drop_duplicates
+    print(f"{name}: adding the reverse of every edge{dropping}, as OGB's reference examples do")
+    with (
+        reading(file, AGAIN),
+        zipfile.ZipFile(file) as outer,
+        tempfile.TemporaryDirectory(dir=root, prefix=".ogb-") as folder,
+    ):
+        yield dict(
+            **_arrays(file, outer, kind, Path(folder) / "edges"),
+            num_classes=classes,
+            symmetrize=True,
+            drop_duplicates=drop_duplicates,
+            source=dict(dataset=name, archive=archive),
+        )
+
+
+def _arrays(file, outer, kind, spooled) -> dict:
+    """The arrays of an open archive; edges are spooled into a file."""
+    members = {}
+    for member in outer.namelist():
+        if member.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", member):
+            raise StoreError(f"{file}: its member {member!r} points outside the archive")
+        members[member.partition("/")[2]] = member
+
+    def table(name, kind=int):
+        try:
+            rows = Table(outer.open(members[f"{name}.csv.gz"]), f"{file}: {name}.csv.gz")
+            for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
+                yield np.stack(list(columns.values()), 1)
+        except StoreError as error:
+            raise StoreError(f"{error}{AGAIN}") from error
+
+    def column(name, kind=int):
+        return np.concatenate([*table(name, kind)])[:, 0]
+
+    def member(name):
+        return outer.open(members[name])
+
+    if "raw/data.npz" in members:
+        shape, dtype, chunks = _npy_chunks(member("raw/data.npz"), "edge_index")
+        edge_index = spool(spooled, chunks, dtype, shape[1])
+        features = Rows(*_npy_chunks(member("raw/data.npz"), "node_feat"))
+        labels = _npy_chunks(member("raw/node-label.npz"), "node_label")[2]
+        labels = np.concatenate([*labels]).reshape(-1)
+    else:
+        nodes, edges = (int(column(f"raw/num-{what}-list").sum()) for what in ("node", "edge"))
+        edge_index = spool(spooled, table("raw/edge"), np.int64, 2).T
+        if edge_index.shape != (2, edges):
+            what = f"has {edge_index.shape[1]} edges, and {edges} in its list of them"
+            raise StoreError(f"{file} {what}{AGAIN}")
+        width = next(table("raw/node-feat", float)).shape[1]
+        rows = (chunk.astype(np.float32) for chunk in table("raw/node-feat", float))
+        features = Rows((nodes, width), np.float32, rows)
+        labels = column("raw/node-label", float)
+    return dict(
+        edge_index=edge_index,
+        features=features,
+        labels=np.where(np.isnan(labels), -1, labels).astype(np.int64),
+        split={name: column(f"split/{kind}/{name}") for name in SPLITS},
+    )
+
+
+def _npy_chunks(file, name):
+    """(shape, dtype, chunks of rows) of an array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
+    data = zipfile.ZipFile(file).open(f"{name}.npy")
+    first = np.lib.format.read_magic(data) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    shape, fortran_order, dtype = read(data)
+    if fortran_order or len(shape) != 2:
+        raise ValueError(f"{name} is {list(shape)}: two dimensions in C order are needed")
+    width = shape[1] if shape[1] <= 1 << 22 else 1
+
+    def chunks():
+        left, step = shape[0] * shape[1], (1 << 22) // width * width
+        while left:
+            raw = data.read(min(step, left) * dtype.itemsize)
+            if len(raw) < min(step, left) * dtype.itemsize:
+                raise ValueError(f"{name} ends early")
+            yield np.frombuffer(raw, dtype).reshape(-1, width)
+            left -= min(step, left)
+
+    return shape, dtype, chunks()
+
+
+def planetoid(name, root) -> dict:
+    """Cora, citeseer or pubmed from the original files, with the public split (arXiv 1603.08861), as `build_store` takes
+    it.
+
+    Args:
+        name: one of PLANETOID.
+        root: the files `ind.NAME.*` are looked for here and in root/planetoid, else downloaded into the latter;
+            RINGBLOCK_PLANETOID_URL names a mirror.
+    """
+    parts = {}
+    for part in ("y", "tx", "ty", "allx", "ally", "graph", "test.index"):
+        file = Path(root) / f"ind.{name}.{part}"
+        if not file.is_file():
+            file = Path(root) / "planetoid" / file.name
+            url = os.environ.get("RINGBLOCK_PLANETOID_URL", PLANETOID_URL)
+            download(f"{url}/{file.name}", file)
+        with reading(file):
+            parts[part] = np.loadtxt(file, np.int64, ndmin=1) if "." in part else _unpickled(file)
+    train, test, known = len(parts["y"]), parts["test.index"], len(parts["allx"])
+    num_nodes = max(known + len(test), len(parts["graph"]))
+    if test.min() < 0 or test.max() >= num_nodes:
+        bad = test.min() if test.min() < 0 else test.max()
+        raise StoreError(f"ind.{name}.test.index holds {bad}: its nodes lie in [0, {num_nodes})")
+
+    def joined(first, second):
+        for part, rows in ((first, known), (second, len(test))):
+            if parts[part].ndim != 2 or len(parts[part]) != rows:
+                shape = list(parts[part].shape)
+                raise StoreError(f"ind.{name}.{part} is {shape}: {rows} rows are needed")
+        return np.concatenate([parts[first], parts[second]])
+
+    # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
+    nodes, x, y = np.append(np.arange(known), test), joined("allx", "tx"), joined("ally", "ty")
+    if not np.isin(y, (0, 1)).all():
+        raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
+    features = np.zeros((num_nodes, x.shape[1]), np.float32)
+    onehot = np.zeros((num_nodes, y.shape[1]), np.int64)
+    features[nodes], onehot[nodes] = x, y
+    features /= np.maximum(features.sum(1, keepdims=True), 1e-12)
+    edges = [(u, v) for v, sources in parts["graph"].items() for u in sources]
+    valid = np.arange(train, min(train + 500, known))
+    return dict(
+        edge_index=integers(f"ind.{name}.graph", np.array(edges or [(0, 0)])[: len(edges)]).T,
+        features=features,
+        labels=np.where(onehot.any(1), onehot.argmax(1), -1),
+        num_classes=onehot.shape[1],
+        split=dict(train=np.arange(train), valid=valid, test=np.sort(test)),
+        symmetrize=True,
+        drop_self_loops=True,
+        drop_duplicates=True,
+        source=dict(dataset=name, row_normalize=1),
+    )
+
+
+class _Matrix:
+    """A pickled scipy.sparse.csr_matrix: its attributes."""
+
+    def dense(self):
+        rows, columns = (int(n) for n in getattr(self, "_shape", None) or self.shape)
+        dense = np.zeros((rows, columns), np.float32)
+        if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < columns:
+            raise ValueError(f"its matrix has entries outside of columns 0 to {columns - 1}")
+        dense[np.repeat(np.arange(rows), np.diff(self.indptr)), self.indices] = self.data
+        return dense
+
+
+def _number(name, *_):
+    """A dtype of numpy's own, which no state in the pickle changes."""
+    if name not in ("f4", "f8", "i4", "i8"):
+        raise ValueError(f"it holds an array of type {name!r}, which is not Planetoid's")
+    return np.dtype(name)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what the Planetoid files hold and nothing else, by its modules' names in Python 2, in numpy 1 and 2, and in
+    older and newer scipy."""
+
+    admitted = {
+        "ndarray": np.ndarray,
+        "dtype": _number,
+        "_reconstruct": np.empty(0).__reduce__()[0],
+        "csr_matrix": _Matrix,
+        "_reconstructor": lambda *_: _Matrix(),
+        "defaultdict": collections.defaultdict,
+        "list": list,
+        "object": object,
+        "encode": lambda text, _: text.encode("latin1"),  # how Python 3 writes bytes for Python 2
+    }
+
+    def find_class(self, module, name):
+        if name not in self.admitted or not module.startswith(
+            ("numpy", "scipy.sparse", "copy", "collections", "builtins", "__builtin__", "_codecs")
+        ):
+            raise ValueError(f"it asks for {module}.{name}, which is not Planetoid's")
+        return self.admitted[name]
+
+
+def _unpickled(file):
+    """A Planetoid file: a dense array, the dense array of a sparse matrix, or a dict of lists."""
+    with open(file, "rb") as data:
+        value = _Unpickler(data, encoding="latin1").load()
+    if isinstance(value, np.ndarray):
+        return value
+    return value.dense() if isinstance(value, _Matrix) else dict(value)
+
+
+def download(url, target, progress=False):
+    """Fetch a URL into a file, resuming what an earlier try left in target.part; does nothing if it is there.
+
+    A part is resumed only while the server's file is the one it was begun with, by its ETag or date in
+    target.part.tag. What has arrived when it fails stays for the next try.
+    """
+    part, tag = Path(f"{target}.part"), Path(f"{target}.part.tag")
+    if target.is_file():
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for file in (part, tag):
+            _check_own(file)
+        have = part.stat().st_size if part.is_file() and tag.is_file() else 0
+        size, total = _fetch(url, part, tag, have, target.name, progress)
+        if total not in (None, size):
+            raise StoreError(
+                f"the download of {url} stopped at {size} of {total} bytes; run it again to go on from there"
+            )
+        sync(part)
+        os.replace(part, target)
+        sync(target.parent)
+        tag.unlink(missing_ok=True)
+    except (OSError, http.client.HTTPException) as error:
+        advice = f"run it again to go on from where it stopped, or put the file at {target}"
+        if getattr(error, "code", None) == 416:
+            advice = f"{part} does not fit it: remove that to begin anew"
+        raise StoreError(f"the download of {url} failed: {error}; {advice}") from error
+
+
+def _fetch(url, part, tag, have, name, progress) -> tuple[int, int | None]:
+    """Append to a part what is missing behind its first `have` bytes -> (its size, that of the whole)."""
+    ranges = {"Range": f"bytes={have}-", "If-Range": tag.read_text()} if have else {}
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=ranges), timeout=60)
+    except urllib.error.HTTPError as error:
+        # 416: nothing is left to send, because the part is all of it
+        if error.code != 416 or error.headers.get("Content-Range", "").split("/")[-1] != str(have):
+            raise
+        return have, have
+    with response:
+        # a server without ranges, or with another file than before, sends everything
+        have = have if response.status == 206 else 0
+        version = response.headers.get("ETag", "W/")
+        if version.startswith("W/"):  # weak: not of bytes
+            version = response.headers.get("Last-Modified")
+        tag.unlink(missing_ok=True)
+        if version:
+            with open(tag, "x") as file:
+                file.write(version)
+        length = response.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        bar = dict(total=total, initial=have, desc=name, unit="B", unit_scale=True)
+        with (
+            open(part, "ab" if have else "wb", opener=_open_own) as file,
+            tqdm(**bar, disable=None if progress else True) as bar,
+        ):
+            while data := response.read(1 << 20):
+                file.write(data)
+                bar.update(len(data))
+            return file.tell(), total
+
+
+def _check_own(file):
+    """Refuse what another user may have put in the place of a file that is written to under a known name."""
+    if os.path.lexists(file):
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
+            raise StoreError(f"{file} is no regular file of yours: remove it")
+
+
+def _open_own(file, flags):
+    return os.open(file, flags | os.O_NOFOLLOW, 0o666)
