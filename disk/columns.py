@@ -3,7 +3,7 @@
     columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)   # each may be None
     files = write_columns(folder, columns, rows)      # rows [M']: which edge of the input each stored edge is
     columns = map_columns(folder, meta)               # of an open store
-    problems = list(column_problems(graph))           # what `verify` finds wrong with them
+    pairs = column_checks(graph)                      # what `verify` looks at
 
     edge_weight    float32 [M]    not negative: how likely an edge is drawn, compared with the others of its list
     edge_time      int64 [M]      when an edge came to be; each neighbour list is sorted by it
@@ -16,6 +16,7 @@ V nodes and M edges of the graph, D width of the edges' features. This file need
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -185,18 +186,19 @@ def out_of_order(indptr, times) -> int | None:
     return None
 
 
-def column_problems(graph) -> Iterator[str]:
-    """Sentences about what is wrong with the columns of an open store whose indptr is in order."""
-    for name in ("edge_weight", "edge_features"):
-        try:
-            if (values := getattr(graph, name)) is not None:
-                _check_values(name, values)
-        except StoreError as error:
-            yield f"{name}.npy: {error}"
-    if graph.edge_time is not None:
+def column_checks(graph) -> Iterator[tuple]:
+    """(file, function that raises StoreError where it is wrong) of the columns of an open store."""
+
+    def times():
         edge = out_of_order(graph.indptr.numpy(), graph.edge_time.numpy())
         if edge is not None:
-            yield f"edge_time.npy: edge {edge} is earlier than the one before it in its list"
+            raise StoreError(f"edge {edge} is earlier than the one before it in its list")
+
+    for name in ("edge_weight", "edge_features"):
+        if (values := getattr(graph, name)) is not None:
+            yield f"{name}.npy", functools.partial(_check_values, name, values)
+    if graph.edge_time is not None:
+        yield "edge_time.npy", times
 
 
 def described(graph) -> str:

@@ -404,13 +404,14 @@ def _forget_sha256(file):
 # verifying
 
 
-def verify_directory(path, layout, interpret) -> list[str]:
+def verify_directory(path, layout, contents) -> list[str]:
     """Read every file of a directory, compare it with its checksum, and look at what the files hold together.
 
     Args:
         path: the directory; nothing may be writing to it meanwhile.
         layout: format, specification and file names, as `read_meta` takes them.
-        interpret: function of the path, called when no file is damaged: iterator over problems.
+        contents: function of the path, used when no file is damaged: iterator over (file, function that raises
+            StoreError where it holds something wrong).
 
     Returns:
         A sentence per problem, starting with the name of the file and a colon; empty when all is well.
@@ -439,5 +440,17 @@ def verify_directory(path, layout, interpret) -> list[str]:
             problems.append(f"{name}: its sha256 is {digest[:12]}, not {record['sha256'][:12]}")
         elif digest is None:
             problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
-    # what differs from its checksum is not worth interpreting
-    return problems or list(interpret(path))
+    if problems:  # what differs from its checksum is not worth interpreting
+        return problems
+    try:
+        checks = list(contents(path))
+    except StoreError as error:  # it does not open
+        name = next((name for name in meta["files"] if name in str(error)), "meta.json")
+        return [f"{name}: {error}"]
+    for name, check in checks:
+        try:
+            check()
+        except StoreError as error:
+            parts = [f"{part}.npy" for part in files.SPLITS if repr(part) in str(error)]
+            problems.append(f"{[*parts, name][0]}: {error}")
+    return problems
