@@ -629,8 +629,8 @@ def _run_here(tmp_path, *words):
     """Run train.py in this process -> (log entries, the model in its checkpoint)."""
     log, checkpoint = tmp_path / "log", tmp_path / "here.pt"
     log.unlink(missing_ok=True)
-    words += "--log", log, "--checkpoint", checkpoint, "--root", tmp_path
-    assert train.main(_split(words)) == 0
+    files = f"--log {log} --checkpoint {checkpoint} --root {tmp_path}"
+    assert train.main(_split([*words, files])) == 0
     return _log(log), _parameters(checkpoint)
 
 

@@ -278,7 +278,7 @@ BAD_FLAGS = r"""
 --task graph --residual => --residual has no effect with --task graph
 --task graph --heads 3 => --heads 3 is for --model gat, --model is sage
 --model gin --heads 4 => --heads 4 is for --model gat, --model is gin
---backend lmdb => --backend lmdb has no effect on .*: it is a store already
+--backend lmdb => --backend lmdb has no effect on .*: it is a store
 --gpu x => --gpu
 --bogus => --bogus
 --layer-dependency => --layer-dependency is for --sampler labor, --sampler is uniform
@@ -481,9 +481,9 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
         ("--epochs 3", 1, (3, 1)),
     ):
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words.split()])
-        data.settle_steps(ddp.Ranks(world=world), args, NodeTask, 600)
-        assert (args.epochs, args.steps) == expected
-        assert args.weight_decay == pytest.approx(0.07 / 600)
+        given = data.settle_steps(ddp.Ranks(world=world), args, NodeTask, 600)
+        assert (given["epochs"], given["steps"]) == expected
+        assert given["weight_decay"] == pytest.approx(0.07 / 600)
     parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731
     norms = {name: parse(name).norm for name in model.CONVS}
     layer = dict.fromkeys(["sage-pool", "gat", "gin"], "layer")

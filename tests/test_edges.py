@@ -140,7 +140,7 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tmp_path
 
 
 @pytest.mark.parametrize("name", ["gine", "own"])
-def test_train_with_edge_features_is_the_same_for_any_number_of_processes_and_after_a_stop(
+def test_train_with_edge_features_is_the_same_by_processes_and_after_a_stop(
     name, pointed, tmp_path
 ):
     (tmp_path / "net.py").write_text(OWN_EDGES)
@@ -253,7 +253,7 @@ def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path)
 
 @pytest.mark.parametrize("temporal", ["at", "before"])
 @pytest.mark.parametrize("name", ["sage", "gat", "gin", "gine"])
-def test_train_exact_inference_at_its_own_time_is_that_of_the_graph_of_that_time(
+def test_train_exact_inference_at_its_own_time_is_of_the_graph_of_that_time(
     name, temporal, tmp_path
 ):
     """Each node's logits are those of the graph that holds nothing but the edges which it may see."""
