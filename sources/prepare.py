@@ -95,16 +95,8 @@ def prepare(
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
-    word, _, parameters = name.partition(":")
-    if npz := npz_file(name):
-        key, make = _npz_recipe(*npz, int(seed), options)
-    elif word not in NAMES:
-        raise StoreError(_unknown(name))
-    elif flags:
-        raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
-    else:
-        key, make = _named_recipe(word, parameters, root)
-    target = root / (key if backend == "mmap" else f"{key}-{backend}")
+    word, key, make = _recipe(name, root, int(seed), options)
+    target = root / f"{word}-{_digest(key)}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
         with _locked(root):  # of several processes one builds, the others wait for it
             if not (target / "meta.json").is_file():
@@ -113,33 +105,39 @@ def prepare(
     return target
 
 
-def _npz_recipe(file, given, seed, options):
-    """(name of the store's folder, function that builds it) of an .npz file."""
-    arrays = open_npz(file, given.get("ignore", ()))
-    drawn = seed if _draws(arrays) else None  # the split of one graph is drawn when it is opened
-    # a changed file is another data set
-    key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
-    key += ["drop_duplicates"] * ("drop_duplicates" in options)
-    make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
-    return f"{Path(file).stem[:100]}-{_digest(key)}", make
+def _recipe(name, root, seed, options):
+    """(what the store's folder is called, a JSON value that stands for its content, function that builds it)."""
+    word, _, parameters = name.partition(":")
+    if npz := npz_file(name):
+        file, given = npz
+        arrays = open_npz(file, given.get("ignore", ()))
+        drawn = seed if _draws(arrays) else None  # the split of one graph: when it is opened
+        # a changed file is another data set
+        key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
+        key += ["drop_duplicates"] * ("drop_duplicates" in options)
+        make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
+        return Path(file).stem[:100], key, make
+    if word not in NAMES:
+        raise StoreError(_unknown(name))
+    for flag in options:
+        flag = flag.replace("_", "-")
+        raise StoreError(f"--{flag} has no effect on {word}: it is for files of your own")
+    types = {n: type(value) for n, value in SYNTHETIC.items()} if word == "synthetic" else {}
+    given = parse(parameters, types, word)
+    key = {**SYNTHETIC, **given} if types else word
+    make = functools.partial(_build_named, word=word, parameters=key, root=root)
+    return word, key, make
 
 
-def _named_recipe(word, parameters, root):
-    """(name of the store's folder, function that builds it) of one of NAMES."""
-    types = {name: type(value) for name, value in SYNTHETIC.items()}
-    given = parse(parameters, types if word == "synthetic" else {}, word)
-    given = {**SYNTHETIC, **given} if word == "synthetic" else word
-
-    def make(path, progress, **options):
-        options["progress"] = progress
-        if word == "synthetic":
-            return build_store(path, **synthetic(given), **options)
-        if word in PLANETOID:
-            return build_store(path, **planetoid(word, root), **options)
-        with ogb(word, root, progress) as graph:
-            return build_store(path, **graph, **options)
-
-    return f"{word}-{_digest(given)}", make
+def _build_named(path, word, parameters, root, progress, **options) -> Path:
+    """Build the store of one of NAMES."""
+    options["progress"] = progress
+    if word == "synthetic":
+        return build_store(path, **synthetic(parameters), **options)
+    if word in PLANETOID:
+        return build_store(path, **planetoid(word, root), **options)
+    with ogb(word, root, progress) as graph:
+        return build_store(path, **graph, **options)
 
 
 def _unknown(name) -> str:
