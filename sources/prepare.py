@@ -1,9 +1,7 @@
 """A name, a path or a graph at hand -> a store directory.
 
-    path = prepare("synthetic")                                  # planted communities, no download
-    path = prepare("synthetic:nodes=2449029,degree=50,features=100,classes=47")
-    path = prepare("ogbn-products", root="data")                 # ogbn-arxiv, ogbn-products, ogbn-papers100M
-    path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
+    path = prepare("synthetic:nodes=2449029,degree=50")          # planted communities, no download
+    path = prepare("ogbn-products", root="data")                 # or another of NAMES
     path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
     path = build("mine.npz:split=3", "some/store", symmetrize=True)
@@ -13,8 +11,7 @@
     python -m sources.prepare NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize] [--drop-duplicates]
 
 `prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a
-graph once, with all the splits that it came with, or with none: `choose_split` of sources/splits.py takes one of them,
-or draws one by a seed.
+graph once, with all the splits that it came with; `choose_split` of sources/splits.py takes or draws one.
 """
 
 from __future__ import annotations
@@ -240,13 +237,13 @@ def build(
     kind = str(source) if is_file else type(source).__name__
     refuse_existing(path)
     given = {"ignore": list(ignore)} if ignore else {}
-    own = {"features": features, "labels": labels}
+    own = dict(features=features, labels=labels)
     if isinstance(split, dict):
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
         given["split"] = int(split)
-    columns = {"edge_weight": weights, "edge_time": times, "edge_features": edge_features}
-    columns["node_time"] = node_times
+    columns = dict(edge_weight=weights, edge_time=times, edge_features=edge_features)
+    columns |= dict(node_time=node_times)
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
@@ -378,11 +375,8 @@ def main(argv=None) -> int:
     add("--root", default="data", help="directory for downloads and stores")
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
     add("--seed", type=int, default=0, help="draws the split of a data set without one")
-    for flag, text in (
-        ("--symmetrize", "add the reverse of every edge of an .npz file"),
-        ("--drop-duplicates", "keep one of several equal edges of such a file"),
-    ):
-        add(flag, action="store_true", help=text)
+    add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
+    add("--drop-duplicates", action="store_true", help="keep one of several equal edges of it")
     args = vars(parser.parse_args(argv))
     return command("sources/prepare.py", lambda: print(prepare(**args)))
 
