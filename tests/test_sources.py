@@ -209,10 +209,7 @@ def _refused_npz():
         (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
         ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
         ("holds node -1", dict(train_idx=[-1, 5])),
-        (
-            r"train_idx is \[2, 5, 2\]: ids are \[n\], of K",
-            dict(train_idx=ids[:20].reshape(2, 5, 2)),
-        ),
+        (r"train_idx is \[2, 5, 2\]: ids are \[n\]", dict(train_idx=ids[:20].reshape(2, 5, 2))),
         ("of 2 splits, number 1: .* holds node 11 more than", dict(train_idx=[[0, 1], [11, 11]])),
         ("2 and 3 splits in train_masks, val_", dict(train_masks=splits, val_masks=~splits[:2])),
         ("split=3 is out of range: its 3 splits", dict(train_masks=splits), ":split=3"),
@@ -231,10 +228,7 @@ def _refused_npz():
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201)[::-1]}),
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201) + 1}),
         (r"shape \[150, 5\]: 200 rows", {**csr, "feat_shape": [150, 5]}),
-        (
-            r"shape \[200, 1099511627776\]: 200 rows and from 1",
-            {**csr, "feat_shape": [200, 1 << 40]},
-        ),
+        (r"shape \[200, 1099511627776\]: 200 rows and", {**csr, "feat_shape": [200, 1 << 40]}),
         (r"labels has shape \[200\]: \[100\]", dict(x=np.ones((100, 2)))),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
@@ -329,22 +323,19 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     y, text = np.arange(200) % 4, np.array(["b", " a", "d", "c"])
     odd, written = np.array([b"x", b"nan", b"", b"a"]), np.array(["0", "1.0", "nan", "10"])
-    for number, (labels, expected, says) in enumerate(
-        (
-            (y.astype(float), y, ""),
-            (y[:, None].astype(np.uint8), y, ""),
-            (y[None].astype(">i4"), y, ""),
-            (y > 1, y > 1, ""),
-            (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
-            (np.float16(y), y, ""),
-            (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
-            (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
-            (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
-        )
+    for labels, expected, says in (
+        (y.astype(float), y, ""),
+        (y[:, None].astype(np.uint8), y, ""),
+        (y[None].astype(">i4"), y, ""),
+        (y > 1, y > 1, ""),
+        (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
+        (np.float16(y), y, ""),
+        (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
+        (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
+        (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
     ):
         _save_npz(tmp_path / "y.npz", y=labels, train_idx=[3, 7, 11])
-        path = datasets.build(tmp_path / "y.npz", tmp_path / f"s{number}", symmetrize=True)
-        graph = GraphStore.open(path)
+        graph = _opened(tmp_path / "y.npz", tmp_path, symmetrize=True)
         assert graph.labels.tolist() == list(expected) and graph.num_classes == max(expected) + 1
         said = capsys.readouterr().out
         assert says in said and bool(says) == bool(said.replace("classes have no node", ""))
