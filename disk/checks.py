@@ -107,19 +107,16 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
         yield files.as_numpy(chunk.detach().cpu())
 
 
-def check_splits(splits, labels, what="node") -> dict[str, np.ndarray]:
+def check_splits(splits, labels) -> dict[str, np.ndarray]:
     """A split of nodes as int64 ids [n] for each of SPLITS, or a list of K of them as [K, n], rows filled up by -1."""
-    known = labels if labels.ndim == 1 else labels.min(1)
     if isinstance(splits, dict):
-        return check_split(splits, known, what)
+        return check_split(splits, labels)
     if not 1 <= len(splits) <= files.MAX_SPLITS:
-        raise StoreError(
-            f"split is a list of {len(splits)}: from 1 to {files.MAX_SPLITS} are possible"
-        )
+        raise StoreError(f"split is a list of {len(splits)}: 1 to {files.MAX_SPLITS} are possible")
     checked = []
     for number, split in enumerate(splits):
         try:
-            checked.append(check_split(split, known))
+            checked.append(check_split(split, labels))
         except StoreError as error:
             raise StoreError(f"of {len(splits)} splits, number {number}: {error}") from error
     rows = {}
@@ -137,11 +134,8 @@ def row_of_split(ids, number):
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
     """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
-    unknown = set(split) - set(files.SPLITS)
-    if unknown:
-        raise StoreError(
-            f"split has a part {min(unknown)!r}: its parts are {', '.join(files.SPLITS)}"
-        )
+    if unknown := set(split) - set(files.SPLITS):
+        raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
     split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in files.SPLITS}
     owner = np.full(len(labels), -1, np.int8)
 
@@ -156,10 +150,10 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
             other = files.SPLITS[owner[taken[0]]]
             raise StoreError(f"{what} {taken[0]} is in split {other!r} and in {name!r}")
         owner[ids] = part
-        if np.count_nonzero(owner == part) != len(ids):
-            values, counts = np.unique(ids, return_counts=True)
-            refuse_any(values[counts > 1], " more than once")
-        refuse_any(ids[labels[ids] < 0], ", which has no label (-1)")
+        values, counts = np.unique(ids, return_counts=True)
+        refuse_any(values[counts > 1], " more than once")
+        unlabelled = labels[ids] < 0 if labels.ndim == 1 else (labels[ids] < 0).any(1)
+        refuse_any(ids[unlabelled], ", which has no label (-1)")
     if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split
@@ -168,7 +162,7 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
 def check_stored(path, split, labels, what="node"):
     """Raise StoreError unless a split that was stored, tensors, is one."""
     try:
-        check_splits({name: ids.numpy() for name, ids in split.items()}, labels, what)
+        check_split({name: ids.numpy() for name, ids in split.items()}, labels, what)
     except StoreError as error:
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
 
@@ -181,6 +175,6 @@ def _ids(name, values, labels) -> np.ndarray:
         if ids.ndim != 1:
             raise StoreError(f"{name} has shape {list(ids.shape)}: one dimension is needed")
         return ids
-    if tuple(values.shape) != labels.shape:
+    if tuple(values.shape) != labels.shape[:1]:
         raise StoreError(f"{name} is a mask of shape {list(values.shape)}, not [{len(labels)}]")
     return np.flatnonzero(values)

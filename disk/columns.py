@@ -126,23 +126,17 @@ def write_columns(path, columns, rows=None) -> dict:
     for name, array in columns.items():
         if name == "node_names":
             (path / NAMES).write_bytes("".join(f"{line}\n" for line in array).encode())
-            records[NAMES] = files.file_record(
-                path / NAMES, "str", [len(array)], files.sha256_of(path / NAMES)
-            )
+            digest = files.sha256_of(path / NAMES)
+            records[NAMES] = files.file_record(path / NAMES, "str", [len(array)], digest)
             continue
-        picked = slice(None) if name in OF_NODES or rows is None else rows
+        picked, file = None if name in OF_NODES or rows is None else rows, f"{name}.npy"
         dtype = {"edge_weight": "float32", "edge_features": array.dtype}.get(name, "int64")
         dtype = "uint8" if name == "edge_features" and array.dtype.kind == "b" else dtype
-        count, step = (
-            len(array) if isinstance(picked, slice) else len(picked),
-            files.chunk_rows(array),
-        )
+        count, step = len(array if picked is None else picked), files.chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
-        chunks = (array[cut if isinstance(picked, slice) else picked[cut]] for cut in cuts)
-        shape = [count, *array.shape[1:]]
-        records[f"{name}.npy"] = files.write_npy(
-            path / f"{name}.npy", files.storage_dtype(dtype), shape, chunks
-        )
+        chunks = (array[cut if picked is None else picked[cut]] for cut in cuts)
+        shape, dtype = [count, *array.shape[1:]], files.storage_dtype(dtype)
+        records[file] = files.write_npy(path / file, dtype, shape, chunks)
     return records
 
 

@@ -134,22 +134,20 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
-    meta = {
-        "format": FORMAT,
-        "format_version": files.VERSION,
-        "source": json.loads(json.dumps(source)),
-    }
+    meta = {"format": FORMAT, "format_version": files.VERSION}
+    meta["source"] = json.loads(json.dumps(source))
     for name, rows in zip(PARTS, first[3:]):
         dtype = str(rows.dtype).removeprefix("torch.")
         if rows.ndim != 2 or dtype not in files.DTYPES:
+            known = ", ".join(files.DTYPES)
             raise StoreError(
-                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of {', '.join(files.DTYPES)} are needed"
+                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of {known}"
             )
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     largest = 0.0
-    bar = files.progress_bar(progress, desc="graphs", unit="graph")
     with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs, file = GraphDataset(building, dict(meta, files={}), sync=False), "graphs.lmdb"
+        bar = files.progress_bar(progress, desc="graphs", unit="graph")
         with bar, contextlib.closing(graphs.file):
             for batch in itertools.chain([first], batches):
                 graphs.file.append(graphs._values(batch))
@@ -159,9 +157,8 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         size = (building / file).stat().st_size
         records = {file: {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}}
         for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
-            records[f"{name}.npy"] = files.write_npy(
-                building / f"{name}.npy", "int64", [len(ids)], [ids]
-            )
+            file = f"{name}.npy"
+            records[file] = files.write_npy(building / file, "int64", [len(ids)], [ids])
         (building / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
         GraphDataset.open(building)
     return path
