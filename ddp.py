@@ -52,7 +52,7 @@ class Ranks(NamedTuple):
 
     @property
     def device(self):
-        """The device this process trains on."""
+        """What this process trains on."""
         return torch.device("cuda", self.local_rank) if self.gpus else torch.device("cpu")
 
     @property

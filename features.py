@@ -44,8 +44,7 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time: one call cannot regis
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU `x` is overwritten when the next batch is taken from `prefetch`, unless
-    the ring has reuse=False."""
+    """A batch on the training device. On CPU the next batch from `prefetch` overwrites `x` unless the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
@@ -75,7 +74,6 @@ class CudaCopies:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffer(self, size):
-        """Pinned memory, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
@@ -227,8 +225,7 @@ class FeatureRing:
         rows = self._bring(slot, "edges", self.edge_features, ids)
         return rows.split([block.num_edges for block in blocks])
 
-    def _has(self, table):
-        """Whether rows of a table are on the training GPU."""
+    def _has(self, table):  # whether its rows are on the training GPU
         return getattr(table, "device", torch.device("cpu")).type == self.device.type != "cpu"
 
     def _bring(self, slot, name, table, ids, block=None):
@@ -245,7 +242,6 @@ class FeatureRing:
         return rows.to(self.convert or table.dtype)
 
     def _upload(self, slot, name, table, ids, block=None):
-        """Send rows to the device through the slot's buffer -> [n, F]."""
         rows = self._fill(slot, name, table, ids.cpu(), block and block.to("cpu"))
         if name == "rows":
             self.began[slot] = self.copies.event()
@@ -283,7 +279,7 @@ class FeatureRing:
 
 
 def take(features, ids, out=None):
-    """Rows ids [n] of features -> [n, F], in `out` if given."""
+    """Rows ids [n] of features -> [n, F]."""
     if isinstance(features, torch.Tensor):
         return torch.index_select(features, 0, ids, out=out)
     return features.gather(ids, out=out)
@@ -349,7 +345,7 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
 
 
 def _copy_rows(source, target):
-    """Copy a tensor or features to a tensor of the same shape, a chunk at a time -> target."""
+    """Copy rows a chunk at a time -> target."""
     step, count = _rows_of_a_chunk(source), source.shape[0]
     for a in range(0, count, step):
         b = min(a + step, count)
@@ -517,7 +513,7 @@ class CachedFeatures:
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
-        hits, lookups: rows found in the cache and rows asked for since the start.
+        hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
     """
 
     def __init__(self, features, visits, budget, device="cpu"):
@@ -540,7 +536,6 @@ class CachedFeatures:
 
     @property
     def hit_rate(self):
-        """Fraction of the lookups that hit; 0 before the first."""
         return self.hits / max(1, self.lookups)
 
     def gather(self, ids, out=None, missing=None):

@@ -52,20 +52,9 @@ class Block(NamedTuple):
     edge_ids: Tensor | None = None  # [E] position of each edge in the graph's `indices`
     src_times: Tensor | None = None  # int64 [N] times of the source nodes, where edges have times
 
-    @property
-    def num_src(self):
-        """N, the number of source nodes."""
-        return self.src_nodes.numel()
-
-    @property
-    def num_dst(self):
-        """S, the number of destination nodes."""
-        return self.indptr.numel() - 1
-
-    @property
-    def num_edges(self):
-        """E, the number of edges."""
-        return self.indices.numel()
+    num_src = property(lambda self: self.src_nodes.numel(), doc="N, the number of source nodes.")
+    num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, that of destination nodes.")
+    num_edges = property(lambda self: self.indices.numel(), doc="E, that of edges.")
 
     def to(self, device, non_blocking=False):
         """The block with its tensors on `device`."""
@@ -107,10 +96,7 @@ class Task(NamedTuple):
     edge_ids: bool  # whether blocks have them
     threads: int | None  # None: torch.get_num_threads()
 
-    @property
-    def rule_number(self):
-        """The rule in C."""
-        return RULES.index(self.rule)
+    rule_number = property(lambda self: RULES.index(self.rule), doc="The rule in C.")
 
 
 class Hop(NamedTuple):
@@ -398,14 +384,14 @@ def random_bits(key, v, j, bits=32):
 class TorchBackend:
     """Plain torch operations: every pass over all destinations at once.
 
-    Like the backends of native/sampler_cpu.py and native/dgl.py it is made from a `Task` and has one
-    method; that of native/sampler_gpu.py takes (seeds, step, relabel_outer, exclude, times) instead.
+    The backends of native/ are made and called alike; `sample` of native/sampler_gpu.py takes (seeds, step,
+    relabel_outer, exclude, times) instead.
     """
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
-        # stream -> idle tables [V] of each node's number in the batch, V where it has none. A GPU has
-        # cleaned a table by the time the next batch on the same stream uses it.
+        # stream -> idle tables [V] of each node's number in the batch, V where it has none; cleaned before the next
+        # batch on the same stream uses them
         self.tables = {}
 
     def sample(self, seeds, hops, exclude=None, times=None):
@@ -574,10 +560,9 @@ def _number_by_appearance(src, ends):
 
 
 def _past_excluded(edges, exclude, gap):
-    """Edges [E], counted from the start of their lists without the excluded ones [X] -> the edges they are.
+    """Edges [E], counted without the excluded ones [X] -> the edges they are; gap [E]: the first excluded of the list.
 
-    gap [E] numbers the first excluded edge of the list. One lies before an edge if, less those before it, it comes
-    first; that difference ascends too.
+    One lies before an edge if, less those before it, it comes first; that difference ascends too.
     """
     behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(behind, edges - gap, right=True) - gap

@@ -1,9 +1,8 @@
 """A graph on disk, one copy for every process: build a store, open it, verify it.
 
-A store is a directory of plain .npy files beside a meta.json; features are either one more .npy (backend "mmap") or
-an LMDB file whose values are blocks of consecutive rows (backend "lmdb"). It is built in a hidden directory beside
-the target and renamed at the end: a store is complete or not there. Every process opens it by its path; the pages
-are shared by all of them.
+A store is a directory of .npy files beside a meta.json; features are one more .npy (backend "mmap") or an LMDB file of
+blocks of rows (backend "lmdb"). It is built in a hidden directory beside the target and renamed at the end: complete or
+not there. Every process opens it by its path; the pages are shared by all of them.
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
@@ -15,16 +14,13 @@ are shared by all of them.
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
-v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and names: see
-disk/columns.py. To copy this file take disk/ and native/ along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+v are indices[indptr[v]:indptr[v+1]]; what edges and nodes carry: disk/columns.py. To copy this file take disk/ and native/
+along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
-meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. The values of an LMDB file are raw
-arrays behind a fixed header with their CRC-32; the first `put_rows` takes the file's SHA-256 out of meta.json, and from
-then on the CRCs and LMDB's own structure stand for it. `open` checks the size and the head of every file and is safe on
-any bytes; `verify` reads everything and trusts nothing: LMDB may end the process on damage behind the head of its file.
-
-While a store is in use its files may be renamed or removed; they must not be cut or overwritten in place, since reading
-beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds a file that was cut.
+meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, which
+stand alone after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
+LMDB may end the process on damage behind the head of its file. Files of a store in use may be renamed or removed, but not
+cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
 """
 
 from __future__ import annotations
@@ -43,16 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.checks import (
-    MAX_CLASSES,
-    check_features,
-    check_graph,
-    check_labels,
-    check_splits,
-    check_stored,
-    feature_rows,
-    row_of_split,
-)
+from disk import checks, files, lmdb_rows, sort
 from disk.columns import (
     COLUMNS,
     NAMES,
@@ -66,38 +53,9 @@ from disk.columns import (
     write_columns,
 )
 from disk.counts import count_edges
-from disk.files import (
-    DTYPES,
-    SPLITS,
-    VERSION,
-    Rows,
-    StoreError,
-    array_like,
-    check_size,
-    complete_or_not_there,
-    dump_meta,
-    free_host_bytes,
-    gather_target,
-    info_lines,
-    irregular,
-    map_npy,
-    map_split,
-    read_meta,
-    reading,
-    refuse,
-    storage_dtype,
-    write_npy,
-)
-from disk.lmdb_rows import LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
+from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, open_rows
-from disk.sort import (
-    checked_indices,
-    edge_chunks,
-    index_dtype,
-    sorted_edges,
-    spooled_bytes,
-    spooled_sources,
-)
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -107,10 +65,10 @@ KEPT = 1 / 2  # share of a table for which the page cache must have room to be w
 SPEC = {
     "num_nodes": range(1, (1 << 32) + 1),
     "num_edges": range(1 << 48),
-    "num_classes": range(1, MAX_CLASSES + 1),
+    "num_classes": range(1, checks.MAX_CLASSES + 1),
     "feature_dim": range(1, 1 << 31),
     "block_rows": range(1, 1 << 31),
-    "feature_dtype": DTYPES,
+    "feature_dtype": files.DTYPES,
     "backend": tuple(BACKENDS),
 }
 ARRAYS = ("indptr", "indices", "labels", *SPLITS, *COLUMNS)
@@ -186,12 +144,13 @@ def build_store(
     path = Path(path)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
-    features = array_like("features", features)
-    num_nodes, width, dtype = check_features(features)
+    features = files.array_like("features", features)
+    num_nodes, width, dtype = checks.check_features(features)
     labelled = labels is not None
-    labels, num_classes = check_labels(labels, num_nodes, num_classes)
-    split = check_splits({} if split is None else split, labels)
-    edge_index, indptr, indices, num_edges = check_graph(edge_index, indptr, indices, num_nodes)
+    labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
+    split = checks.check_splits({} if split is None else split, labels)
+    graph = checks.check_graph(edge_index, indptr, indices, num_nodes)
+    edge_index, indptr, indices, num_edges = graph
     columns, widths = check_columns(
         num_edges,
         num_nodes,
@@ -201,20 +160,15 @@ def build_store(
         node_time=node_time,
         node_names=node_names,
     )
-    options = dict(
-        symmetrize=bool(symmetrize),
-        drop_self_loops=bool(drop_self_loops),
-        drop_duplicates=bool(drop_duplicates),
-    )
-    row_bytes = width * storage_dtype(dtype).itemsize
+    symmetrize, drop_loops, drop_equal = map(bool, (symmetrize, drop_self_loops, drop_duplicates))
+    options = dict(symmetrize=symmetrize, drop_self_loops=drop_loops, drop_duplicates=drop_equal)
+    row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(
-            f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed"
-        )
+        raise StoreError(f"block_rows is {block_rows}: 1 row to 2 GiB of rows are possible")
     meta = {
         "format": FORMAT,
-        "format_version": VERSION,
+        "format_version": files.VERSION,
         "num_nodes": num_nodes,
         "num_edges": num_edges,
         "num_classes": num_classes,
@@ -230,12 +184,12 @@ def build_store(
     arrays = dict(indptr=indptr, labels=labels, **split)
     of_edges = [array.nbytes for name, array in columns.items() if name not in OF_NODES]
     edge_bytes = 4 + sum(of_edges) // max(num_edges, 1)
-    least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
+    least = 0 if drop_loops or drop_equal else num_edges * (edge_bytes << symmetrize)
     need = num_nodes * (row_bytes + 16) + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
-        need = max(need, least + spooled_bytes(num_edges << symmetrize, bool(of_edges)))
-    with complete_or_not_there(path, need) as building:
+        need = max(need, least + sort.spooled_bytes(num_edges << symmetrize, bool(of_edges)))
+    with files.complete_or_not_there(path, need) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
     return path
@@ -243,13 +197,13 @@ def build_store(
 
 def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
     """Write every file of a store, meta.json last."""
-    num_nodes, options, files = meta["num_nodes"], meta["options"], {}
+    num_nodes, options, records = meta["num_nodes"], meta["options"], {}
     times, numbered = columns.get("edge_time"), bool(columns.keys() - OF_NODES)
     rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
     order = path / "order"  # of the columns' rows, while they are written
     if rises and not any(options.values()):
-        chunks = checked_indices(indices, num_nodes, progress)
-    elif isinstance(indices, Rows):
+        chunks = sort.checked_indices(indices, num_nodes, progress)
+    elif isinstance(indices, files.Rows):
         raise StoreError(
             "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
             "must rise in edge_time"
@@ -258,32 +212,34 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
         graph = edge_index, arrays["indptr"], indices, num_nodes, options, numbered
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
         numbers = {"num_edges": meta["num_edges"], "times": times} if numbered else {}
-        edges = functools.partial(edge_chunks, *graph)
-        chunks = sorted_edges(edges, indptr, path, options["drop_duplicates"], progress, **numbers)
-        chunks = spooled_sources(chunks, order) if numbered else (sources for sources, _ in chunks)
-    most, dtype = [meta["num_edges"] << options["symmetrize"]], index_dtype(num_nodes)
-    files["indices.npy"] = record = write_npy(path / "indices.npy", dtype, most, chunks)
+        edges = functools.partial(sort.edge_chunks, *graph)
+        edges = edges, indptr, path, options["drop_duplicates"], progress
+        chunks = sort.sorted_edges(*edges, **numbers)
+        plain = (sources for sources, _ in chunks)
+        chunks = sort.spooled_sources(chunks, order) if numbered else plain
+    most, dtype = [meta["num_edges"] << options["symmetrize"]], sort.index_dtype(num_nodes)
+    records["indices.npy"] = record = files.write_npy(path / "indices.npy", dtype, most, chunks)
     meta["num_edges"] = record["shape"][0]
-    written = map_npy(path, "indices.npy", record, dtype, None).numpy()
+    written = files.map_npy(path, "indices.npy", record, dtype, None).numpy()
     meta["edges"] = count_edges(arrays["indptr"], written)
     for name, array in arrays.items():
         file = f"{name}.npy"
-        files[file] = write_npy(path / file, array.dtype, list(array.shape), [array])
+        records[file] = files.write_npy(path / file, array.dtype, list(array.shape), [array])
     rows = None
     if order.exists():
         rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
-    files.update(write_columns(path, columns, rows))
+    records.update(write_columns(path, columns, rows))
     order.unlink(missing_ok=True)
     file, largest = path / BACKENDS[meta["backend"]], []
-    shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
-    rows = feature_rows(features, meta["feature_dtype"], progress, largest)
+    shape, dtype = [num_nodes, meta["feature_dim"]], files.storage_dtype(meta["feature_dtype"])
+    rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # rows begin on a block of the disk
-        files[file.name] = write_npy(file, dtype, shape, rows, head=4096)
+        records[file.name] = files.write_npy(file, dtype, shape, rows, head=4096)
     else:
-        files[file.name] = write_blocks(file, dtype, shape, rows, meta["block_rows"])
-    files[file.name]["largest"] = max(largest)
-    (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+        records[file.name] = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
+    records[file.name]["largest"] = max(largest)
+    (path / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,7 +272,7 @@ class GraphStore:
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]
-        indices = "indices.npy", index_dtype(V), [M]
+        indices = "indices.npy", sort.index_dtype(V), [M]
         self.indptr, self.indices = self._map("indptr.npy", "int64", [V + 1]), self._map(*indices)
         several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
         labels = ("int8", [V, self.num_classes]) if several else ("int64", [V])
@@ -329,42 +285,35 @@ class GraphStore:
             setattr(self, name, column)
         self.edge_dim = 0 if self.edge_features is None else self.edge_features.shape[1]
         if NAMES in meta["files"]:
-            check_size(path, NAMES, meta["files"][NAMES])
-        self._splits = map_split(path, meta["files"])
+            files.check_size(path, NAMES, meta["files"][NAMES])
+        self._splits = files.map_split(path, meta["files"])
         train = self._splits["train"]
         self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            raise StoreError(
-                f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
-                f"to {self.num_edges}"
-            )
+            ends = f"{self.indptr[0]} to {self.indptr[-1]}, not from 0 to {M}"
+            raise StoreError(f"{path}: indptr.npy runs from {ends}")
         shape, dtype = (V, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
         if meta["backend"] == "mmap":
-            stored = storage_dtype(meta["feature_dtype"])
+            stored = files.storage_dtype(meta["feature_dtype"])
             table = self._map(file, stored, list(shape), ahead=not large)
             head = meta["files"][file]["bytes"] - table.nbytes
             graph = self.indptr.nbytes + self.indices.nbytes
             self.features = MmapFeatures(table.view(dtype), large, self.path, head, graph)
         else:
-            check_lmdb(self.path, file, meta["files"][file])
+            lmdb_rows.check_lmdb(self.path, file, meta["files"][file])
             self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
 
     @classmethod
     def open(cls, path) -> GraphStore:
-        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr.
-
-        Args:
-            path: directory that `build_store` made.
-
-        Returns:
-            The open store; nothing has been read into memory.
+        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr; nothing
+        is read into memory.
 
         Raises:
             StoreError: if it is no store, of another format version, incomplete or damaged.
         """
-        meta = read_meta(path, *LAYOUT)
+        meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
 
@@ -378,21 +327,20 @@ class GraphStore:
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
         if not 0 <= number < self.num_splits:
-            raise StoreError(
-                f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0"
-            )
-        self.split = {name: row_of_split(ids, number) for name, ids in self._splits.items()}
+            has = f"{self.path} has {self.num_splits}, counted from 0"
+            raise StoreError(f"split {number} is out of range: {has}")
+        self.split = {name: checks.row_of_split(ids, number) for name, ids in self._splits.items()}
 
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
-        check_stored(self.path, self.split, self.labels.numpy())
+        checks.check_stored(self.path, self.split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in self.split.items():
             labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
             refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
     def _map(self, name, *kind, **options) -> Tensor:
-        return map_npy(self.path, name, self.meta["files"][name], *kind, **options)
+        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
 class MmapFeatures:
@@ -458,16 +406,14 @@ class MmapFeatures:
             IndexError: for an id that is no row.
             StoreError: where the disk fails.
         """
-        out = gather_target(self, ids, out)
+        out = files.gather_target(self, ids, out)
         if self.large and self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
 
     def put_rows(self, ids, rows):
         """Rows of a memory-mapped array do not change: StoreError."""
-        raise StoreError(
-            "put_rows is for a store with backend lmdb: this one has backend mmap, whose rows stay as built"
-        )
+        raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
 
 
 def _features_of(path):
@@ -479,18 +425,8 @@ def _features_of(path):
 
 
 def verify(path) -> list[str]:
-    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`.
-
-    Args:
-        path: directory of the store; nothing may be writing to it meanwhile.
-
-    Returns:
-        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
-
-    Raises:
-        StoreError: if there is no store.
-    """
-    return verify_directory(path, LAYOUT, _problems_of_a_graph)
+    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`."""
+    return lmdb_rows.verify_directory(path, LAYOUT, _problems_of_a_graph)
 
 
 def _problems_of_a_graph(path) -> Iterator[str]:
@@ -507,13 +443,13 @@ def _problems_of_a_graph(path) -> Iterator[str]:
     else:
         yield from column_problems(graph)
     try:
-        for _ in checked_indices(graph.indices.numpy(), graph.num_nodes, False):
+        for _ in sort.checked_indices(graph.indices.numpy(), graph.num_nodes, False):
             pass
     except StoreError as error:
         yield f"indices.npy: {error}"
     try:
         given = graph.labels.numpy() if graph.labelled else None
-        check_labels(given, graph.num_nodes, graph.num_classes)
+        checks.check_labels(given, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
             graph.check_split()
@@ -536,7 +472,7 @@ def info(path) -> str:
         "classes": classes if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
-    return info_lines(lines, graph)
+    return files.info_lines(lines, graph)
 
 
 def _beside(name):
@@ -581,9 +517,7 @@ def command(name, run) -> int:
 
 def _parser():
     """A sub-command for each thing to do, with its own flags: a flag of another one is refused."""
-    parser = argparse.ArgumentParser(
-        prog="store.py", description="Build a graph store, or look at one."
-    )
+    parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
     add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")
@@ -630,11 +564,11 @@ def _run(command, path, **options):
         source = options.pop("source")
         build = _beside("sources.prepare").build
         build(source, path, split=split or None, progress=True, **options)
-    if command == "estimate":
+    elif command == "estimate":
         print(_beside("run.estimate").estimate_lines(path, **options))
         return 0
     try:
-        many = read_meta(path)["format"] == "ringblock-graphs"
+        many = files.read_meta(path)["format"] == "ringblock-graphs"
     except StoreError:
         many = False  # what opens it says what is wrong
     module = _beside("disk.graphs") if many else sys.modules[__name__]
@@ -644,13 +578,13 @@ def _run(command, path, **options):
     problems = module.verify(path)
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
     # what a store's files are is not known where meta.json cannot be read
-    whole = "meta.json" not in bad and not irregular(path)
-    files = {"meta.json", *read_meta(path)["files"]} if whole else set()
-    for name in sorted(files | bad.keys()):
+    whole = "meta.json" not in bad and not files.irregular(path)
+    names = {"meta.json", *files.read_meta(path)["files"]} if whole else set()
+    for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
     for entry in sorted(Path(path).iterdir()) if whole else ():
         # LMDB's own, of the processes at work
-        if entry.name not in files and not entry.name.endswith("-lock"):
+        if entry.name not in names and not entry.name.endswith("-lock"):
             print(f"--  {entry.name}: not part of the store, not looked at")
     return 1 if problems else 0
 

@@ -11,21 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from disk.files import (
-    MAX_SPLITS,
-    SPLITS,
-    StoreError,
-    array_like,
-    as_numpy,
-    as_rows,
-    check_finite,
-    chunked,
-    integers,
-    largest_of,
-    readable_size,
-    refuse,
-    row_dtype,
-)
+from disk import files
+from disk.files import StoreError, integers, refuse
 
 MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
@@ -34,10 +21,8 @@ def check_features(features) -> tuple[int, int, str]:
     """(V, F, dtype name) of the features."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
-        raise StoreError(
-            f"features has shape {list(shape)}: [V, F] with at least a node and a column is needed"
-        )
-    return int(shape[0]), int(shape[1]), row_dtype("features", features)
+        raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
+    return int(shape[0]), int(shape[1]), files.row_dtype("features", features)
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
@@ -62,15 +47,12 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         if num_classes > 1000 + 10 * present:
             raise StoreError(
                 f"labels run up to {num_classes - 1:,} and {present:,} different ones occur: {num_classes:,} classes "
-                f"make a last layer of {readable_size(num_classes * 512)}; number them from 0"
+                f"make a last layer of {files.readable_size(num_classes * 512)}; number them from 0"
             )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
-    bad, why = (
-        (labels < -1) | (labels >= num_classes),
-        f"labels lie in [0, {num_classes}), or are -1",
-    )
-    refuse(bad, "labels", labels, why)
+    bad = (labels < -1) | (labels >= num_classes)
+    refuse(bad, "labels", labels, f"labels lie in [0, {num_classes}), or are -1")
     return labels, num_classes
 
 
@@ -90,32 +72,23 @@ def _check_rows_of_labels(labels, num_classes):
 def check_graph(edge_index, indptr, indices, num_nodes):
     """(edge_index, indptr, indices, M): one of the two forms, with its shapes and its indptr checked."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
-        raise StoreError(
-            "the graph is given either as edge_index or as indptr and indices, as one of them"
-        )
+        raise StoreError("the graph is given either as edge_index or as indptr and indices")
     if num_nodes > 1 << 32:
         raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
     if edge_index is not None:
-        edge_index = array_like("edge_index", edge_index)
+        edge_index = files.array_like("edge_index", edge_index)
         if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
             raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed")
         return edge_index, None, None, int(edge_index.shape[1])
-    indptr, indices = integers("indptr", indptr), array_like("indices", indices)
+    indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
     if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
         raise StoreError(
             f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: [{num_nodes + 1}] and [M] "
             f"are needed, with {num_nodes} rows of features"
         )
-    refuse(
-        indptr[1:] < indptr[:-1],
-        "indptr",
-        indptr,
-        "the next one is smaller, and indptr must not fall",
-    )
+    refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
-        raise StoreError(
-            f"indptr runs from {indptr[0]} to {indptr[-1]}: it must run from 0 to the {count} edges"
-        )
+        raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
     return None, indptr, indices, int(count)
 
 
@@ -123,15 +96,15 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     """Chunks of rows as they are stored, each checked for NaN and infinity; `largest` is given the largest number of
     each."""
     width = features.shape[1]
-    for first, chunk in chunked("features", features, progress=progress):
-        chunk = as_rows("features", chunk)
+    for first, chunk in files.chunked("features", features, progress=progress):
+        chunk = files.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
             raise StoreError(
                 f"features came with rows of {list(chunk.shape[1:])} {chunk.dtype}, [{width}] {dtype} was announced"
             )
-        check_finite("features", chunk, first)
-        largest.append(largest_of(chunk))
-        yield as_numpy(chunk.detach().cpu())
+        files.check_finite("features", chunk, first)
+        largest.append(files.largest_of(chunk))
+        yield files.as_numpy(chunk.detach().cpu())
 
 
 def check_splits(splits, labels, what="node") -> dict[str, np.ndarray]:
@@ -139,8 +112,10 @@ def check_splits(splits, labels, what="node") -> dict[str, np.ndarray]:
     known = labels if labels.ndim == 1 else labels.min(1)
     if isinstance(splits, dict):
         return check_split(splits, known, what)
-    if not 1 <= len(splits) <= MAX_SPLITS:
-        raise StoreError(f"split is a list of {len(splits)}: from 1 to {MAX_SPLITS} are possible")
+    if not 1 <= len(splits) <= files.MAX_SPLITS:
+        raise StoreError(
+            f"split is a list of {len(splits)}: from 1 to {files.MAX_SPLITS} are possible"
+        )
     checked = []
     for number, split in enumerate(splits):
         try:
@@ -148,7 +123,7 @@ def check_splits(splits, labels, what="node") -> dict[str, np.ndarray]:
         except StoreError as error:
             raise StoreError(f"of {len(splits)} splits, number {number}: {error}") from error
     rows = {}
-    for name in SPLITS:
+    for name in files.SPLITS:
         rows[name] = np.full((len(checked), max(len(split[name]) for split in checked)), -1)
         for row, split in zip(rows[name], checked):
             row[: len(split[name])] = split[name]
@@ -162,10 +137,12 @@ def row_of_split(ids, number):
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
     """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
-    unknown = set(split) - set(SPLITS)
+    unknown = set(split) - set(files.SPLITS)
     if unknown:
-        raise StoreError(f"split has a part {min(unknown)!r}: its parts are {', '.join(SPLITS)}")
-    split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in SPLITS}
+        raise StoreError(
+            f"split has a part {min(unknown)!r}: its parts are {', '.join(files.SPLITS)}"
+        )
+    split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in files.SPLITS}
     owner = np.full(len(labels), -1, np.int8)
 
     def refuse_any(bad, why):
@@ -176,7 +153,7 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         refuse_any(ids[(ids < 0) | (ids >= len(labels))], f": {what} ids lie in [0, {len(labels)})")
         taken = ids[owner[ids] >= 0]
         if len(taken):
-            other = SPLITS[owner[taken[0]]]
+            other = files.SPLITS[owner[taken[0]]]
             raise StoreError(f"{what} {taken[0]} is in split {other!r} and in {name!r}")
         owner[ids] = part
         if np.count_nonzero(owner == part) != len(ids):
@@ -198,7 +175,7 @@ def check_stored(path, split, labels, what="node"):
 
 def _ids(name, values, labels) -> np.ndarray:
     """A part of a split as int64 ids [n]; it may be a mask of booleans."""
-    values = array_like(name, values)
+    values = files.array_like(name, values)
     if values.dtype not in (np.bool_, torch.bool):
         ids = integers(name, values)
         if ids.ndim != 1:

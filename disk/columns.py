@@ -21,27 +21,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from disk.files import (
-    DTYPES,
-    Rows,
-    StoreError,
-    array_like,
-    as_numpy,
-    as_rows,
-    check_finite,
-    check_size,
-    chunk_rows,
-    chunked,
-    file_record,
-    integers,
-    map_npy,
-    reading,
-    refuse,
-    row_dtype,
-    sha256_of,
-    storage_dtype,
-    write_npy,
-)
+from disk import files
+from disk.files import StoreError, integers, reading, refuse
 
 # arrays, each in a file NAME.npy
 COLUMNS = ("edge_weight", "edge_time", "edge_features", "node_time")
@@ -71,10 +52,15 @@ def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
             _check_names(values, num_nodes)
             checked[name] = values
             continue
-        values, of = array_like(name, values), name.partition("_")[0]
+        values, of = files.array_like(name, values), name.partition("_")[0]
         shape, count = tuple(values.shape), num_nodes if of == "node" else num_edges
         most, width = (2, ", D") if name == "edge_features" else (1, "")
-        if isinstance(values, Rows) or shape[:1] != (count,) or len(shape) > most or 0 in shape[1:]:
+        if (
+            isinstance(values, files.Rows)
+            or shape[:1] != (count,)
+            or len(shape) > most
+            or 0 in shape[1:]
+        ):
             raise StoreError(
                 f"{name} is a {type(values).__name__} {list(shape)}: an array [{count}{width}] is needed, a row "
                 f"for each {of} that is given"
@@ -84,18 +70,18 @@ def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
             continue
         if name == "edge_features":
             values = values.reshape(-1, 1) if len(shape) == 1 else values
-            widths = {"edge_dim": int(values.shape[1]), "edge_dtype": row_dtype(name, values)}
+            widths = {"edge_dim": int(values.shape[1]), "edge_dtype": files.row_dtype(name, values)}
         _check_values(name, values)
         is_tensor = isinstance(values, torch.Tensor)
-        checked[name] = as_numpy(values.detach().cpu()) if is_tensor else np.asarray(values)
+        checked[name] = files.as_numpy(values.detach().cpu()) if is_tensor else np.asarray(values)
     return checked, widths
 
 
 def _check_values(name, values):
     """Look at every weight, or every feature, of edges."""
-    for first, chunk in chunked(name, values):
-        check = _check_weights if name == "edge_weight" else check_finite
-        check(name, as_rows(name, chunk), first)
+    for first, chunk in files.chunked(name, values):
+        check = _check_weights if name == "edge_weight" else files.check_finite
+        check(name, files.as_rows(name, chunk), first)
 
 
 def _whole_numbers(name, values) -> np.ndarray:
@@ -136,44 +122,51 @@ def write_columns(path, columns, rows=None) -> dict:
         columns: as `check_columns` returns them.
         rows: int64 [M'], which edge of the input each stored edge is; None where the edges are stored as they came.
     """
-    files = {}
+    records = {}
     for name, array in columns.items():
         if name == "node_names":
             (path / NAMES).write_bytes("".join(f"{line}\n" for line in array).encode())
-            files[NAMES] = file_record(path / NAMES, "str", [len(array)], sha256_of(path / NAMES))
+            records[NAMES] = files.file_record(
+                path / NAMES, "str", [len(array)], files.sha256_of(path / NAMES)
+            )
             continue
         picked = slice(None) if name in OF_NODES or rows is None else rows
         dtype = {"edge_weight": "float32", "edge_features": array.dtype}.get(name, "int64")
         dtype = "uint8" if name == "edge_features" and array.dtype.kind == "b" else dtype
-        count, step = len(array) if isinstance(picked, slice) else len(picked), chunk_rows(array)
+        count, step = (
+            len(array) if isinstance(picked, slice) else len(picked),
+            files.chunk_rows(array),
+        )
         cuts = [slice(a, a + step) for a in range(0, count, step)]
         chunks = (array[cut if isinstance(picked, slice) else picked[cut]] for cut in cuts)
         shape = [count, *array.shape[1:]]
-        files[f"{name}.npy"] = write_npy(path / f"{name}.npy", storage_dtype(dtype), shape, chunks)
-    return files
+        records[f"{name}.npy"] = files.write_npy(
+            path / f"{name}.npy", files.storage_dtype(dtype), shape, chunks
+        )
+    return records
 
 
 def map_columns(path, meta) -> dict:
     """{name: tensor, or None where there is none} of the arrays in COLUMNS."""
     M, V, dtype = meta["num_edges"], meta["num_nodes"], meta.get("edge_dtype", "float32")
-    if dtype not in DTYPES:
+    if dtype not in files.DTYPES:
         raise StoreError(f"{path}: meta.json has edge_dtype = {dtype!r:.200}; rebuild the store")
-    features = storage_dtype(dtype), [M, meta.get("edge_dim")]
+    features = files.storage_dtype(dtype), [M, meta.get("edge_dim")]
     kinds = dict(zip(COLUMNS, (("float32", [M]), ("int64", [M]), features, ("int64", [V]))))
     found = dict.fromkeys(COLUMNS)
     for name, kind in kinds.items():
         if record := meta["files"].get(f"{name}.npy"):
-            found[name] = map_npy(path, f"{name}.npy", record, *kind)
+            found[name] = files.map_npy(path, f"{name}.npy", record, *kind)
     if found["edge_features"] is not None:
         found["edge_features"] = found["edge_features"].view(getattr(torch, dtype))
     return found
 
 
-def read_names(path, files) -> list[str] | None:
+def read_names(path, records) -> list[str] | None:
     """The names of nodes in a store, or None; StoreError where the file holds something else."""
-    if NAMES not in files:
+    if NAMES not in records:
         return None
-    file, count = check_size(path, NAMES, files[NAMES]), files[NAMES]["shape"][0]
+    file, count = files.check_size(path, NAMES, records[NAMES]), records[NAMES]["shape"][0]
     with reading(file, "; rebuild the store"):
         lines = file.read_bytes().decode().split("\n")
         if lines.pop() or len(lines) != count:
@@ -187,7 +180,7 @@ def out_of_order(indptr, times) -> int | None:
     Args:
         indptr: int64 [V+1], times: int64 [M], numpy arrays.
     """
-    step = chunk_rows(times)
+    step = files.chunk_rows(times)
     for a in range(0, max(len(times) - 1, 0), step):
         chunk = times[a : a + step + 1]
         falls = np.flatnonzero(chunk[1:] < chunk[:-1]) + a + 1

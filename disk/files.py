@@ -122,9 +122,7 @@ def check_name(path):
     path = Path(path)
     for what, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
         if (size := len(os.fsencode(text))) > most:
-            raise StoreError(
-                f"{str(text)[:20]}... is a {what} of {size:,} bytes: {most:,} are possible"
-            )
+            raise StoreError(f"{str(text)[:20]}... is a {what} of {size:,} bytes: at most {most:,}")
 
 
 @contextlib.contextmanager
@@ -205,8 +203,7 @@ def sync(path):
 def write_whole(path, write):
     """Write one file so that its old content or its new one is there, never a part of it.
 
-    The bytes go into a file beside it with an unpredictable name, which is synced and renamed to `path`. A device or a
-    pipe is written to in place. A symbolic link of this user is followed, one of another user is refused.
+    A device or a pipe is written to in place; a symbolic link of this user is followed, one of another user is refused.
 
     Args:
         path: the file. Its folder has to exist.
@@ -590,15 +587,9 @@ def gather_target(features, ids, out, name="out") -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=features.dtype)
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
-        raise StoreError(
-            f"{name} is {_kind(out)}: a {features.dtype} tensor {list(shape)} is needed"
-        )
+        raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
     return out
 
 
-def _kind(values):
-    return (
-        f"{list(values.shape)} {values.dtype}"
-        if hasattr(values, "dtype")
-        else type(values).__name__
-    )
+def _kind(v):
+    return f"{list(v.shape)} {v.dtype}" if hasattr(v, "dtype") else type(v).__name__

@@ -22,33 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disk import files
 from disk.checks import check_split, check_stored
-from disk.files import (
-    DTYPES,
-    SPLITS,
-    VERSION,
-    StoreError,
-    as_numpy,
-    as_rows,
-    check_finite,
-    complete_or_not_there,
-    dump_meta,
-    info_lines,
-    integers,
-    largest_of,
-    map_split,
-    progress_bar,
-    read_meta,
-    reading,
-    write_npy,
-)
+from disk.files import StoreError, integers, reading
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
 FORMAT = "ringblock-graphs"
 PARTS = ("node", "edge", "target")
 SPEC = {f"{name}_dim": range((1 << 24) + 1) for name in PARTS}
-SPEC |= {f"{name}_dtype": DTYPES for name in PARTS}
-LAYOUT = FORMAT, SPEC, ("graphs.lmdb", *(f"{name}.npy" for name in SPLITS))
+SPEC |= {f"{name}_dtype": files.DTYPES for name in PARTS}
+LAYOUT = FORMAT, SPEC, ("graphs.lmdb", *(f"{name}.npy" for name in files.SPLITS))
 # before each graph
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])
 
@@ -89,11 +72,13 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     """
     num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
     edge_index = integers("edge_index", edge_index)
-    x, e, y = (as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
+    x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
     if num_nodes.ndim != 1 or num_edges.ndim != 1 or edge_index.ndim != 2 or len(edge_index) != 2:
+        shapes = [list(array.shape) for array in (num_nodes, num_edges, edge_index)]
         raise StoreError(
-            f"num_nodes is {list(num_nodes.shape)}, num_edges {list(num_edges.shape)} and edge_index "
-            f"{list(edge_index.shape)}: [G], [G] and [2, E] are needed"
+            "num_nodes is {}, num_edges {} and edge_index {}: [G], [G] and [2, E] are needed".format(
+                *shapes
+            )
         )
     src, dst = edge_index
     first = np.cumsum(num_nodes) - num_nodes
@@ -106,10 +91,8 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
     if len(bad):
-        raise StoreError(
-            f"edge {bad[0]} goes from node {src[bad[0]]} to node {dst[bad[0]]}: node ids lie in "
-            f"[0, {limit[bad[0]]}) in its graph"
-        )
+        ends = f"from node {src[bad[0]]} to node {dst[bad[0]]}"
+        raise StoreError(f"edge {bad[0]} goes {ends}: its graph has {limit[bad[0]]} nodes")
     shift, total = np.repeat(first, num_edges), int(num_nodes.sum())
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
@@ -151,29 +134,35 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
-    meta = {"format": FORMAT, "format_version": VERSION, "source": json.loads(json.dumps(source))}
+    meta = {
+        "format": FORMAT,
+        "format_version": files.VERSION,
+        "source": json.loads(json.dumps(source)),
+    }
     for name, rows in zip(PARTS, first[3:]):
         dtype = str(rows.dtype).removeprefix("torch.")
-        if rows.ndim != 2 or dtype not in DTYPES:
+        if rows.ndim != 2 or dtype not in files.DTYPES:
             raise StoreError(
-                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of {', '.join(DTYPES)} are needed"
+                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of {', '.join(files.DTYPES)} are needed"
             )
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     largest = 0.0
-    bar = progress_bar(progress, desc="graphs", unit="graph")
-    with complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
+    bar = files.progress_bar(progress, desc="graphs", unit="graph")
+    with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs, file = GraphDataset(building, dict(meta, files={}), sync=False), "graphs.lmdb"
         with bar, contextlib.closing(graphs.file):
             for batch in itertools.chain([first], batches):
                 graphs.file.append(graphs._values(batch))
-                largest = max(largest, largest_of(batch.x), largest_of(batch.e))
+                largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
         size = (building / file).stat().st_size
-        files = {file: {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}}
+        records = {file: {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}}
         for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
-            files[f"{name}.npy"] = write_npy(building / f"{name}.npy", "int64", [len(ids)], [ids])
-        (building / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+            records[f"{name}.npy"] = files.write_npy(
+                building / f"{name}.npy", "int64", [len(ids)], [ids]
+            )
+        (building / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
         GraphDataset.open(building)
     return path
 
@@ -190,13 +179,11 @@ class GraphDataset:
     def __init__(self, path, meta, sync=True):
         self.path, self.meta = Path(path), meta
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
-        self._kinds = [
-            (meta[f"{name}_dim"], getattr(torch, meta[f"{name}_dtype"])) for name in PARTS
-        ]
+        self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype) = self._kinds[:2]
         self.target_dim, self.target_dtype = self._kinds[2]
-        files = meta["files"]
-        self.split = map_split(path, files) if files else {}
+        records = meta["files"]
+        self.split = files.map_split(path, records) if records else {}
 
     @classmethod
     def open(cls, path) -> GraphDataset:
@@ -208,7 +195,7 @@ class GraphDataset:
         Raises:
             StoreError: if it is none, of another format version, incomplete or damaged.
         """
-        meta = read_meta(path, *LAYOUT)
+        meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the data set"):
             check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
             return cls(path, meta)
@@ -275,9 +262,9 @@ class GraphDataset:
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
             if rows.ndim != 2 or rows.shape[1] != width or rows.dtype != dtype:
                 raise StoreError(
-                    f"{name} rows are {list(rows.shape)} {rows.dtype}: [., {width}] {dtype} is needed"
+                    f"{name} rows are {list(rows.shape)} {rows.dtype}, not {width} {dtype}"
                 )
-            check_finite(f"{name} rows", rows)
+            files.check_finite(f"{name} rows", rows)
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
         _must_fit(
@@ -292,10 +279,7 @@ class GraphDataset:
         falls = (np.diff(graph_ids) < 0).any() or (np.diff(indptr) < 0).any()
         local = None if falls else indices - np.repeat(first, edges)
         if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
-            raise StoreError(
-                "a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs "
-                "stand one after the other, each with edges of its own"
-            )
+            raise StoreError("graph_ids or an indptr that falls, or an edge between two graphs")
         # indptr of each graph alone, from 0
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
@@ -303,9 +287,9 @@ class GraphDataset:
         for array, rows in (
             (counts, nodes + 1),
             (local.astype(np.int32), edges),
-            (as_numpy(batch.x), nodes),
-            (as_numpy(batch.e), edges),
-            (as_numpy(batch.y), np.ones_like(nodes)),
+            (files.as_numpy(batch.x), nodes),
+            (files.as_numpy(batch.e), edges),
+            (files.as_numpy(batch.y), np.ones_like(nodes)),
         ):
             views.append(memoryview(array.tobytes()))
             cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
@@ -373,7 +357,7 @@ def _problems_of_graphs(path):
         name = "train.npy"
         graphs.check_split()
     except StoreError as error:
-        found = [f"{part}.npy" for part in SPLITS if repr(part) in str(error)]
+        found = [f"{part}.npy" for part in files.SPLITS if repr(part) in str(error)]
         yield f"{[*found, name][0]}: {error}"
 
 
@@ -383,4 +367,4 @@ def info(path) -> str:
     lines = {"graphs": f"{len(graphs):,}"}
     for part in PARTS:
         lines[part] = f"{graphs.meta[f'{part}_dim']} x {graphs.meta[f'{part}_dtype']}"
-    return info_lines(lines, graphs)
+    return files.info_lines(lines, graphs)

@@ -28,23 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import (
-    ROW_BYTES,
-    StoreError,
-    as_numpy,
-    check_finite,
-    check_size,
-    dump_meta,
-    file_record,
-    gather_target,
-    irregular,
-    read_meta,
-    reading,
-    refuse_irregular,
-    sha256_of,
-    storage_dtype,
-    write_whole,
-)
+from disk import files
+from disk.files import StoreError, reading
 
 READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
 EMPTY = (1 << 64) - 1  # the root of a tree without pages
@@ -90,9 +75,7 @@ class LmdbFile:
                 yield txn
         except lmdb.Error as error:
             if not write:
-                raise StoreError(
-                    f"{self.path} cannot be read: {error}; rebuild the store"
-                ) from error
+                raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
             said = os.strerror(code := self._errno(str(error)))
             if not self.sync:
                 raise OSError(code, said) from error
@@ -107,9 +90,9 @@ class LmdbFile:
     def read(self, work):
         """work(txn) at one state of the file -> what it returns, which must not point into the file.
 
-        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of
-        a state can be overwritten by the third commit after it, which begins when the second is there. So the work is
-        done again, damage it met included, when there was a second; for PATIENCE seconds, then it is a StoreError.
+        A process that may not write takes no part in LMDB's locking: pages of a state that it reads can be overwritten by
+        the third commit after it, which begins when the second is there. So the work is done again, damage it met
+        included, when there was a second; for PATIENCE seconds, then it is a StoreError.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -124,8 +107,8 @@ class LmdbFile:
                         return result
             if time.monotonic() > end:
                 raise StoreError(
-                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer changes it faster, and "
-                    "cannot know of a reader who may not write to the folder; read fewer rows at a time"
+                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer that cannot see this "
+                    "reader, who may not write to the folder, changes it faster"
                 )
 
     def _overtaken(self, txn):
@@ -139,7 +122,7 @@ class LmdbFile:
         # a file that this user may write is opened read-only where its lock file has no room
         no_lock = code == errno.EACCES and all(os.access(p, os.W_OK) for p in (self.path, folder))
         # a write that the disk takes in part is reported as an input/output error
-        cut = code == errno.EIO and shutil.disk_usage(folder).free < 4 * ROW_BYTES
+        cut = code == errno.EIO and shutil.disk_usage(folder).free < 4 * files.ROW_BYTES
         return errno.ENOSPC if no_lock or cut else code
 
     def count(self, txn):
@@ -148,9 +131,8 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            raise StoreError(
-                f"{self.path} counts {entries} values, and the last is not of that number; rebuild the store"
-            )
+            said = f"{entries} values, and the last is not of that number; rebuild the store"
+            raise StoreError(f"{self.path} counts {said}")
         return entries
 
     def append(self, values):
@@ -172,7 +154,7 @@ class LmdbFile:
             for (pid, *_), env in list(self._open.items()):
                 if pid != os.getpid():
                     env.close()  # inherited over a fork
-            refuse_irregular(self.path.parent)
+            files.refuse_irregular(self.path.parent)
             stat, places = os.stat(self.path), (self.path, self.path.parent)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
@@ -251,7 +233,7 @@ def check_lmdb(path, name, record) -> Path:
 
     LMDB takes the later of two states, or the earlier without a word where the number of the later was damaged.
     """
-    file = check_size(path, name, record)
+    file = files.check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
             head, size = data.read(1 << 17), os.fstat(data.fileno()).st_size
@@ -299,7 +281,7 @@ def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     with contextlib.closing(LmdbFile(path, sync=False)) as file:
         while batch := list(itertools.islice(blocks, 1024)):
             file.append(batch)
-    return file_record(path, dtype, shape, sha256_of(path))
+    return files.file_record(path, dtype, shape, files.sha256_of(path))
 
 
 def _block_value(rows) -> bytes:
@@ -331,15 +313,15 @@ class LmdbFeatures:
     def __init__(self, path, shape, dtype, block_rows, large=False):
         self.file, self.shape, self.dtype = LmdbFile(path), shape, dtype
         self.block_rows, self.large = block_rows, large
-        self._storage = storage_dtype(str(dtype).removeprefix("torch."))
+        self._storage = files.storage_dtype(str(dtype).removeprefix("torch."))
 
     def __reduce__(self):
         return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
-        out = gather_target(self, ids, out)
-        target = as_numpy(out)
+        out = files.gather_target(self, ids, out)
+        target = files.as_numpy(out)
         if self.large:  # have many threads wait for the disk first
             blocks = np.unique(ids.numpy() // self.block_rows)
             with ThreadPoolExecutor(READ_THREADS) as pool:
@@ -364,8 +346,8 @@ class LmdbFeatures:
             StoreError: for rows of another shape or dtype, NaN or infinity, a full disk; the rows are as they were.
         """
         ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
-        source = as_numpy(gather_target(self, ids, rows, "rows"))
-        check_finite("rows", rows)
+        source = files.as_numpy(files.gather_target(self, ids, rows, "rows"))
+        files.check_finite("rows", rows)
         with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):
@@ -396,9 +378,7 @@ class LmdbFeatures:
             fits = head == [b"RBK2", *shape, self._storage.itemsize]
             if fits and not (check and zlib.crc32(block) != crc):
                 return block
-        raise StoreError(
-            f"{self.file.path}: block {number} is missing or damaged; rebuild the store"
-        )
+        raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
@@ -412,12 +392,12 @@ class LmdbFeatures:
 
 def _forget_sha256(file):
     """Take the checksum of an LMDB file out of meta.json before the file changes; its values have their own."""
-    meta = read_meta(file.parent)
+    meta = files.read_meta(file.parent)
     record = meta["files"][file.name]
     record.pop("largest", None)
     if record.pop("sha256", None):
         # one writer at a time: this is called inside its transaction
-        write_whole(file.with_name("meta.json"), lambda out: out.write(dump_meta(meta)))
+        files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,26 +419,24 @@ def verify_directory(path, layout, interpret) -> list[str]:
         StoreError: if there is no store.
     """
     path, problems = Path(path), []
-    if path.is_dir() and (found := irregular(path)):
+    if path.is_dir() and (found := files.irregular(path)):
         return [f"{name}: {problem}" for name, problem in found.items()]
     try:
-        meta = read_meta(path, *layout)
+        meta = files.read_meta(path, *layout)
     except StoreError as error:
         if not (path / "meta.json").exists():
             raise
         return [f"meta.json: {error}"]
     for name, record in meta["files"].items():
         try:
-            (check_lmdb if name.endswith(".lmdb") else check_size)(path, name, record)
+            (check_lmdb if name.endswith(".lmdb") else files.check_size)(path, name, record)
             with reading(path / name):
-                digest = sha256_of(path / name).hexdigest() if "sha256" in record else None
+                digest = files.sha256_of(path / name).hexdigest() if "sha256" in record else None
         except StoreError as error:
             problems.append(f"{name}: {error}")
             continue
         if digest != record.get("sha256"):
-            problems.append(
-                f"{name}: its sha256 is {digest[:16]}..., meta.json has {record['sha256'][:16]}..."
-            )
+            problems.append(f"{name}: its sha256 is {digest[:12]}, not {record['sha256'][:12]}")
         elif digest is None:
             problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
     # what differs from its checksum is not worth interpreting

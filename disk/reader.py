@@ -4,12 +4,10 @@
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
 A memory map asks for one page a thread at a time and waits. Here rows that lie close together are one request, and
-DEPTH threads of C code wait for the disk at a time (native/rows.c).
-
-Read through the page cache, rows that come again need no disk while their pages stay. With O_DIRECT they leave it to
-others, such as a graph that is sampled from; where the file system refuses that, they are read through it. Direct
-requests begin and end on blocks of the disk, so of a table that starts on a block and has rows of whole blocks (a
-store's features do where a row is a multiple of 512 bytes) nothing is read but rows and the gaps between them.
+DEPTH threads of C code wait for the disk at a time (native/rows.c). Read through the page cache, rows that come again
+need no disk while their pages stay; with O_DIRECT, where the file system has it, they leave it to others, such as a graph
+that is sampled from. Direct requests begin and end on blocks of the disk, as a store's rows do whose size is a multiple
+of 512 bytes.
 
 To copy this file take native/ and disk/files.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives
 None.

@@ -10,11 +10,8 @@ V nodes, M edges. This file needs disk/files.py and numpy.
 
 from __future__ import annotations
 
-import collections
-import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -25,22 +22,7 @@ FEW_EDGES = 1 << 14  # edges that are sorted with their numbers and times in the
 SORT_EDGES = 1 << 27  # so many edges are sorted in memory, 1 GiB of keys; more by way of the disk
 
 
-def ahead(function, stop, step) -> Iterator:
-    """function(0), function(step), ... in order, computed a little ahead on threads (numpy releases the GIL)."""
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        pending = collections.deque()
-        for first in range(0, stop, step):
-            pending.append(pool.submit(function, first))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def edge_chunks(
-    edge_index, indptr, indices, num_nodes, options, numbered=False
-) -> Iterator[tuple[np.ndarray, ...]]:
+def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False) -> Iterator[tuple]:
     """(sources, destinations), EDGE_CHUNK edges at a time, checked, with self-loops and reverses as asked for; with
     `numbered` the number of each edge in the input as well, and of a reverse that number plus M."""
     num_edges = edge_index.shape[1] if indptr is None else indices.shape[0]
@@ -52,13 +34,9 @@ def edge_chunks(
             src, dst = pairs if pairs.dtype == np.int32 else integers("edge_index", pairs)
         else:
             src = integers("indices", indices[a:b])
-            first, last = (
-                np.searchsorted(indptr, a, "right") - 1,
-                np.searchsorted(indptr, b, "left"),
-            )
-            dst = np.repeat(
-                np.arange(first, last), np.diff(np.clip(indptr[first : last + 1], a, b))
-            )
+            first, last = np.searchsorted(indptr, a, "right") - 1, np.searchsorted(indptr, b)
+            counts = np.diff(np.clip(indptr[first : last + 1], a, b))
+            dst = np.repeat(np.arange(first, last), counts)
         if min(src.min(), dst.min()) < 0 or max(src.max(), dst.max()) >= num_nodes:
             bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
             ends = f"from node {src[bad]} to node {dst[bad]}"
@@ -72,9 +50,7 @@ def edge_chunks(
             yield dst, src, *(array + num_edges for array in numbers)
 
 
-def sorted_edges(
-    edges, indptr, folder, drop_duplicates, progress, *, num_edges=None, times=None
-) -> Iterator[tuple]:
+def sorted_edges(edges, indptr, folder, drop_duplicates, progress, *, num_edges=None, times=None):
     """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those in vector registers. Edges with
@@ -121,12 +97,9 @@ def _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits)
     for some in _few_destinations(keys, bits):
         few, number = keys[some], numbers[some]
         time = [] if times is None else [np.asarray(times[number % num_edges])]
-        order = np.lexsort((number, *time, few))
-        if drop_duplicates:
-            ordered = few[order]
-            order = order[np.append(True, ordered[1:] != ordered[:-1])]
-        if time:
-            order = order[np.lexsort((time[0][order], few[order] >> np.uint64(bits)))]
+        order = np.lexsort((number, few, *time, few >> np.uint64(bits)))
+        if drop_duplicates:  # the first of each stays
+            order = order[np.sort(np.unique(few[order], return_index=True)[1])]
         yield few[order], number[order] % num_edges
 
 

@@ -568,38 +568,34 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   }
   store(out + row * width + column, whole, left, sum);
 }
-// The gradient of `by`, of attention (rows: target, and each destination is its own source first) or
-// of GINE's sums (attn null, rows: the gradient): `parts` runs of destinations each add up to_by
-// [parts, wide, K, width].
-KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, int S, int E, int K, int width, int whole,
-                        const IN *source, const IN *rows, const float *attn, const float *edges,
-                        int wide, const float *by, const float *to_scores, int parts_of_all,
-                        float *to_by) {
-  ROW_AND_COLUMN((i64)parts_of_all * K);
-  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  const i64 begin = (u64)part * S / (unsigned)parts_of_all;
-  const i64 end = (u64)(part + 1) * S / (unsigned)parts_of_all;
-  const i64 stride = (i64)K * width, at_column = head * width + column;
-  const int loop = attn != 0;
+// The gradient of `by`, of attention's scores (numbers of places: E + S; rows: target) or of GINE's
+// sums (E; attn null, rows: the gradient): each of `runs` of these numbers adds up to_by [runs, wide,
+// K, width].
+KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int E, int numbers,
+                        int K, int width, int whole, const IN *source, const IN *rows,
+                        const float *attn, const float *edges, int wide, const float *by,
+                        const float *to_scores, int runs, float *to_by) {
+  ROW_AND_COLUMN((i64)runs * K);
+  const i64 run = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  const i64 first = (u64)run * (unsigned)numbers / (unsigned)runs;
+  const i64 last = (u64)(run + 1) * (unsigned)numbers / (unsigned)runs;
+  const i64 stride = (i64)K * width, from = head * width + column;
   floats_t a = all_of(1);
-  if (loop) a = load_floats(attn + at_column, whole, left);
+  if (attn) a = load_floats(attn + from, whole, left);
   for (int k = 0; k < wide; k += 8) {
     floats_t sums[8];
     UNROLL for (int j = 0; j < 8; j++) sums[j] = all_of(0);
-    for (i64 s = begin; s < end; s++) {
-      const floats_t r = load(rows + s * stride + at_column, whole, left);
-      for (i64 e = (i64)indptr[s] - loop; e < (i64)indptr[s + 1]; e++) {
-        const int self = e < (i64)indptr[s];
-        const i64 u = self ? s : (i64)indices[e];
-        const float *edge = edges + (self ? E + s : e) * wide;
-        floats_t z = load(source + u * stride + at_column, whole, left) +
-                     of_edge(edge, wide, by + at_column, stride, whole, left);
-        const floats_t g = loop ? slope(z + r) * a * to_scores[(e + s + 1) * K + head] : keep(z, r, 1);
-        UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
-      }
+    for (i64 number = first; number < last; number++) {
+      const place_t place = find_place(indptr, indices, 0, dst, E, number);
+      const float *edge = edges + number * wide;
+      const floats_t r = load(rows + place.row * stride + from, whole, left);
+      const floats_t z = load(source + place.source * stride + from, whole, left) +
+                         of_edge(edge, wide, by + from, stride, whole, left);
+      const floats_t g = attn ? slope(z + r) * a * to_scores[place.at * K + head] : keep(z, r, 1);
+      UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
     }
     for (int j = 0; j < 8 && k + j < wide; j++)
-      store_floats(to_by + (part * wide + k + j) * stride + at_column, whole, left, sums[j]);
+      store_floats(to_by + (run * wide + k + j) * stride + from, whole, left, sums[j]);
   }
 }
 

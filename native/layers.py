@@ -138,12 +138,15 @@ class Code:
         self.run("relu_dropout_grad", S * self.threads(width), *given, out)
         return out
 
-    def edge_matrix_grad(self, indptr, indices, S, E, K, width, *given):
-        """The gradient [d, K width] of what features of edges [*, d] are multiplied by; arguments as the kernel's."""
-        by, parts = given[-2], 1024
-        to_by = by.new_empty(parts, *by.shape)
-        size = indptr, indices, S, E, K, width
-        self.run("edge_matrix_grad", parts * K * self.threads(width), *size, *given, parts, to_by)
+    def edge_matrix_grad(self, block, numbers, K, width, *given):
+        """The gradient [d, K width] of what features of edges [numbers, d] are multiplied by; see the kernel.
+
+        block: indptr, indices and the destination of each edge.
+        """
+        by, runs = given[-2], 1024
+        to_by, size = by.new_empty(runs, *by.shape), (len(block[2]), numbers, K, width)
+        threads = runs * K * self.threads(width)
+        self.run("edge_matrix_grad", threads, *block, *size, *given, runs, to_by)
         return to_by.sum(0)
 
 
@@ -418,7 +421,7 @@ class _Attend(torch.autograd.Function):
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
         (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
         aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
-        to_scores, to_attn = torch.empty_like(weights), attn.new_empty(S, K * D)
+        to_scores, to_attn, to_by = torch.empty_like(weights), attn.new_empty(S, K * D), None
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
         given = *block, dst, S, E, K, D, aligned, source, grad
         code.run("attention_weight_grad", (E + S) * K, *given, to_scores)
@@ -427,7 +430,9 @@ class _Attend(torch.autograd.Function):
         size, made, extra = (S, E, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
         given = *size, *rows, *extra, to_scores
         code.run("attention_target_grad", S * threads, *block, *given, *made)
-        to_by = code.edge_matrix_grad(*block, *given) if len(by) else None
+        if len(by):
+            given = E + S, K, D, aligned, *rows, *extra, to_scores
+            to_by = code.edge_matrix_grad((*block, dst), *given)
         lists = Lists(code, *block, N, dst, edges=True)
         listed, size = (*lists.of_source, lists.edge), (S, N, E, K, D, aligned)
         used = weights if dropped is None else dropped
@@ -468,9 +473,10 @@ class _EdgeSums(torch.autograd.Function):
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
         aligned, extra = _aligned(width, h, by, grad), (edges, len(by), by)
-        size = len(grad), len(edges), 1, width, aligned
-        to_by = code.edge_matrix_grad(indptr, indices, *size, h, grad, None, *extra, None)
-        lists, out = Lists(code, indptr, indices, N, edges=True), torch.empty_like(h)
+        block = indptr, indices, destinations(code, indptr, indices)
+        given = len(edges), 1, width, aligned, h, grad, None, *extra, None
+        to_by = code.edge_matrix_grad(block, *given)
+        lists, out = Lists(code, *block[:2], N, block[2], edges=True), torch.empty_like(h)
         given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
         code.run("edge_sums_grad", N * code.threads(width), *given, out)
         return None, None, out, None, to_by, None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from disk.files import check_finite
-from disk.sort import ahead
+from features import prefetch
 from sources.splits import of_graphs
 
 # atoms and their images among which the neighbours of a crystal's atoms are searched
@@ -77,7 +77,7 @@ def crystals(arrays, given, seed):
     split = of_graphs(arrays, len(y), given.get("split"), seed)
     arrays.close()
 
-    def batch(first):
+    def batch(first, _):
         cells = range(first, min(first + 16, len(y)))
         parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
         found = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
@@ -86,7 +86,8 @@ def crystals(arrays, given, seed):
         counts, e = [len(d) for _, d in found], distance[:, None].astype(np.float32)
         return atoms[cells], counts, edge_index, x, e, y[cells]
 
-    return ahead(batch, len(y), 16), split, {"radius": radius, "target": "energy per atom"}
+    batches = prefetch(batch, range(0, len(y), 16), depth=4, threads=4)
+    return batches, split, {"radius": radius, "target": "energy per atom"}
 
 
 def _check_cells(arrays, lattice, atoms, radius):

@@ -100,7 +100,7 @@ def _fork(output, function, *args, cwd="."):
 def _end(process, *codes):
     """Wait until a fork ends, demand one of these exit codes (none given: 0) -> what it printed."""
     try:
-        process.join(240)
+        process.join(600)
     finally:
         process.kill()
         process.join()

@@ -140,9 +140,7 @@ static ssize_t flaky(int file, void *to, size_t count, off_t offset) {
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(
-    direct, tmp_path, monkeypatch
-):
+def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp_path, monkeypatch):
     """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
     text = build.read_source("rows.c").replace("typedef int64_t i64;", FLAKY, 1)
     monkeypatch.setattr(build, "read_source", lambda file: text)
@@ -362,9 +360,7 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
 @pytest.mark.parametrize(
     "budget, window", [(0, 3), (96 * 50, 0), (96 * 50, 1), (96 * 200, None), (10**6, 100)]
 )
-def test_batches_through_a_cache_that_looks_ahead_are_the_same(
-    budget, window, tmp_path, monkeypatch
-):
+def test_batches_through_a_lookahead_cache_are_the_same(budget, window, tmp_path, monkeypatch):
     graph, threads_before, found = _large(tmp_path, monkeypatch), threading.active_count(), []
     hot = torch.rand(600, generator=torch.Generator().manual_seed(0))
     for depth, threads in ((0, 1), (2, 1), (3, 4)):
@@ -479,9 +475,7 @@ def test_epochs_that_are_left_early_leave_no_pages_behind(tmp_path, monkeypatch)
     assert sorted(torch.cat(planned).tolist()) == told and len(planned) > 12 * 6
 
 
-def test_processes_of_a_machine_share_the_reading_and_leave_the_rest_to_the_kernel(
-    tmp_path, monkeypatch
-):
+def test_processes_of_a_machine_share_the_reading_alone(tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, 256)
     for rank in (0, 1):
         rows = LookaheadCache(graph.features, 1024 * 300, None, share=(rank, 2))

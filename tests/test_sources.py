@@ -203,26 +203,16 @@ def _refused_npz():
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
         ("y holds numbers, and text such as 'a': give", dict(y=np.array(["1", "a"] * 100))),
         ("y holds complex128", dict(y=np.ones(200, complex))),
-        ("run up to 10,000,003 and 4 different .* 10,000,004 .* 5.12 GB", dict(y=y + 10**7)),
-        ("labels run up to 1,000,000,000,000", dict(y=ids + 10**12 - 199)),
-        ("labels run up to 2,199,023,255,551", dict(y=np.full(200, 2**41 - 1))),
-        (r"y holds 18446744073709551615: .* below 2\^63", dict(y=np.full(200, most[0, 0]))),
-        ("none of the 200 nodes has a label", dict(y=np.full(200, -1))),
         (r"labels\[0\] is -100", dict(y=np.where(ids, 1, -100))),
         ("edge_index holds 18446744073709551615", dict(edge_index=most)),
-        ("edge_index has dtype float64", dict(edge_index=np.zeros((2, 9)))),
         ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
         (r"edges is \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has edge_index and edges, which mean the same", dict(edges=np.zeros((9, 2), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
-        (r"weight is \[5\]: .* of the 3000 edges .*ignore=edge_weight", dict(edge_weight=five)),
-        (
-            r"weight\[2\] is -1.0: a weight",
-            dict(edge_weight=np.where(np.arange(3000) == 2, -1, 1.0)),
-        ),
+        ("weight has 5 rows, .* of the 3000 edges .*ignore=edge_weight", dict(edge_weight=five)),
         ("edge_time and time, which mean the same", dict(time=times, edge_time=times)),
         (r"edge_time\[0\] is 1.5: whole numbers", dict(time=1.5 * times)),
-        (r"node_time is \[3000\]: a row for each of the 200 nodes", dict(node_time=times)),
+        ("node_time has 3000 rows, one for each of the 200 nodes", dict(node_time=times)),
         ("w is not used: what edges carry is called edge_weight, edge_time or", dict(w=times)),
         ("trainmask is not used: .* is known, train_mask is; drop", dict(trainmask=mask)),
         ("no array nothing; its arrays are", {}, ":ignore=nothing"),
@@ -233,10 +223,6 @@ def _refused_npz():
         (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
         ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
         ("holds node -1", dict(train_idx=[-1, 5])),
-        ("holds node 200", dict(train_idx=[200, 5])),
-        ("'train' has dtype float64", dict(train_idx=[0.5, 5])),
-        ("node 3 more than once", dict(train_idx=[3, 3])),
-        ("'train' is empty", dict(train_mask=mask & ~mask)),
         (
             r"train_idx is \[2, 5, 2\]: ids are \[n\], of K",
             dict(train_idx=ids[:20].reshape(2, 5, 2)),
@@ -264,7 +250,6 @@ def _refused_npz():
             {**csr, "feat_shape": [200, 1 << 40]},
         ),
         (r"labels has shape \[200\]: \[100\]", dict(x=np.ones((100, 2)))),
-        ("features has dtype (longdouble|float128)", dict(x=np.ones((200, 2), np.longdouble))),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
@@ -391,7 +376,7 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     assert _edges(_opened(file, tmp_path)) == [(0, 1), (2, 3)]
 
 
-def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys, monkeypatch):
+def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys):
     ways = np.array([[0, 1, 2, 3, 3, 4], [1, 0, 3, 2, 3, 5]])
     for edges, says in (
         (ways[:, :5], ""),
@@ -406,19 +391,6 @@ def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys
         assert capsys.readouterr().out == "" and both != plain
         mirrored = np.concatenate([edges, edges[::-1]], 1)
         assert _edges(GraphStore.open(both)) == sorted(zip(*mirrored.tolist()))
-    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(num_edges=20_000)))
-    pairs = collections.Counter(_edges(graph))
-    alone = sum(count for (u, v), count in pairs.items() if (v, u) not in pairs)
-    indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
-    assert counts.without_reverse(indptr, indices) == (alone, 20_000)
-    lists = np.split(indices, indptr[1:-1])
-    shuffled = np.concatenate([np.random.default_rng(0).permutation(row) for row in lists])
-    monkeypatch.setattr(counts, "EDGE_CHUNK", 999)
-    assert counts.without_reverse(indptr, shuffled) == (alone, 20_000)
-    monkeypatch.setattr(counts, "EXACT", 10)
-    monkeypatch.setattr(counts, "SAMPLE", 5000)
-    found, looked_at = counts.without_reverse(indptr, indices)
-    assert looked_at == 5000 and abs(found / 5000 - alone / 20_000) < 0.03
     for name in (plain, "synthetic", "cora"):
         for flag in ("symmetrize", "drop_duplicates"):
             message = f"--{flag.replace('_', '-')} has no effect on {name}"
@@ -452,7 +424,10 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
         _rewrite_meta(stored, edges=damaged)
         assert counts.edge_line(GraphStore.open(stored)) == line
     monkeypatch.setattr(counts, "EXACT", 100)
+    monkeypatch.setattr(counts, "SAMPLE", 1000)
     assert counts.edge_line(GraphStore.open(stored)) is None
+    found, looked_at = counts.without_reverse(indptr, csc["indices"])
+    assert looked_at == 1000 and abs(found / 1000 - expected["one_way"] / 2000) < 0.05
     x = np.ones((2, 1), np.float32)
     clean = build_store(tmp_path / "clean", edge_index=[[0, 1], [1, 0]], features=x)
     assert "every edge has its reverse" in counts.edge_line(GraphStore.open(clean))

@@ -492,7 +492,9 @@ def test_tables_fuzz(tmp_path, capsys):
             continue
         assert found == expected, (trial, kind, content)
         counts["read"] += 1
-    assert counts["read"] > 90 and counts["refused"] > 200 and counts["needlessly"] < 15, counts
+    assert (
+        counts["read"] > 90 and counts["refused"] > 200 and counts["needlessly"] < 15 * trial / 400
+    ), counts
 
 
 def test_tables_damaged_archives(tmp_path):
