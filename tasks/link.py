@@ -9,11 +9,10 @@
 
     python train.py --task link --dataset cora
 
-A positive is a pair of nodes with an edge from the first to the second. Where the reverse edge is there too the two are
-one pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its
-positives and their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn
-is a function of the seed, the step and the pair's number: the same for any number of processes, checked against the
-graph. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
+A positive is a pair of nodes with an edge from the first to the second; an edge and its reverse are one pair, in one part
+of the split. A step samples the union of the ends of its pairs once; the edges of all its positives and their reverses
+are left out of the messages, or a positive would be read from its own edge. What is drawn is a function of the seed, the
+step and the pair's number. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
 
 P pairs of a batch have K negatives each; D is the width of an embedding.
 """
@@ -309,13 +308,10 @@ class Negatives:
         return source == node if not self.edges else (source == node) | self.edges.has(source, node)
 
     def draw(self, key, numbers, source, count):
-        """Destinations for `count` negatives of each pair.
+        """Destinations for `count` negatives of each pair -> int64 [P, count]: from source there is no edge to any of them.
 
         Args:
             key: int of 64 bits. numbers: int64 [P]. source: int64 [P] nodes.
-
-        Returns:
-            int64 [P, count]: from source there is no edge to any of them.
 
         Raises:
             StoreError: for a source that has an edge to every node.
@@ -350,11 +346,7 @@ class Negatives:
 
 
 def at_times(nodes, times, num_nodes):
-    """The distinct pairs of a node and a time -> (nodes [S], times [S], where each of those given is there).
-
-    Args:
-        nodes, times: int64 of one shape, which is that of the third.
-    """
+    """The distinct pairs of a node and a time, int64 of one shape -> (nodes [S], times [S], where each is, of that shape)."""
     values, rank = times.unique(return_inverse=True)
     both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
     return both % num_nodes, values[both // num_nodes], place
@@ -415,13 +407,9 @@ class Links:
         self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
 
     def draw(self, batch):
-        """The `draw` of a `NodeLoader` over the numbers of training pairs: the ends of the batch's pairs and their
-        negatives are sampled for.
-
-        Returns:
-            (nodes, options of the sampler: the edges of the whole step's pairs are excluded, y). y int64 [P, 2 + K]:
-            where, among the nodes, the source, the destination and the negatives of each pair are.
-        """
+        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: the ends of the batch's pairs and their
+        negatives; options of the sampler: the edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where
+        among the nodes the source, the destination and the negatives of each pair are)."""
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
         source, destination = self.pairs[seeds].unbind(1)
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
