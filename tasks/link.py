@@ -553,7 +553,8 @@ def score_pairs(scorer, h, pairs):
 class LinkTask(Task):
     """Learn embeddings of nodes that tell which pairs are edges."""
 
-    name, examples, temporal, timed_pairs = "link", "edges", "off", True
+    name, examples, temporal = "link", "edges", "off"
+    timed_pairs = embeds = True
     metrics, widths = ("mrr", "hits@1", "hits@10", "roc_auc", "ap"), ("feature_dim", "edge_dim")
     unused = {
         "is for --task node: --task link has --edge-split": "split",
