@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import model
 import train
-from bench.tools import dgl_graph, exit_code, opened
+from bench.tools import descend, dgl_graph, exit_code, forward, opened
 from disk.files import StoreError
 from features import FeatureRing
 from loader import Batch
@@ -27,14 +27,6 @@ def batches_of(count, args):
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     places = torch.arange(2 * args.batch_size * (args.rounds + 2)) % count
     return order[places].split(args.batch_size)
-
-
-def descend(optimizer, loss):
-    """Backward and a step of the optimizer -> the loss."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 def make_ring(store, features=None, *, slots=1, first_hop=True, bf16=False):
@@ -143,10 +135,7 @@ def dgl(args, link=False, *, dropout=0.5):
 
     def step(i):
         _, *pairs, blocks = next(batches)
-        h = blocks[0].srcdata["feat"]
-        for layer, block in zip(layers, blocks):
-            h = layer(block, h)
-            h = h if layer is layers[-1] else F.dropout(F.relu(h), dropout)
+        h = forward(layers, blocks, blocks[0].srcdata["feat"], dropout)
         if not link:
             return descend(optimizer, F.cross_entropy(h, blocks[-1].dstdata["label"]))
         scores = [scorer(*(h[ends] for ends in graph.edges())) for graph in pairs]

@@ -17,10 +17,8 @@ printed, and the next part runs. --quick takes tiny graphs, to rehearse.
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
@@ -29,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ from bench.gpu_speed import GPU_MODES, GRAPHS, epochs_of, flags_of, graph_name
 from bench.tools import (
     chosen_parts,
     hardware,
-    kill_group,
+    in_groups,
     print_table,
     read_json,
     settle,
@@ -50,43 +49,38 @@ from model import CONVS
 from sampler import NeighborSampler
 from sources import prepare
 
-PROCESSES = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+START = "spawn"  # CUDA does not survive a fork
 HERE = Path(__file__).parents[1]
-ENDS = ("failed", "left_out")  # lists of sentences
-GOALS = "goals: 2 times for sampling, 3 times for training; the paper's figures are 1.52 and 1.80"
 
 
 class Record:
     """A part's entry in gpu.json: its figures as they come, and what failed."""
 
-    def __init__(self, args, part, deadline):
-        self.file, self.part, self.deadline = Path(args.out, "gpu.json"), part, deadline
-        self.figures = {}
+    def __init__(self, args, part, seconds):
+        self.args, self.part, self.seconds, self.start = args, part, seconds, time.time()
+        self.file, self.figures = Path(args.out, "gpu.json"), {}
 
     def keep(self, **figures):
         """Add figures to the entry; the file is whole at any time."""
         self.figures |= figures
-        content = {"parts": {}} | read_json(self.file)
+        content = read_json(self.file)
         content["parts"][self.part] = self.figures
         write_json(self.file, content)
 
-    def fail(self, what, entry="failed"):
+    def fail(self, what):
         """Write down and print what failed."""
-        print(f"{'FAILED ' if entry == 'failed' else 'left out:'} {what}", flush=True)
-        self.keep(**{entry: [*self.figures[entry], what]})
+        print(f"FAILED  {what}", flush=True)
+        self.keep(failed=[*self.figures["failed"], what])
 
     @contextlib.contextmanager
-    def attempt(self, what, optional=False):
-        """Go on after an exception in the body: a failure, unless it is an optional package that is not installed."""
+    def attempt(self, what):
+        """Go on after an exception in the body, a failure."""
         try:
             yield
         except (Exception, SystemExit) as error:  # SystemExit: what train.py's command line refuses
+            traceback.print_exc()
             line = (str(error).strip().splitlines() or [""])[0][:300]
-            if optional and isinstance(error, ImportError):
-                self.fail(f"{what}: {line}", "left_out")
-            else:
-                traceback.print_exc()
-                self.fail(f"{what}: {type(error).__name__}: {line}")
+            self.fail(f"{what}: {type(error).__name__}: {line}")
 
 
 def bench_gpu(args):
@@ -94,59 +88,49 @@ def bench_gpu(args):
     if not torch.cuda.is_available():
         sees = f"torch {torch.__version__} sees no GPU here"
         raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
-    names = chosen_parts(args, PARTS)
+    names, rows = chosen_parts(args, PARTS), {}
     args.out = args.out or (str(Path(args.root, "gpu-quick")) if args.quick else "results")
     if args.quick:
         args.batch_size, args.hidden, args.fanout, args.rounds = 64, 16, [5, 4, 3], 1
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    file, end, rows, failed = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes, {}, []
+    file, end = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes
     head = {"machine": hardware(gpu=True), "arguments": vars(args)}
     write_json(file, head | {"parts": read_json(file).get("parts", {})})  # not run again, they stay
+
+    def records():
+        for name in names:
+            # a rehearsal may run on an emulated GPU
+            seconds = min(PARTS[name][1] * (10 if args.quick else 1), end - time.time())
+            print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
+            record = Record(args, name, seconds)
+            record.keep(finished=False, failed=[], seconds=0)  # in place of an older run's
+            if seconds > 0:
+                yield record
+            else:
+                record.fail(f"no time left of --minutes {args.minutes:g}")
+
+    for record, code in in_groups(work, records(), lambda record: record.seconds, context=START):
+        record.figures = read_json(file)["parts"][record.part]
+        if code is None:
+            record.fail(f"stopped after {record.seconds:.0f} s")
+        elif not record.figures["finished"]:
+            record.fail(f"its process ended with exit code {code}")
+        record.keep(seconds=time.time() - record.start)
     for name in names:
-        function, limit = PARTS[name]
-        # a rehearsal may run on an emulated GPU
-        seconds = min(limit * (10 if args.quick else 1), end - time.time())
-        print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
-        entry = run_part(name, function, seconds, args)
-        failed += [name] if entry["failed"] else []
-        counts = [f"{len(entry[what])} {what.replace('_', ' ')}" for what in ENDS if entry[what]]
-        state, summary = (counts or ["done"])[0], entry.get("summary", "")
+        entry = read_json(file)["parts"][name]
+        state = f"{len(entry['failed'])} failed" if entry["failed"] else "done"
+        summary = entry.get("summary", "")
         rows[name] = {"seconds": round(entry["seconds"]), "state": state, "in short": summary}
     print()
     print_table("part", rows)
-    print(f"{GOALS}; written: {file}")
-    return {"failed": failed}
+    print(f"written: {file}")
+    return {"failed": [name for name, row in rows.items() if row["state"] != "done"]}
 
 
-def run_part(name, function, seconds, args):
-    """Run one part in a process of its own -> its entry."""
-    start = time.time()
-    record = Record(args, name, start + seconds)
-    record.keep(finished=False, failed=[], left_out=[], seconds=0)  # in place of an older run's
-    if seconds <= 0:
-        record.fail(f"no time left of --minutes {args.minutes:g}")
-        return record.figures
-    process = PROCESSES.Process(target=_in_process, args=(function, args, record))
-    process.start()
-    try:
-        process.join(seconds)
-    finally:
-        late = process.exitcode is None
-        kill_group(process)
-    record.figures = read_json(record.file)["parts"][name]
-    if late:
-        record.fail(f"stopped after {seconds:.0f} s")
-    elif not record.figures["finished"]:
-        record.fail(f"its process ended with exit code {process.exitcode}")
-    record.keep(seconds=time.time() - start)
-    return record.figures
-
-
-def _in_process(function, args, record):
-    os.setsid()  # a group of its own, so that what it starts can be stopped with it
-    settle(args.threads)
+def work(record):
+    """Run a part, in a process of its own."""
+    settle(record.args.threads)
     with record.attempt(record.part):
-        function(args, record)
+        PARTS[record.part][0](record.args, record)
     record.keep(finished=True)
 
 
@@ -157,10 +141,8 @@ def stores(args, record):
         start = time.time()
         with record.attempt(size):
             prepare.prepare(graph_name(args, size), args.root)
-            seconds[size] = time.time() - start
-            said = "  ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
-            record.keep(built_s=seconds, summary=said)
-            print(said, flush=True)
+            seconds[size] = round(time.time() - start)
+            record.keep(built_s=seconds, summary=str(seconds))
 
 
 def losses(args, record):
@@ -169,8 +151,9 @@ def losses(args, record):
     options = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64]
     options += ["--batch-size", 64 if args.quick else 256]
     convs = list(CONVS)[:2] if args.quick else CONVS
-    runs = itertools.product(("fp32", "bf16"), convs, ("cpu-cpu", *GPU_MODES))
-    for precision, conv, mode in runs:
+    for precision, conv, mode in itertools.product(
+        ("fp32", "bf16"), convs, ("cpu-cpu", *GPU_MODES)
+    ):
         name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
         with record.attempt(name):
             words = flags_of(args, "small", mode, precision, *options, "--model", conv)
@@ -189,10 +172,7 @@ def losses(args, record):
 
 def trace(args, record):
     """A trace and a picture of the second epoch, of twelve steps, for each mode, in gpu-pictures.zip."""
-    drawn = bool(importlib.util.find_spec("matplotlib"))  # train.py refuses --timeline without it
-    with record.attempt("timelines", optional=True):
-        if not drawn:
-            raise ImportError("matplotlib is not installed")
+    drawn = importlib.util.find_spec("matplotlib")  # train.py refuses --timeline without it
     with tempfile.TemporaryDirectory() as folder:
         for mode in GPU_MODES:
             with record.attempt(mode):
@@ -203,7 +183,6 @@ def trace(args, record):
                 epochs_of(words)
             shutil.make_archive(str(Path(args.out, "gpu-pictures")), "zip", folder)
         made = sorted(file.name for file in Path(folder).iterdir())
-    print(f"gpu-pictures.zip: {', '.join(made)}", flush=True)
     record.keep(files=made, summary=f"{len(made)} files in gpu-pictures.zip")
 
 
@@ -211,46 +190,43 @@ def tests(args, record):
     """pytest's own count of the tests that have gpu or cuda in their names."""
     command = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda", "test_all.py"]
     # pytest cuts what failed to the terminal's width
-    environment = {**os.environ, "COLUMNS": "300"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=environment)
-    last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""])[-1]
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE)
-    counts = {what: int(n) for n, what in re.findall(r"(\d+) (\w+)", last.partition(" in ")[0])}
-    record.keep(counts=counts, summary=last.strip("= "))
-    print(last)
-    for line in failed:
-        record.fail(line[:300])
-    if done.returncode and not failed:
-        record.fail(f"pytest ended with exit code {done.returncode}: {last}")
+    code, lines = output_of(command, COLUMNS="300")
+    record.keep(summary=lines[-1].strip("= "))
+    failed = [line[:300] for line in lines if re.match("FAILED |ERROR ", line)]
+    for line in failed or [f"exit code {code}: {lines[-1]}"] * bool(code):
+        record.fail(line)
 
 
 def sanitizer(args, record):
-    """memcheck on the three checks below, of them two without torch's cache of memory, which hides what is out of bounds.
-    (racecheck looks at shared memory, which no kernel uses.)"""
+    """memcheck on the checks below, of them two without torch's cache of memory, which hides what is out of bounds; capture
+    of CUDA graphs needs it. (racecheck looks at shared memory, which no kernel uses.)"""
     toolkit, said = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"), {}
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=toolkit)
-    with record.attempt("compute-sanitizer", optional=True):
-        if not program:
-            raise ImportError("it is not installed; it comes with the CUDA toolkit")
-        for check in (check_sampler, check_layers, check_graphs):
-            name, uncached = check.__name__, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            environment = os.environ | ({} if check is check_graphs else uncached)
-            code = f"from bench import gpu; gpu.{name}({args.root!r})"
-            command = [program, "--error-exitcode", "9", sys.executable, "-c", code]
-            done = subprocess.run(
-                command, capture_output=True, text=True, cwd=HERE, env=environment
-            )
-            lines = (done.stdout + done.stderr).strip().splitlines()
-            summaries = [line.strip("= ") for line in lines if "SUMMARY" in line]
-            said[name] = (summaries or lines or [""])[-1]
-            print(f"{name}: {said[name]}", flush=True)
-            short = "  ".join(map(": ".join, said.items()))
-            record.keep(said=said, summary=short)
-            if done.returncode:
-                record.fail(f"{name} ended with exit code {done.returncode}: {said[name]}")
+    if not program:
+        return record.keep(summary="not installed; it comes with the CUDA toolkit")
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    checks = {
+        "sampler": ("check_sampler()", uncached),
+        "layers": (f"check_steps({args.root!r}, 'off')", uncached),
+        "graphs": (f"check_steps({args.root!r}, 'on')", {}),
+    }
+    for name, (call, environment) in checks.items():
+        words = [sys.executable, "-c", f"from bench import gpu; gpu.{call}"]
+        code, lines = output_of([program, "--error-exitcode", "9", *words], **environment)
+        said[name] = ([line.strip("= ") for line in lines if "SUMMARY" in line] or lines)[-1]
+        record.keep(said=said, summary=str(said))
+        if code:
+            record.fail(f"{name} ended with exit code {code}: {said[name]}")
 
 
-def check_sampler(root):
+def output_of(command, **environment):
+    """Run a program in the project's folder -> (exit code, lines that it printed, at least one)."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, text=True, cwd=HERE, env=os.environ | environment, **both)
+    return done.returncode, done.stdout.strip().splitlines() or [""]
+
+
+def check_sampler():
     """Sample a small graph on the GPU, also from pinned memory, and on the CPU: the same blocks."""
     generator = torch.Generator().manual_seed(0)
     degree = torch.randint(0, 40, (5000,), generator=generator)
@@ -270,25 +246,19 @@ def check_sampler(root):
                     assert all(torch.equal(x, y.cpu()) for x, y in zip(a[:3], b[:3])), method
 
 
-def check_layers(root, graphs="off"):
-    """Four steps and the evaluation of every model in both precisions."""
+def check_steps(root, graphs):
+    """Four steps and the validation of every model in both precisions; graphs: "on" or "off"."""
     args = argparse.Namespace(quick=True, root=root, batch_size=64, fanout=[5, 4, 3], hidden=16)
-    for conv in CONVS:
-        for precision in ("fp32", "bf16"):
-            words = ["--epochs", "1", "--model", conv, "--cuda-graph", graphs]
-            epochs_of(flags_of(args, "small", "cuda-cuda", precision, *words))
-
-
-def check_graphs(root):
-    """The same, a step as CUDA graphs; memory is checked in whole blocks of torch's cache, which capture needs."""
-    check_layers(root, "on")
+    for conv, precision in itertools.product(CONVS, ("fp32", "bf16")):
+        words = ["--epochs", "1", "--model", conv, "--cuda-graph", graphs]
+        epochs_of(flags_of(args, "small", "cuda-cuda", precision, *words))
 
 
 PARTS = {  # name: (function, seconds it may take)
     "stores": (stores, 120),
     "sampling": (gpu_speed.sampling, 45),
-    "products": (functools.partial(gpu_speed.training, size="products"), 200),
-    "arxiv": (functools.partial(gpu_speed.training, size="arxiv"), 80),
+    "products": (partial(gpu_speed.training, size="products"), 200),
+    "arxiv": (partial(gpu_speed.training, size="arxiv"), 80),
     "losses": (losses, 100),
     "transfer": (gpu_speed.transfer, 40),
     "trace": (trace, 50),

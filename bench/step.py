@@ -5,22 +5,12 @@ import collections
 import os
 import statistics
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from bench import tools
 from bench.contenders import dgl, ours, training_log
-from bench.tools import (
-    alone,
-    in_own_process,
-    interleave,
-    medians,
-    memory_of_process,
-    opened,
-    prepared,
-    print_table,
-    print_times,
-)
+from bench.tools import alone, in_own_process, interleave, medians, opened, print_table
 from ddp import Ranks
 from features import FeatureRing
 from model import gather_rows
@@ -52,11 +42,11 @@ def time_steps(args, contenders, ratios):
     glibc gives freed memory back as it does in any program.
     """
     keep_freed_memory()
-    times = interleave(prepared(contenders), args.rounds, twice=True)
-    median, least = print_times("one step", times)
+    times = interleave(tools.prepared(contenders), args.rounds, twice=True)
+    figures, median = tools.turned(tools.print_times("one step", times)), medians(times)
     ratios = {name: median[a] / median[b] for name, (a, b) in ratios.items() if a in median}
     print_table("DGL's time / ours", {name: {"ratio": ratio} for name, ratio in ratios.items()})
-    return {"median_ms": median, "min_ms": least, "ratios": ratios}
+    return figures | {"ratios": ratios}
 
 
 def bench_step(args):
@@ -118,7 +108,13 @@ def bench_features(args):
         rate = {name: size / seconds / 1e9 for name, seconds in medians(times).items()}
         figures[row_bytes] = rate | {"share_of_copy": share}
     print_table("GB/s by bytes a row", figures)
-    return {"gb_per_s": figures, "memory": memory_of_processes(args)}
+    features = opened(args.shared, args.root).meta["files"]["features.npy"]["bytes"]
+    words = args.threads, read_all, args.shared, args.root
+    memory = [reader() for reader in [in_own_process(*words) for _ in range(4)]]
+    pss, own = (sum(figures[field] for figures in memory) for field in ("Pss", "Pss_Anon"))
+    shared = {"feature_bytes": features, "pss": pss, "own": own, "ratio": pss / (features + own)}
+    print_table("four processes", {"summed PSS / (features + own)": shared})
+    return {"gb_per_s": figures, "memory": shared}
 
 
 def read_all(dataset, root):
@@ -127,53 +123,32 @@ def read_all(dataset, root):
     ring = FeatureRing(store.features.tensor, store.labels, slots=3, log=lambda line: None)
     for i, ids in enumerate(torch.arange(store.num_nodes).split(1 << 18)):
         fetch(ring, i % 3, ids)
-    return lambda ring=ring: memory_of_process("smaps_rollup")
-
-
-def memory_of_processes(args, procs=4):
-    """Memory of processes that have read all of one store, each page counted once, over what has to be there."""
-    if not Path("/proc/self/smaps_rollup").exists():
-        return None
-    features = opened(args.shared, args.root).meta["files"]["features.npy"]["bytes"]
-    words = args.threads, read_all, args.shared, args.root
-    memory = [reader() for reader in [in_own_process(*words) for _ in range(procs)]]
-    pss, own = (sum(figures[field] for figures in memory) for field in ("Pss", "Pss_Anon"))
-    figures = {"processes": procs, "feature_bytes": features, "pss": pss, "own": own}
-    figures["ratio"] = pss / (features + own)
-    print_table("memory", {"summed PSS / (features + own)": figures})
-    return figures
+    return lambda ring=ring: tools.memory_of_process("smaps_rollup")
 
 
 def bench_scaling(args):
     """Epochs of train.py with each number of processes and the same total batch; returns the figures."""
-    rows, epochs, figures = rows_computed(args), collections.defaultdict(list), {}
+    store, random = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
+    nodes, epochs, figures = store.split["train"], collections.defaultdict(list), {}
+    seeds = nodes[torch.randperm(nodes.numel(), generator=random)[: args.batch_size]]
+    draw, first = NeighborSampler(store.indptr, store.indices, args.fanout, check=False), {}
     for procs in args.procs * args.rounds:
         epochs[procs] += alone(args.threads, epochs_of, args, procs)
-    first = args.procs[0]
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
+        # what the parts of a batch have in common is computed more than once
+        parts = [seeds[Ranks(rank, procs).part(seeds.numel())] for rank in range(procs)]
+        rows = sum(block.num_dst for part in parts for block in draw.sample(part, 0))
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
-        row["speedup"] = figures[first]["median_s"] / row["median_s"] if figures else 1.0
-        # on CPU the processes share the same cores
-        row["efficiency"] = row["speedup"] * (first / procs if args.gpus else 1)
-        row |= {"rows": rows[procs], "rows / first": rows[procs] / rows[first]}
+        first = first or row | {"rows": rows}
+        row |= {
+            "speedup": first["median_s"] / row["median_s"],
+            "rows / first": rows / first["rows"],
+        }
         for stage in ("exchange", "stall", "optimizer"):
             row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
         figures[procs] = row
-    print_table("processes", figures)
-    return {"scaling": figures}
-
-
-def rows_computed(args):
-    """Rows of a step by number of processes: what the parts of a batch have in common is computed more than once."""
-    store, random = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
-    nodes = store.split["train"]
-    seeds = nodes[torch.randperm(nodes.numel(), generator=random)[: args.batch_size]]
-    draw, rows = NeighborSampler(store.indptr, store.indices, args.fanout, check=False), {}
-    for procs in args.procs:
-        parts = [seeds[Ranks(rank, procs).part(seeds.numel())] for rank in range(procs)]
-        rows[procs] = sum(block.num_dst for part in parts for block in draw.sample(part, 0))
-    return rows
+    return {"scaling": print_table("processes", figures)}
 
 
 def epochs_of(args, procs):

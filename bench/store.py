@@ -1,5 +1,4 @@
-"""python -m bench store: building a store, reading rows and training from features on disk, writing and reading many
-small graphs. What trains is in bench/store_train.py."""
+"""python -m bench store: building, reading rows, many small graphs. What trains is in bench/store_train.py."""
 
 import ctypes
 import os
@@ -31,17 +30,15 @@ def build_edges(folder, num_edges):
     """Build a store of random edges and the reverse of each -> figures."""
     num_nodes, random = max(2, num_edges // 25), np.random.default_rng(0)
     edges = np.memmap(folder / "edges", np.int32, "w+", shape=(2, num_edges))
-    for a in range(0, num_edges, 1 << 22):
-        b = min(a + (1 << 22), num_edges)
-        edges[:, a:b] = random.integers(0, num_nodes, (2, b - a), np.int32)
+    for part in np.array_split(edges, -(-num_edges >> 22), 1):
+        part[:] = random.integers(0, num_nodes, part.shape, np.int32)
     edges.flush()
     features, labels = np.zeros((num_nodes, 1), np.float32), np.zeros(num_nodes, np.int64)
     nodes = {"features": features, "labels": labels, "split": {"train": [0]}}
     with watch() as seen:
         build_store(folder / "built", edge_index=edges, symmetrize=True, **nodes)
     rate, stored = num_edges / seen["seconds"], GraphStore.open(folder / "built").num_edges
-    sizes = {"input_edges": num_edges, "stored_edges": stored}
-    return {**sizes, "input_edges_per_s": rate, **seen}
+    return {"input_edges_per_s": rate, "input_edges": num_edges, "stored_edges": stored, **seen}
 
 
 def sample_graph(path, args, where):
@@ -65,16 +62,15 @@ def sample_graph(path, args, where):
 def part_build(args, folder):
     """Build and sample -> figures."""
     built, path = alone(args.threads, build_edges, folder, args.edges), folder / "built"
+    print_table("build", {"random edges": built})
     times = {
         where: [alone(args.threads, sample_graph, path, args, where) for _ in range(3)]
         for where in GRAPHS
     }
-    built["sample_ms"] = medians(times)
-    print_table("build", {"random edges": built})
-    print_table("graph", {where: {"ms a batch": ms} for where, ms in built["sample_ms"].items()})
+    print_table("graph", {where: {"ms a batch": ms} for where, ms in medians(times).items()})
     shutil.rmtree(path)
     (folder / "edges").unlink()
-    return built
+    return built | {"sample_ms": medians(times)}
 
 
 def read_rows(folder, args):
@@ -109,13 +105,6 @@ def read_rows(folder, args):
         figures[name]["threads / plain"] = took["plain"] / took["threads"]
     os.close(handle)
     file.unlink()
-    return figures
-
-
-def part_reads(args, folder):
-    """Read rows -> figures."""
-    figures = alone(args.threads, read_rows, folder, args)
-    print_table("reads/s", figures)
     return figures
 
 
@@ -163,22 +152,16 @@ def build_papers(path, p):
 
 def part_papers(args, folder):
     """Build that store and train --batches batches of 1,024 with fanout 15,10,5 from it -> figures."""
-    p = {name: n if n <= 1000 else max(2000, int(n * args.papers)) for name, n in PAPERS.items()}
-    needed = 12 * p["edges"] + 2 * p["nodes"] * (p["features"] + 8)
-    if (free := shutil.disk_usage(folder).free) < needed:
-        need = f"--parts papers takes {needed / 1e9:.0f} GB of disk"
-        raise StoreError(f"{need}, {folder} has {free / 1e9:.0f} GB left")
     args.fanout, args.batch_size, args.graphbolt = [15, 10, 5], 1024, None
-    built = alone(args.threads, build_papers, folder / "papers", p)
-    print_table("papers", {"build": p | built})
+    built = alone(args.threads, build_papers, folder / "papers", PAPERS)
+    print_table("papers", {"build": PAPERS | built})
     ways = {name: (how, int(args.cache_gb * 1e9)) for name, how in AHEAD.items()}
     training = train_each(folder / "papers", args, ways)
-    rate = next(iter(training.values()))["batches_per_s"]
-    epoch = -(-p["train"] // args.batch_size) / rate
-    print(f"papers: an epoch of {p['train']:,} nodes in {epoch / 3600:.2f} h")
+    epoch = -(-PAPERS["train"] // args.batch_size) / next(iter(training.values()))["batches_per_s"]
+    print(f"papers: an epoch of {PAPERS['train']:,} nodes in {epoch / 3600:.2f} h")
     print_training(training, f"{built['bytes'] / 1e9:.1f} GB on disk")
     shutil.rmtree(folder / "papers")
-    return {"build": built, "training": training, "epoch_s": epoch, **p}
+    return {"build": built, "training": training, "epoch_s": epoch, **PAPERS}
 
 
 def train_under_root(args, backend, ways):
@@ -213,7 +196,7 @@ def write_graphs(path, count):
 
     with watch() as seen:
         build_graphs(path, batches())
-    return {"graphs": count, "graphs_per_s": count / (seen["seconds"] - making), **seen}
+    return {"graphs_per_s": count / (seen["seconds"] - making), **seen}
 
 
 def read_graphs(path, batch_size=256):
@@ -225,15 +208,14 @@ def read_graphs(path, batch_size=256):
     with watch() as seen:
         for ids in order:
             graphs.batch(ids)
-    return {"graphs": len(graphs), "graphs_per_s": len(graphs) / seen["seconds"], **seen}
+    return {"graphs_per_s": len(graphs) / seen["seconds"], **seen}
 
 
 def part_graphs(args, folder):
     """Write and read many small graphs -> figures."""
     figures = {"write": alone(args.threads, write_graphs, folder / "many", args.graphs)}
     figures["read"] = alone(args.threads, read_graphs, folder / "many")
-    print_table("graphs", figures)
-    return figures
+    return print_table("graphs", figures)
 
 
 def part_train(args, folder):
@@ -248,7 +230,9 @@ def part_train(args, folder):
 
 PARTS = {
     "build": part_build,
-    "reads": part_reads,
+    "reads": lambda args, folder: print_table(
+        "reads/s", alone(args.threads, read_rows, folder, args)
+    ),
     "graphs": part_graphs,
     "train": part_train,  # and then LMDB: both may not fit on the disk
     "lmdb": lambda args, folder: train_under_root(args, "lmdb", {"LMDB": ("map", 0)}),

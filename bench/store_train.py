@@ -6,7 +6,6 @@ import math
 import mmap
 import statistics
 import subprocess
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from store import GraphStore, MmapFeatures
 
 AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
 ADVISED = "GraphBolt, mmap advised"
+OPTIONS = "fanout", "batch_size", "hidden", "threads"  # of bench/graphbolt.py
 ROUNDS = 20
 
 
@@ -67,31 +67,21 @@ def train_from_disk(path, args, how, cache, drawn="uniform"):
     rounds[0]["peak_anonymous"] = max(made["peak_anonymous"], rounds[0]["peak_anonymous"])
     rounds[-1] |= table.counts() if isinstance(table, LookaheadCache) else {}
     rounds[-1]["cache_hit_rate"] = getattr(table, "hit_rate", None)
-    rounds[-1]["lookahead"] = getattr(table, "lookahead", None)
     return rounds
 
 
 def train_graphbolt(path, args, how, rounds, each):
     """The same with GraphBolt in the interpreter `--graphbolt`; how: "documented", or "advised": with a word to the
     kernel not to read ahead of each row."""
-    nodes, random = GraphStore.open(path).split["train"], torch.Generator().manual_seed(0)
-    epochs = -(-(args.batches + ROUNDS) * args.batch_size // nodes.numel())
-    seeds = [nodes[torch.randperm(nodes.numel(), generator=random)] for _ in range(epochs)]
-    with tempfile.NamedTemporaryFile(suffix=".npy") as order:
-        np.save(order, torch.cat(seeds).numpy())
-        order.flush()
-        words = [Path(path).resolve(), order.name, ",".join(map(str, args.fanout)), args.batch_size]
-        words += [args.hidden, args.threads, how, rounds, each]
-        command = [args.graphbolt, "-m", "bench.graphbolt", *map(str, words)]
-        try:
-            folder = Path(__file__).parents[1]
-            done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE)
-        except OSError as error:
-            reason = f"cannot be started: {error.strerror}"
-            raise StoreError(f"--graphbolt {args.graphbolt} {reason}") from error
-    if done.returncode:
-        reason = "cannot run bench/graphbolt.py; its errors are above"
-        raise StoreError(f"--graphbolt {args.graphbolt} {reason}")
+    options = {"store": str(Path(path).resolve()), "advised": how == "advised", "rounds": rounds}
+    options |= {"each": each} | {name: getattr(args, name) for name in OPTIONS}
+    command = [args.graphbolt, "-m", "bench.graphbolt", json.dumps(options)]
+    try:
+        folder = Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = f"cannot run bench/graphbolt.py: {error}"
+        raise StoreError(f"--graphbolt {args.graphbolt} {said}") from error
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -108,19 +98,14 @@ def train_each(path, args, ways):
         trainings[ADVISED] = partial(train_graphbolt, path, args, "advised", ROUNDS, each)
     for name, training in trainings.items():
         rounds = training()
-        timed = rounds[ROUNDS // 4 :]
-        rates = [f["batches_per_s"] for f in timed]
+        rates = [f["batches_per_s"] for f in rounds[ROUNDS // 4 :]]
         losses = [loss for f in rounds for loss in f["losses"]]
-        figures[name] = {
-            **rounds[-1],
+        figures[name] = rounds[-1] | {
             "batches_per_s": statistics.median(rates),
             "rates": rates,
-            "seconds": sum(f["seconds"] for f in rounds),
-            "from_disk": sum(f["from_disk"] for f in rounds),
+            **{what: sum(f[what] for f in rounds) for what in ("seconds", "from_disk")},
             "peak_anonymous": max(f["peak_anonymous"] for f in rounds),
-            "major_faults": sum(f["major_faults"] for f in timed),
             "losses": losses,
-            "first_loss": losses[0],
             "last_loss": losses[-1],
         }
     if ADVISED in trainings:
