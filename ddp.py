@@ -52,7 +52,7 @@ class Ranks(NamedTuple):
 
     @property
     def device(self):
-        """The device this process trains on."""
+        """What this process trains on."""
         return torch.device("cuda", self.local_rank) if self.gpus else torch.device("cpu")
 
     @property
@@ -103,10 +103,8 @@ class Ranks(NamedTuple):
 
     def sum_here(self, *values):
         """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
-        machine, n = self.rank // self.local_world, len(values)
-        everyones = [0.0] * (self.world // self.local_world * n)
-        everyones[machine * n : (machine + 1) * n] = values
-        return self.sum(*everyones)[machine * n : (machine + 1) * n]
+        first = self.rank - self.local_rank
+        return [sum(part) for part in zip(*self.gather(values)[first : first + self.local_world])]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
@@ -116,17 +114,14 @@ class Ranks(NamedTuple):
 
     def rows(self, tensor):
         """The rows of every rank's tensor [n, ...], one below the other, in order of the ranks -> [sum of n, ...]."""
-        if self.world == 1:
-            return tensor
-        counts = [int(n) for n in self.gather(len(tensor))]
-        before = sum(counts[: self.rank])
-        everyones = tensor.new_zeros(sum(counts), *tensor.shape[1:])
-        everyones[before : before + len(tensor)] = tensor
-        return self.reduce(everyones)
+        return torch.cat(self.gather(tensor))
 
-    def gather(self, number):
-        """Every rank's number (exact below 2^53), in the order of the ranks -> list of floats, on every rank."""
-        return self.sum(*(number if rank == self.rank else 0 for rank in range(self.world)))
+    def gather(self, value):
+        """Every rank's value (a number, a tensor, ...), in the order of the ranks -> list, on every rank."""
+        everyones = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyones, value)
+        return everyones
 
     def broadcast(self, data, source=0):
         """Give the bytes of rank `source` to all -> bytes; what the others pass is ignored."""

@@ -44,8 +44,7 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time: one call cannot regis
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU `x` is overwritten when the next batch is taken from `prefetch`, unless
-    the ring has reuse=False."""
+    """A batch on the training device. On CPU the next batch from `prefetch` overwrites `x` unless the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
@@ -75,7 +74,6 @@ class CudaCopies:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffer(self, size):
-        """Pinned memory, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
@@ -116,8 +114,7 @@ class FeatureRing:
 
     Args:
         features: [V, F] of any dtype, in host memory or on the device.
-        labels: int64 [V].
-        slots: number of buffers: depth + 1 of `prefetch`.
+        labels: int64 [V]. slots: number of buffers: depth + 1 of `prefetch`.
         device: where training runs. On CUDA buffers are pinned and copied on side streams; features on that device (or
             read by it in place) are gathered there, without a buffer.
         streams: CUDA streams; slot i uses stream i % streams.
@@ -132,7 +129,7 @@ class FeatureRing:
         edge_features: [M, D], a row for each edge of the graph: batches bring those of their edges, by edge_ids.
 
     Attributes:
-        first_hop: True if x is aggregated. on_device: True if the features are on the device.
+        first_hop, on_device: whether x is aggregated, and the features are on the device.
         buffers: {what it holds: memory of each slot}.
     """
 
@@ -172,14 +169,11 @@ class FeatureRing:
         return self.copies.stream(slot) if self.copies else nullcontext()
 
     def fetch(self, slot, blocks):
-        """Fetch the features of blocks[0].src_nodes and the labels of the seeds.
+        """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
 
         Args:
             slot: which buffers to fill. No batch in use may occupy it; `prefetch` sees to that.
             blocks: the sampled blocks, outermost hop first.
-
-        Returns:
-            `Fetched`, on the ring's device.
 
         Raises:
             ValueError: for a slot that the ring does not have, or blocks without the edge_ids that are needed.
@@ -207,25 +201,19 @@ class FeatureRing:
         """
         if self.first_hop and not self.on_device:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
-        fields = [block._asdict() for block in blocks] + [{"y": y}]
-        on_host = [
-            (values, name, t.contiguous())
-            for values in fields
-            for name, t in values.items()
-            if t is not None and not t.is_cuda
-        ]
-        sizes = (-(-t.nbytes // 16) * 16 for *_, t in on_host)
-        *starts, size = accumulate(sizes, initial=0)
+        fields = [t for block in blocks for t in block] + [y]
+        sent = [i for i, t in enumerate(fields) if t is not None and not t.is_cuda]
+        *starts, size = accumulate((-(-fields[i].nbytes // 16) * 16 for i in sent), initial=0)
         if size:
             part = lambda memory, t, a: memory[a : a + t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
             memory = self._buffer(slot, "rest", (size,), torch.uint8)
-            for (*_, t), a in zip(on_host, starts):
-                part(memory, t, a).copy_(t)
+            for i, a in zip(sent, starts):
+                part(memory, fields[i], a).copy_(fields[i])
             arriving = self.copies.copy(memory)
-            for (values, name, t), a in zip(on_host, starts):
-                values[name] = part(arriving, t, a)
-        *fields, last = fields
-        return [type(block)(**values) for block, values in zip(blocks, fields)], last["y"]
+            for i, a in zip(sent, starts):
+                fields[i] = part(arriving, fields[i], a)
+        values = iter(fields)
+        return [type(block)(*islice(values, len(block))) for block in blocks], next(values)
 
     def _edges(self, slot, blocks):
         """For each block the features [E, D] of its edges, if the ring has any."""
@@ -237,8 +225,7 @@ class FeatureRing:
         rows = self._bring(slot, "edges", self.edge_features, ids)
         return rows.split([block.num_edges for block in blocks])
 
-    def _has(self, table):
-        """Whether rows of a table are on the training GPU."""
+    def _has(self, table):  # whether its rows are on the training GPU
         return getattr(table, "device", torch.device("cpu")).type == self.device.type != "cpu"
 
     def _bring(self, slot, name, table, ids, block=None):
@@ -250,21 +237,20 @@ class FeatureRing:
             rows = table.gather(ids, missing=upload)
         elif self.copies:
             rows = self._upload(slot, name, table, ids, block)
-        elif self.reuse:
-            rows = self._fill(slot, name, table, ids, block)
         else:
-            rows = self._read(table, ids, block)
+            rows = self._fill(slot, name, table, ids, block)
         return rows.to(self.convert or table.dtype)
 
     def _upload(self, slot, name, table, ids, block=None):
-        """Send rows to the device through the slot's buffer -> [n, F]."""
         rows = self._fill(slot, name, table, ids.cpu(), block and block.to("cpu"))
         if name == "rows":
             self.began[slot] = self.copies.event()
         return self.copies.copy(rows)
 
     def _fill(self, slot, name, table, ids, block=None):
-        """Read rows into the slot's buffer -> [n, F], a view of it."""
+        """Read rows into the slot's buffer -> [n, F], a view of it; a tensor of its own with reuse=False on CPU."""
+        if not self.copies and not self.reuse:
+            return self._read(table, ids, block)
         shape = ids.numel(), self.width if block else table.shape[1]
         dtype = self.dtype if block else table.dtype
         return self._read(table, ids, block, self._buffer(slot, name, shape, dtype))
@@ -293,7 +279,7 @@ class FeatureRing:
 
 
 def take(features, ids, out=None):
-    """Rows ids [n] of features -> [n, F], in `out` if given."""
+    """Rows ids [n] of features -> [n, F]."""
     if isinstance(features, torch.Tensor):
         return torch.index_select(features, 0, ids, out=out)
     return features.gather(ids, out=out)
@@ -302,16 +288,13 @@ def take(features, ids, out=None):
 def prefetch(make, items, *, depth=2, threads=1):
     """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
-    The results are the same for every depth and number of threads. At most `depth` results are being made or waiting
-    beside the one the caller holds, and results that exist at the same time have different slots. An exception in
-    `make` reaches the caller, with the worker's traceback, when its turn comes. Closing the generator (or leaving the
-    process) cancels what has not started and waits for what has.
+    At most `depth` results are being made or waiting beside the one the caller holds, and results that exist at the same
+    time have different slots, 0 .. depth. An exception in `make` reaches the caller when its turn comes. Closing the
+    generator (or leaving the process) cancels what has not started and waits for what has.
 
     Args:
-        make: callable (item, slot) -> result; slot is an int in 0 .. depth.
-        items: iterable.
+        make: callable (item, slot) -> result. items: iterable. threads: worker threads.
         depth: results to prepare ahead; with 0 each is made on the caller's thread when it is asked for.
-        threads: worker threads.
     """
     jobs = ((item, i % (depth + 1)) for i, item in enumerate(items))
     if depth == 0:
@@ -335,23 +318,18 @@ def prefetch(make, items, *, depth=2, threads=1):
 
 
 def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
-    """Put a graph and its features where a mode keeps them.
+    """Put a graph and its features where a mode keeps them -> (indptr, indices, labels, features, *more).
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory.
         mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": in host memory that the GPU reads in place;
             pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
-        device: the GPU of the first two.
-        more: further host tensors, such as times of the edges.
+        device: the GPU of the first two. more: further host tensors, such as times of the edges.
         spare: bytes of GPU memory that "pinned-cuda" may take for indptr and, if that leaves enough, indices: sampling
             reads them at random.
 
-    Returns:
-        (indptr, indices, labels, features, *more): for the first two modes tensors on the device.
-
     Raises:
-        ValueError: for an unknown mode, or host memory that `share` did not allocate.
-        RuntimeError: if CUDA refuses; it names the call.
+        ValueError: for an unknown mode, or host memory that `share` did not allocate. RuntimeError: if CUDA refuses.
     """
     arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
@@ -367,7 +345,7 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
 
 
 def _copy_rows(source, target):
-    """Copy a tensor or features to a tensor of the same shape, a chunk at a time -> target."""
+    """Copy rows a chunk at a time -> target."""
     step, count = _rows_of_a_chunk(source), source.shape[0]
     for a in range(0, count, step):
         b = min(a + step, count)
@@ -388,8 +366,8 @@ def share(arrays, *, leads=True, total=None):
     Args:
         arrays: list of host tensors, or features; the same shapes and dtypes in every process.
         leads: True in the one process that makes the copy.
-        total: with several processes, a function that sums numbers over the processes of this machine and returns
-            the sums to each (an all-reduce; `Ranks.sum` of ddp.py on one machine).
+        total: with several processes, a function that sums numbers over those of this machine and returns the sums to
+            each (an all-reduce; `Ranks.sum` of ddp.py on one machine).
 
     Returns:
         List of tensors in shared memory; what one process writes into them, all see.
@@ -423,14 +401,11 @@ def share(arrays, *, leads=True, total=None):
 
 
 def gpu_view(host, device):
-    """Let a GPU read host memory in place (UVA), without a copy.
+    """Let a GPU read host memory in place (UVA) -> CUDA tensor, which keeps the memory and unregisters it when it goes.
 
     Args:
         host: tensor from `share`: its memory starts on a page and has its last page to itself.
         device: the GPU.
-
-    Returns:
-        CUDA tensor over the same memory, which it keeps alive and unregisters when it goes.
 
     Raises:
         ValueError: for memory that does not start on a page.
@@ -486,19 +461,14 @@ class _HostArray:
 
 
 def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
-    """The probability of each node to be an input node of a batch: the order in which a cache should keep rows.
+    """The probability of each node to be an input node of a batch -> float32 [V]: which rows a cache should keep.
 
     The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
     the batch so far, with fresh draws. Neighbours are taken as independent. One pass over the edges a layer.
 
     Args:
-        indptr: int64 [V+1], indices: [M], the graph.
-        train_nodes: [T] node ids that batches are drawn from.
-        fanouts: a number for each layer from the seeds outward, -1 for all neighbours.
-        batch_size: seeds of a batch.
-
-    Returns:
-        float32 [V]. Without training nodes the degree indptr.diff() orders rows nearly as well.
+        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] node ids that batches are drawn from.
+        fanouts: a number for each layer from the seeds outward, -1 for all neighbours. batch_size: seeds of a batch.
 
     Raises:
         IndexError: if the graph is damaged: a list or an edge leaves it.
@@ -537,14 +507,13 @@ class CachedFeatures:
     """Features whose hottest rows are kept nearer: on a GPU before host memory, in RAM before a store on disk.
 
     Args:
-        features: the features behind the cache.
+        features: the features behind the cache. device: where to keep rows.
         visits: [V], the larger the hotter: `expected_visits`, or the degree.
         budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
-        device: where to keep them.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
-        hits, lookups: rows found in the cache and rows asked for since the start.
+        hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
     """
 
     def __init__(self, features, visits, budget, device="cpu"):
@@ -567,19 +536,14 @@ class CachedFeatures:
 
     @property
     def hit_rate(self):
-        """Fraction of the lookups that hit; 0 before the first."""
         return self.hits / max(1, self.lookups)
 
     def gather(self, ids, out=None, missing=None):
-        """Copy rows: hits from the cache, misses from the features behind it.
+        """Copy rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
 
         Args:
-            ids: int32 or int64 [n] node ids, repeats allowed.
-            out: [n, F] on the cache's device; allocated when None.
+            ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
             missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
-
-        Returns:
-            [n, F] on the cache's device.
         """
         ids, on = ids.to(self.device), self.cache.device
         position = self.position.index_select(0, ids)

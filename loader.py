@@ -31,14 +31,11 @@ class Graph(NamedTuple):
 
 
 def from_edge_index(edge_index, num_nodes):
-    """Turn an edge list (COO) into the form that is sampled from (CSC): the in-neighbours of each node side by side.
+    """Edges [2, M] (COO) -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), as they are sampled from (CSC).
 
     Args:
         edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
         num_nodes: V.
-
-    Returns:
-        (indptr int64 [V+1], indices [M]), each node's neighbours in ascending order; int32 below 2^31 nodes.
 
     Raises:
         ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
@@ -117,11 +114,10 @@ class NodeLoader:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
         seeds: node ids to train on, int [T], or a mask, bool [V].
         fanouts: neighbours that a node takes, from the seeds outward, -1 for all; a number for each layer.
-        batch_size: seeds of a process in one pass.
+        batch_size: seeds of a process in one pass. accumulate: passes of an optimizer step.
         shuffle: False takes the seeds in the order given and draws the same neighbours in each epoch: for evaluation.
         seed: any int; decides order and neighbours.
         rank, world: this process and how many there are. Each gets its part of every step, perhaps an empty one.
-        accumulate: passes of an optimizer step.
         device: where batches go; where the features are when None. dtype: of x.
         depth: batches prepared ahead of the one in use, 0 for none. threads: how many threads prepare them.
         reuse: True lets x lie in one of depth + 1 buffers used in turn: faster on CPU, and overwritten when the

@@ -413,7 +413,8 @@ class GATv2Conv(Conv):
         S, (K, D), target, by, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None, None
         drawn = nodes, seed, drop
         if self.edge_dim:
-            edges, by = with_means(indptr, edges.to(self.attn.dtype)), self.edge_linear.weight.t()
+            edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
+            edges = torch.cat([edges, mean_edges(indptr, edges)])
         if fused:
             out = fused.attend(indptr, indices, message, target, self.attn, rows, drawn, edges, by)
         if out is None:
@@ -422,8 +423,13 @@ class GATv2Conv(Conv):
 
     def _attend(self, indptr, indices, source, target, rows, drawn, edges):
         """source [N, K D], target [S, K D] -> [S, K D]."""
-        indptr, indices, dst = with_self_loops(indptr, indices, rows)
-        S, E, (K, D) = target.shape[0], indices.numel(), self.attn.shape
+        S, (K, D), count = target.shape[0], self.attn.shape, indptr.diff().long()
+        own = torch.arange(S, device=indices.device)
+        dst = torch.cat([own.repeat_interleave(count, output_size=indices.numel()), own])
+        position = torch.arange(1, len(dst) + 1, device=dst.device) - indptr.index_select(0, dst)
+        position[indices.numel() :] = 0
+        indices = torch.cat([indices, own.to(indices.dtype) if rows is None else rows])
+        E = indices.numel()
         message = source.index_select(0, indices)
         z = message + target.index_select(0, dst)
         if edges is not None:
@@ -432,47 +438,16 @@ class GATv2Conv(Conv):
         weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
         if drop:  # drawn by destination, position in its list and head
             ids = dst if nodes is None else nodes.index_select(0, dst)
-            position = torch.arange(E, device=dst.device) - indptr.index_select(0, dst)
             kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
         sent = message.view(E, K, D) * weights.to(message.dtype).unsqueeze(2)
         return torch.zeros_like(target).index_add(0, dst, sent.view(E, K * D))
 
 
-def _with_one_more(indptr, E):
-    """Where lists with one more element before their others begin [S], and where these go [E], int64."""
-    S, device = indptr.numel() - 1, indptr.device
-    dst = torch.arange(S, device=device).repeat_interleave(indptr.diff(), output_size=E)
-    return (
-        indptr[:-1] + torch.arange(S, device=device),
-        torch.arange(E, device=device) + dst + 1,
-        dst,
-    )
-
-
-def with_self_loops(indptr, indices, rows=None):
-    """Put an edge from each destination to itself before its others.
-
-    Returns:
-        indptr int64 [S+1], indices int64 [E + S], and the destination of each of these edges, int64 [E + S].
-    """
-    S, E, device = indptr.numel() - 1, indices.numel(), indices.device
-    starts, places, dst = _with_one_more(indptr, E)
-    edges, dsts = torch.empty(2, E + S, dtype=torch.int64, device=device)
-    own = torch.arange(S, device=device)
-    edges[starts], dsts[starts] = own if rows is None else rows.long(), own
-    edges[places], dsts[places] = indices.long(), dst
-    return (indptr + torch.arange(S + 1, device=device)).long(), edges, dsts
-
-
-def with_means(indptr, edges):
-    """Put the mean of its edges' rows [E, D] before those of each destination -> [E + S, D]; zero without edges."""
-    S, (E, D) = indptr.numel() - 1, edges.shape
-    starts, places, dst = _with_one_more(indptr, E)
-    count, rows = indptr.diff().long().clamp(min=1).unsqueeze(1), edges.new_empty(E + S, D)
-    rows[starts] = edges.new_zeros(S, D).index_add_(0, dst, edges) / count
-    rows[places] = edges
-    return rows
+def mean_edges(indptr, edges):
+    """The mean of its edges' rows [E, D] of each destination, for its edge to itself -> [S, D]; zero without edges."""
+    ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
+    return mean_neighbours(indptr, ids, edges)
 
 
 def edge_softmax(scores, dst, num_dst):

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor
 
 try:
-    from native import dgl as native_dgl
     from native import sampler_cpu, sampler_gpu
     from native.dgl import DGLAdapter, import_dgl  # noqa: F401  re-exported
 except ImportError:
-    native_dgl = None
+    sampler_cpu = None
 
 RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in native/rule.h
 METHODS = ("uniform", "labor", "latest")
@@ -53,20 +52,9 @@ class Block(NamedTuple):
     edge_ids: Tensor | None = None  # [E] position of each edge in the graph's `indices`
     src_times: Tensor | None = None  # int64 [N] times of the source nodes, where edges have times
 
-    @property
-    def num_src(self):
-        """N, the number of source nodes."""
-        return self.src_nodes.numel()
-
-    @property
-    def num_dst(self):
-        """S, the number of destination nodes."""
-        return self.indptr.numel() - 1
-
-    @property
-    def num_edges(self):
-        """E, the number of edges."""
-        return self.indices.numel()
+    num_src = property(lambda self: self.src_nodes.numel(), doc="N, the number of source nodes.")
+    num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, that of destination nodes.")
+    num_edges = property(lambda self: self.indices.numel(), doc="E, that of edges.")
 
     def to(self, device, non_blocking=False):
         """The block with its tensors on `device`."""
@@ -80,7 +68,9 @@ class Block(NamedTuple):
 
     def to_dgl(self):
         """The same block as a DGL block, with dgl.NID (and dgl.EID when there are edge_ids) set."""
-        return _dgl().to_dgl(self)
+        from native.dgl import to_dgl
+
+        return to_dgl(self)
 
     def to_pyg(self):
         """PyG's (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
@@ -106,10 +96,7 @@ class Task(NamedTuple):
     edge_ids: bool  # whether blocks have them
     threads: int | None  # None: torch.get_num_threads()
 
-    @property
-    def rule_number(self):
-        """The rule in C."""
-        return RULES.index(self.rule)
+    rule_number = property(lambda self: RULES.index(self.rule), doc="The rule in C.")
 
 
 class Hop(NamedTuple):
@@ -125,29 +112,23 @@ class NeighborSampler:
 
     Args:
         indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device.
-        fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10
-            for each of those, then 5); -1 takes all. DGL lists the same in the opposite order.
+        fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10 for each of those,
+            then 5); -1 takes all. DGL lists the same in the opposite order.
         replace: draw with replacement (uniform only).
-        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so
-            that seeds with common neighbours take the same ones, which makes the outer hops smaller;
-            or "latest", for edges with times: the last k.
-        layer_dependency, batch_dependency: of "labor": all hops share a node's draw, and so do this
-            many consecutive steps (GraphBolt's idea): fewer distinct sources, in a batch and between
-            batches.
-        weights: float [M], not negative: draw without replacement with probability following the
-            weights (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
-        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each
-            seed, and a node takes from its edges up to the time of the seed it is reached from.
-        strict: only edges before that time.
+        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with common
+            neighbours take the same ones, which makes the outer hops smaller; "latest", for edges with times: the last k.
+        layer_dependency, batch_dependency: of "labor": all hops share a node's draw, and so do this many consecutive
+            steps (GraphBolt's idea): fewer distinct sources, in a batch and between batches.
+        weights: float [M], not negative: draw without replacement with probability following the weights
+            (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
+        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node takes
+            from its edges up to the time of the seed it is reached from. strict: only edges before that time.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
-        backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl"
-            (DGL's operators and random numbers), or "auto": native where available, else torch.
-        check: validate the graph once, here (one pass over indices); without it, `sample` raises
-            DamagedGraph when it reads something impossible.
+        backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
+            and random numbers), or "auto": native where available, else torch.
+        check: validate the graph once, here; without it, `sample` raises DamagedGraph when it reads something impossible.
         threads: of one `sample` call of the native backend; default torch.get_num_threads().
-
-    `sample` may be called from several threads at once.
 
     Attributes:
         backend: the name of the backend in use. engine: its object.
@@ -190,29 +171,26 @@ class NeighborSampler:
         self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
-        """Sample the neighbourhood of `seeds`.
+        """Sample the neighbourhood of `seeds`; several threads may do so at once.
 
         Args:
             seeds: int32 or int64 [S], distinct node ids; a node may repeat with another time.
             step: int, the number of the batch; it keys the random draws.
             times: int64 [S], the time of each seed, where the edges have times and only there.
-            exclude: edges that are not taken in any hop, as if the graph did not have them: their
-                positions in `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which
-                is read from end to end. With a graph on a GPU the host waits for it once more.
-            relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates
-                the first layer straight out of the feature table; its src_nodes are then the
-                destinations alone.
+            exclude: edges that are not taken in any hop, as if the graph did not have them: their positions in
+                `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which is read from end to end. With a
+                graph on a GPU the host waits for it once more.
+            relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
+                straight out of the feature table; its src_nodes are then the destinations alone.
 
         Returns:
-            One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as
-            destinations, and blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a
-            source has the time of the destination that took it; pairs are numbered by first
-            appearance.
+            One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
+            blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a source has the time of the destination
+            that took it; pairs are numbered by first appearance.
 
         Raises:
-            TypeError, IndexError, ValueError: seeds or edges of another type or out of range;
-                repeated seeds; times that are missing or not asked for; edges to exclude with
-                backend "dgl".
+            TypeError, IndexError, ValueError: seeds or edges of another type or out of range; repeated seeds; times
+                that are missing or not asked for; edges to exclude with backend "dgl".
             DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
         _check_ids("seeds", seeds, "node ids")
@@ -228,8 +206,7 @@ class NeighborSampler:
             for i, k in enumerate(self.fanouts):
                 key = hop_key(self.seed, step, 0 if self.task.one_draw else i)
                 hops.append(Hop(k, key, relabel_outer or i + 1 < len(self.fanouts)))
-            if times is not None:
-                times = times.to(device).contiguous()
+            times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
         try:
             blocks = self.engine.sample(*work)
@@ -253,19 +230,14 @@ class NeighborSampler:
         return edges if edges.numel() else None
 
 
-def _dgl():
-    """native/dgl.py."""
-    if native_dgl is None:
-        raise ImportError("for DGL copy the folder native/ beside sampler.py")
-    return native_dgl
-
-
 def _load(backend, task, fanouts, seed):
     """-> (name of the backend in use, its object): torch where a native one is unavailable, after one warning."""
     engine = None
     if backend == "dgl":
-        return "dgl", _dgl().Backend(task)
-    if backend != "torch" and native_dgl is None:
+        from native.dgl import Backend
+
+        return "dgl", Backend(task)
+    if backend != "torch" and sampler_cpu is None:
         _warn_missing()
     elif backend != "torch":
         on_gpu = task.indices.is_cuda
@@ -369,9 +341,8 @@ def _outside(ids, n):
 
 def _repeated(seeds, times):
     at = torch.zeros_like(seeds) if times is None else times
-    values, counts = torch.stack([seeds.cpu().long(), at.cpu().long()]).unique(
-        dim=1, return_counts=True
-    )
+    pairs = torch.stack([seeds.cpu().long(), at.cpu().long()])
+    values, counts = pairs.unique(dim=1, return_counts=True)
     node, time = values[:, counts > 1][:, 0].tolist()
     which = f"node {node}" if times is None else f"node {node} at time {time}"
     return f"seeds contains {which} more than once; each seed may come once in a batch"
@@ -413,14 +384,14 @@ def random_bits(key, v, j, bits=32):
 class TorchBackend:
     """Plain torch operations: every pass over all destinations at once.
 
-    Like the backends of native/sampler_cpu.py and native/dgl.py it is made from a `Task` and has one
-    method; that of native/sampler_gpu.py takes (seeds, step, relabel_outer, exclude, times) instead.
+    The backends of native/ are made and called alike; `sample` of native/sampler_gpu.py takes (seeds, step,
+    relabel_outer, exclude, times) instead.
     """
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
-        # stream -> idle tables [V] of each node's number in the batch, V where it has none. A GPU has
-        # cleaned a table by the time the next batch on the same stream uses it.
+        # stream -> idle tables [V] of each node's number in the batch, V where it has none; cleaned before the next
+        # batch on the same stream uses them
         self.tables = {}
 
     def sample(self, seeds, hops, exclude=None, times=None):
@@ -589,10 +560,9 @@ def _number_by_appearance(src, ends):
 
 
 def _past_excluded(edges, exclude, gap):
-    """Edges [E], counted from the start of their lists without the excluded ones [X] -> the edges they are.
+    """Edges [E], counted without the excluded ones [X] -> the edges they are; gap [E]: the first excluded of the list.
 
-    gap [E] numbers the first excluded edge of the list. One lies before an edge if, less those before it, it comes
-    first; that difference ascends too.
+    One lies before an edge if, less those before it, it comes first; that difference ascends too.
     """
     behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(behind, edges - gap, right=True) - gap

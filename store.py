@@ -1,9 +1,8 @@
 """A graph on disk, one copy for every process: build a store, open it, verify it.
 
-A store is a directory of plain .npy files beside a meta.json; features are either one more .npy (backend "mmap") or
-an LMDB file whose values are blocks of consecutive rows (backend "lmdb"). It is built in a hidden directory beside
-the target and renamed at the end: a store is complete or not there. Every process opens it by its path; the pages
-are shared by all of them.
+A store is a directory of .npy files beside a meta.json; features are one more .npy (backend "mmap") or an LMDB file of
+blocks of rows (backend "lmdb"). It is built in a hidden directory beside the target and renamed at the end: complete or
+not there. Every process opens it by its path; the pages are shared by all of them.
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
@@ -12,22 +11,16 @@ are shared by all of them.
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum and every index
-    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/plan.py
+    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
-Letters: V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of
-the edges into v are indices[indptr[v]:indptr[v+1]]. Edges may have weights, times and features, nodes times and
-names: see disk/columns.py. To copy this file take disk/ and native/ along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
+v are indices[indptr[v]:indptr[v+1]]; what edges and nodes carry: disk/columns.py. To copy this file take disk/ and native/
+along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
-What guards a store: meta.json carries a checksum of itself, and a SHA-256 of every file that never changes. An LMDB
-file changes in transactions, which LMDB completes or forgets whatever happens to the process; its values are raw arrays
-behind a fixed header with their CRC-32. The first `put_rows` takes the file's SHA-256 out of meta.json, and from then
-on the CRCs and LMDB's own structure stand for it. `open` checks the size and the head of every file and is safe on any
-bytes; `verify` reads everything and trusts nothing. Reading from an LMDB file that was damaged behind its head is what
-`verify` is there to prevent: LMDB detects most of it, and may end the process on the rest.
-
-While a store is in use its files may be renamed or removed; they must not be cut or overwritten in place, since reading
-beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py, which train.py calls before
-each epoch, finds a file that was cut.
+meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, which
+stand alone after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
+LMDB may end the process on damage behind the head of its file. Files of a store in use may be renamed or removed, but not
+cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
 """
 
 from __future__ import annotations
@@ -46,15 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.checks import (
-    MAX_CLASSES,
-    check_features,
-    check_graph,
-    check_labels,
-    check_splits,
-    feature_rows,
-    row_of_split,
-)
+from disk import checks, files, lmdb_rows, sort
 from disk.columns import (
     COLUMNS,
     NAMES,
@@ -64,41 +49,12 @@ from disk.columns import (
     described,
     map_columns,
     out_of_order,
+    read_names,
     write_columns,
 )
 from disk.counts import count_edges
-from disk.sort import (
-    Rows,
-    checked_indices,
-    edge_chunks,
-    index_dtype,
-    sorted_edges,
-    spooled_bytes,
-    spooled_sources,
-)
-from disk.files import (
-    DTYPES,
-    SPLITS,
-    VERSION,
-    StoreError,
-    array_like,
-    check_ids,
-    check_size,
-    complete_or_not_there,
-    dump_meta,
-    gather_target,
-    free_host_bytes,
-    info_lines,
-    irregular,
-    map_npy,
-    map_split,
-    read_lines,
-    read_meta,
-    reading,
-    storage_dtype,
-    write_npy,
-)
-from disk.lmdb_rows import LmdbFeatures, check_lmdb, verify_directory, write_blocks
+from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
+from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, open_rows
 
 FORMAT = "ringblock-graph"
@@ -109,14 +65,15 @@ KEPT = 1 / 2  # share of a table for which the page cache must have room to be w
 SPEC = {
     "num_nodes": range(1, (1 << 32) + 1),
     "num_edges": range(1 << 48),
-    "num_classes": range(1, MAX_CLASSES + 1),
+    "num_classes": range(1, checks.MAX_CLASSES + 1),
     "feature_dim": range(1, 1 << 31),
     "block_rows": range(1, 1 << 31),
-    "feature_dtype": DTYPES,
+    "feature_dtype": files.DTYPES,
     "backend": tuple(BACKENDS),
 }
 ARRAYS = ("indptr", "indices", "labels", *SPLITS, *COLUMNS)
 FILES = (*(f"{name}.npy" for name in ARRAYS), NAMES, *BACKENDS.values())
+LAYOUT = FORMAT, SPEC, FILES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,12 +144,13 @@ def build_store(
     path = Path(path)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
-    features = array_like("features", features)
-    num_nodes, width, dtype = check_features(features)
+    features = files.array_like("features", features)
+    num_nodes, width, dtype = checks.check_features(features)
     labelled = labels is not None
-    labels, num_classes = check_labels(labels, num_nodes, num_classes)
-    split = check_splits({} if split is None else split, labels)
-    edge_index, indptr, indices, num_edges = check_graph(edge_index, indptr, indices, num_nodes)
+    labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
+    split = checks.check_splits({} if split is None else split, labels)
+    graph = checks.check_graph(edge_index, indptr, indices, num_nodes)
+    edge_index, indptr, indices, num_edges = graph
     columns, widths = check_columns(
         num_edges,
         num_nodes,
@@ -202,20 +160,15 @@ def build_store(
         node_time=node_time,
         node_names=node_names,
     )
-    options = {
-        "symmetrize": bool(symmetrize),
-        "drop_self_loops": bool(drop_self_loops),
-        "drop_duplicates": bool(drop_duplicates),
-    }
-    row_bytes = width * storage_dtype(dtype).itemsize
+    symmetrize, drop_loops, drop_equal = map(bool, (symmetrize, drop_self_loops, drop_duplicates))
+    options = dict(symmetrize=symmetrize, drop_self_loops=drop_loops, drop_duplicates=drop_equal)
+    row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(
-            f"block_rows is {block_rows}: at least one row and less than 2 GiB of rows are needed"
-        )
+        raise StoreError(f"block_rows is {block_rows}: 1 row to 2 GiB of rows are possible")
     meta = {
         "format": FORMAT,
-        "format_version": VERSION,
+        "format_version": files.VERSION,
         "num_nodes": num_nodes,
         "num_edges": num_edges,
         "num_classes": num_classes,
@@ -229,81 +182,68 @@ def build_store(
         **widths,
     }
     arrays = dict(indptr=indptr, labels=labels, **split)
-    edge_bytes = 4 + sum(
-        array.nbytes for name, array in columns.items() if name not in OF_NODES
-    ) // max(num_edges, 1)
-    least = 0 if drop_self_loops or drop_duplicates else num_edges * (edge_bytes << symmetrize)
+    of_edges = [array.nbytes for name, array in columns.items() if name not in OF_NODES]
+    edge_bytes = 4 + sum(of_edges) // max(num_edges, 1)
+    least = 0 if drop_loops or drop_equal else num_edges * (edge_bytes << symmetrize)
     need = num_nodes * (row_bytes + 16) + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
-        need = max(need, least + spooled_bytes(num_edges << symmetrize, edge_bytes > 4))
-    with complete_or_not_there(path, need) as building:
+        need = max(need, least + sort.spooled_bytes(num_edges << symmetrize, bool(of_edges)))
+    with files.complete_or_not_there(path, need) as building:
         _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
         GraphStore.open(building)
     return path
 
 
 def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
-    """Write every file of a store, meta.json last, and see to it that they are on the disk."""
-    num_nodes, options, files, times = (
-        meta["num_nodes"],
-        meta["options"],
-        {},
-        columns.get("edge_time"),
-    )
+    """Write every file of a store, meta.json last."""
+    num_nodes, options, records = meta["num_nodes"], meta["options"], {}
+    times, numbered = columns.get("edge_time"), bool(columns.keys() - OF_NODES)
     rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
     order = path / "order"  # of the columns' rows, while they are written
     if rises and not any(options.values()):
-        chunks = checked_indices(indices, num_nodes, progress)
-    else:
-        if isinstance(indices, Rows):
-            raise StoreError(
-                "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
-                "must rise in edge_time"
-            )
-        numbered = bool(columns.keys() - OF_NODES)
-        edges = functools.partial(
-            edge_chunks, edge_index, arrays["indptr"], indices, num_nodes, options, numbered
+        chunks = sort.checked_indices(indices, num_nodes, progress)
+    elif isinstance(indices, files.Rows):
+        raise StoreError(
+            "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
+            "must rise in edge_time"
         )
+    else:
+        graph = edge_index, arrays["indptr"], indices, num_nodes, options, numbered
         indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
-        drop_duplicates = options["drop_duplicates"]
         numbers = {"num_edges": meta["num_edges"], "times": times} if numbered else {}
-        chunks = sorted_edges(edges, indptr, path, drop_duplicates, progress, **numbers)
-        chunks = spooled_sources(chunks, order) if numbered else (sources for sources, _ in chunks)
-    most = meta["num_edges"] * (2 if options["symmetrize"] else 1)
-    files["indices.npy"] = write_npy(path / "indices.npy", index_dtype(num_nodes), [most], chunks)
-    meta["num_edges"] = files["indices.npy"]["shape"][0]
-    record = files["indices.npy"]
-    written = map_npy(path, "indices.npy", record, index_dtype(num_nodes), None).numpy()
+        edges = functools.partial(sort.edge_chunks, *graph)
+        edges = edges, indptr, path, options["drop_duplicates"], progress
+        chunks = sort.sorted_edges(*edges, **numbers)
+        plain = (sources for sources, _ in chunks)
+        chunks = sort.spooled_sources(chunks, order) if numbered else plain
+    most, dtype = [meta["num_edges"] << options["symmetrize"]], sort.index_dtype(num_nodes)
+    records["indices.npy"] = record = files.write_npy(path / "indices.npy", dtype, most, chunks)
+    meta["num_edges"] = record["shape"][0]
+    written = files.map_npy(path, "indices.npy", record, dtype, None).numpy()
     meta["edges"] = count_edges(arrays["indptr"], written)
     for name, array in arrays.items():
-        files[f"{name}.npy"] = write_npy(
-            path / f"{name}.npy", array.dtype, list(array.shape), [array]
-        )
+        file = f"{name}.npy"
+        records[file] = files.write_npy(path / file, array.dtype, list(array.shape), [array])
     rows = None
     if order.exists():
         rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
-    files.update(write_columns(path, columns, rows))
+    records.update(write_columns(path, columns, rows))
     order.unlink(missing_ok=True)
-    file = path / BACKENDS[meta["backend"]]
-    shape, dtype = [num_nodes, meta["feature_dim"]], storage_dtype(meta["feature_dtype"])
-    largest = []
-    rows = feature_rows(features, meta["feature_dtype"], progress, largest)
+    file, largest = path / BACKENDS[meta["backend"]], []
+    shape, dtype = [num_nodes, meta["feature_dim"]], files.storage_dtype(meta["feature_dtype"])
+    rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # rows begin on a block of the disk
-        files[file.name] = write_npy(file, dtype, shape, rows, head=4096)
+        records[file.name] = files.write_npy(file, dtype, shape, rows, head=4096)
     else:
-        files[file.name] = write_blocks(file, dtype, shape, rows, meta["block_rows"])
-    files[file.name]["largest"] = max(largest)
-    (path / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+        records[file.name] = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
+    records[file.name]["largest"] = max(largest)
+    (path / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # opening
-
-
-def _read_meta(path) -> dict:
-    return read_meta(path, FORMAT, SPEC, FILES)
 
 
 class GraphStore:
@@ -332,7 +272,7 @@ class GraphStore:
         self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]
-        indices = "indices.npy", index_dtype(V), [M]
+        indices = "indices.npy", sort.index_dtype(V), [M]
         self.indptr, self.indices = self._map("indptr.npy", "int64", [V + 1]), self._map(*indices)
         several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
         labels = ("int8", [V, self.num_classes]) if several else ("int64", [V])
@@ -345,42 +285,35 @@ class GraphStore:
             setattr(self, name, column)
         self.edge_dim = 0 if self.edge_features is None else self.edge_features.shape[1]
         if NAMES in meta["files"]:
-            check_size(path, NAMES, meta["files"][NAMES])
-        self._splits = map_split(path, meta["files"])
+            files.check_size(path, NAMES, meta["files"][NAMES])
+        self._splits = files.map_split(path, meta["files"])
         train = self._splits["train"]
         self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            raise StoreError(
-                f"{path}: indptr.npy runs from {self.indptr[0]} to {self.indptr[-1]} instead of from 0 "
-                f"to {self.num_edges}"
-            )
+            ends = f"{self.indptr[0]} to {self.indptr[-1]}, not from 0 to {M}"
+            raise StoreError(f"{path}: indptr.npy runs from {ends}")
         shape, dtype = (V, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
         if meta["backend"] == "mmap":
-            stored = storage_dtype(meta["feature_dtype"])
+            stored = files.storage_dtype(meta["feature_dtype"])
             table = self._map(file, stored, list(shape), ahead=not large)
             head = meta["files"][file]["bytes"] - table.nbytes
             graph = self.indptr.nbytes + self.indices.nbytes
             self.features = MmapFeatures(table.view(dtype), large, self.path, head, graph)
         else:
-            check_lmdb(self.path, file, meta["files"][file])
+            lmdb_rows.check_lmdb(self.path, file, meta["files"][file])
             self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
 
     @classmethod
     def open(cls, path) -> GraphStore:
-        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr.
-
-        Args:
-            path: directory that `build_store` made.
-
-        Returns:
-            The open store; nothing has been read into memory.
+        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr; nothing
+        is read into memory.
 
         Raises:
             StoreError: if it is no store, of another format version, incomplete or damaged.
         """
-        meta = _read_meta(path)
+        meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
 
@@ -389,44 +322,32 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
-        return (
-            read_lines(self.path, NAMES, self.meta["files"][NAMES])
-            if NAMES in self.meta["files"]
-            else None
-        )
+        return read_names(self.path, self.meta["files"])
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
         if not 0 <= number < self.num_splits:
-            raise StoreError(
-                f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0"
-            )
-        self.split = {name: row_of_split(ids, number) for name, ids in self._splits.items()}
+            has = f"{self.path} has {self.num_splits}, counted from 0"
+            raise StoreError(f"split {number} is out of range: {has}")
+        self.split = {name: checks.row_of_split(ids, number) for name, ids in self._splits.items()}
 
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
-        check_ids(self.path, self.split, self.num_nodes)
+        checks.check_stored(self.path, self.split, self.labels.numpy())
+        end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in self.split.items():
-            labels = self.labels[ids]
-            end = self.num_classes if labels.dim() == 1 else 2
-            bad = ((labels < 0) | (labels >= end)).nonzero()
-            if len(bad):
-                node, label = int(ids[bad[0, 0]]), int(labels[tuple(bad[0])])
-                raise StoreError(
-                    f"{self.path}: node {node} of split {name!r} has label {label}, and labels lie in "
-                    f"[0, {end}): labels.npy or {name}.npy is damaged; rebuild the store"
-                )
+            labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
+            refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
     def _map(self, name, *kind, **options) -> Tensor:
-        return map_npy(self.path, name, self.meta["files"][name], *kind, **options)
+        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
-    A table that is larger than the memory that is free is not read through the map but with many requests at a time
-    (disk/reader.py), where there is a C compiler. The requests go through the page cache where it has room for a share of KEPT of the table, and past it where it has not and would only give up
-    the graph's pages for rows that do not come again.
+    A table larger than the free memory is not read through the map but with many requests at a time (disk/reader.py),
+    where there is a C compiler: through the page cache where it has room for a share of KEPT of the table, else past it.
 
     Attributes:
         large: True for such a table.
@@ -485,16 +406,14 @@ class MmapFeatures:
             IndexError: for an id that is no row.
             StoreError: where the disk fails.
         """
-        out = gather_target(self, ids, out)
+        out = files.gather_target(self, ids, out)
         if self.large and self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
 
     def put_rows(self, ids, rows):
         """Rows of a memory-mapped array do not change: StoreError."""
-        raise StoreError(
-            "put_rows is for a store with backend lmdb: this one has backend mmap, whose rows stay as built"
-        )
+        raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
 
 
 def _features_of(path):
@@ -506,18 +425,8 @@ def _features_of(path):
 
 
 def verify(path) -> list[str]:
-    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`.
-
-    Args:
-        path: directory of the store; nothing may be writing to it meanwhile.
-
-    Returns:
-        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
-
-    Raises:
-        StoreError: if there is no store.
-    """
-    return verify_directory(path, _read_meta, _problems_of_a_graph)
+    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`."""
+    return lmdb_rows.verify_directory(path, LAYOUT, _problems_of_a_graph)
 
 
 def _problems_of_a_graph(path) -> Iterator[str]:
@@ -534,16 +443,16 @@ def _problems_of_a_graph(path) -> Iterator[str]:
     else:
         yield from column_problems(graph)
     try:
-        for _ in checked_indices(graph.indices.numpy(), graph.num_nodes, False):
+        for _ in sort.checked_indices(graph.indices.numpy(), graph.num_nodes, False):
             pass
     except StoreError as error:
         yield f"indices.npy: {error}"
     try:
         given = graph.labels.numpy() if graph.labelled else None
-        labels, _ = check_labels(given, graph.num_nodes, graph.num_classes)
+        checks.check_labels(given, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
-            check_splits({name: ids.numpy() for name, ids in graph.split.items()}, labels)
+            graph.check_split()
     except StoreError as error:
         name = next((name for name in SPLITS if repr(name) in str(error)), "labels")
         yield f"{name}.npy: {error}"
@@ -553,18 +462,17 @@ def info(path) -> str:
     """Sizes, degrees, options and source of a store, a line each."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
+    classes = f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}"
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": described(graph),
-        "classes": "no labels"
-        if not graph.labelled
-        else f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}",
+        "classes": classes if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
-    return info_lines(lines, graph)
+    return files.info_lines(lines, graph)
 
 
 def _beside(name):
@@ -593,13 +501,6 @@ def _gigabytes(text) -> int:
     return int(size)
 
 
-def _format(path):
-    try:
-        return read_meta(path)["format"]
-    except StoreError:
-        return FORMAT  # and whoever opens it says what is wrong
-
-
 def command(name, run) -> int:
     """Run a command line -> its exit code: 2 and a sentence for a StoreError, 141 where nobody reads its output."""
     try:
@@ -616,22 +517,22 @@ def command(name, run) -> int:
 
 def _parser():
     """A sub-command for each thing to do, with its own flags: a flag of another one is refused."""
-    parser = argparse.ArgumentParser(
-        prog="store.py", description="Build a graph store, or look at one."
-    )
+    parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
     add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")
     add("path", help="directory of the store")
-    add("--features", metavar="FILE", help="csv: a line of numbers for each node")
-    add("--labels", metavar="FILE", help="csv: a label for each node, -1 where there is none")
-    for name in SPLITS:
-        add(f"--{name}", metavar="FILE", help=f"csv: ids of the {name} nodes")
     of_edges = "csv: a column of the edges' table, by name or number from 1, or a file with a line for each edge"
-    add("--weights", metavar="COLUMN", help=of_edges)
-    add("--times", metavar="COLUMN", help=of_edges)
-    add("--edge-features", metavar="COLUMNS", help=f"{of_edges}; several columns as a,b,c")
-    add("--node-times", metavar="FILE", help="csv: a time for each node")
+    for flag, kind, text in (
+        ("features", "FILE", "csv: a line of numbers for each node"),
+        ("labels", "FILE", "csv: a label for each node, -1 where there is none"),
+        *((name, "FILE", f"csv: ids of the {name} nodes") for name in SPLITS),
+        ("weights", "COLUMN", of_edges),
+        ("times", "COLUMN", of_edges),
+        ("edge-features", "COLUMNS", f"{of_edges}; several columns as a,b,c"),
+        ("node-times", "FILE", "csv: a time for each node"),
+    ):
+        add(f"--{flag}", metavar=kind, help=text)
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
@@ -640,22 +541,18 @@ def _parser():
     for name, text in (
         ("info", "print sizes, degrees, options, source"),
         ("verify", "compare every byte"),
+        ("estimate", "print what training takes in each mode"),
     ):
-        commands.add_parser(name, help=text).add_argument("path", help="directory of the store")
-    add = commands.add_parser(
-        "estimate", help="print what training takes in each mode"
-    ).add_argument
-    add("path", help="directory of the store")
-    add("--gpus", type=int, default=0, help="GPUs, a process each; 0: CPU (default 0)")
-    add("--procs", type=int, default=1, help="processes on CPU (default 1)")
-    add(
-        "--fanout",
-        type=_fanout,
-        default=[15, 10, 5],
-        help="from the seeds outward (default 15,10,5)",
-    )
-    add("--batch-size", type=int, default=1024, help="seeds of a process (default 1024)")
-    add("--hidden", type=int, default=256, help="width of the inner layers (default 256)")
+        add = commands.add_parser(name, help=text).add_argument
+        add("path", help="directory of the store")
+    for flag, kind, default, text in (
+        ("gpus", int, 0, "GPUs, a process each; 0: CPU (default 0)"),
+        ("procs", int, 1, "processes on CPU (default 1)"),
+        ("fanout", _fanout, [15, 10, 5], "from the seeds outward (default 15,10,5)"),
+        ("batch-size", int, 1024, "seeds of a process (default 1024)"),
+        ("hidden", int, 256, "width of the inner layers (default 256)"),
+    ):
+        add(f"--{flag}", type=kind, default=default, help=text)
     add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")
     return parser
 
@@ -664,28 +561,30 @@ def _run(command, path, **options):
     """Run a sub-command -> its exit code."""
     if command == "build":
         split = {name: file for name in SPLITS if (file := options.pop(name))}
-        _beside("sources.prepare").build(
-            options.pop("source"), path, split=split or None, progress=True, **options
-        )
+        source = options.pop("source")
+        build = _beside("sources.prepare").build
+        build(source, path, split=split or None, progress=True, **options)
     elif command == "estimate":
-        print(_beside("run.plan").estimate_lines(path, **options))
+        print(_beside("run.estimate").estimate_lines(path, **options))
         return 0
-    module = (
-        _beside("disk.graphs") if _format(path) == "ringblock-graphs" else sys.modules[__name__]
-    )
+    try:
+        many = files.read_meta(path)["format"] == "ringblock-graphs"
+    except StoreError:
+        many = False  # what opens it says what is wrong
+    module = _beside("disk.graphs") if many else sys.modules[__name__]
     if command != "verify":
         print(module.info(path))
         return 0
     problems = module.verify(path)
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
     # what a store's files are is not known where meta.json cannot be read
-    whole = "meta.json" not in bad and not irregular(path)
-    files = {"meta.json", *read_meta(path)["files"]} if whole else set()
-    for name in sorted(files | bad.keys()):
+    whole = "meta.json" not in bad and not files.irregular(path)
+    names = {"meta.json", *files.read_meta(path)["files"]} if whole else set()
+    for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
     for entry in sorted(Path(path).iterdir()) if whole else ():
         # LMDB's own, of the processes at work
-        if entry.name not in files and not entry.name.endswith("-lock"):
+        if entry.name not in names and not entry.name.endswith("-lock"):
             print(f"--  {entry.name}: not part of the store, not looked at")
     return 1 if problems else 0
 

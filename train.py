@@ -30,12 +30,12 @@ if __name__ == "__main__":
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
 
-import argparse
 import math
 import os
 import statistics
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,8 +45,7 @@ import ddp
 from disk.files import StoreError, check_in_use
 from run import flags, step_graph
 from run.allocator import announce, trim_memory
-from run.checkpoint import common_state, complete, restore, save_checkpoint
-from run.data import prepare
+from run.checkpoint import check_graph, common_state, complete, restore, save_checkpoint
 from run.evaluate import open_run
 from run.finite import LossSum, all_finite, finite_scores, not_finite
 from run.own_model import is_own
@@ -61,6 +60,7 @@ from run.report import (
     profile,
 )
 from sampler import DamagedGraph, mix
+from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
 # backward on the calling thread: handing over to another takes 50 us
@@ -87,22 +87,19 @@ class Eager:
     def step(self, batch, clock):
         """Forward, loss, backward, optimizer."""
         run, world = self.run, self.run.ranks.world
-        t0 = clock.mark("forward")
-        output = run.forward(batch, mix(mix(run.args.seed) ^ batch.global_step), self.parallel)
-        loss = run.task.loss(run.model, output, batch.y)
-        t1 = clock.mark("backward")
-        with nullcontext() if batch.last or world == 1 else self.parallel.no_sync():
+        with clock.timed("forward", on_gpu=True):
+            output = run.forward(batch, mix(mix(run.args.seed) ^ batch.global_step), self.parallel)
+            loss = run.task.loss(run.model, output, batch.y)
+        sync = nullcontext() if batch.last or world == 1 else self.parallel.no_sync()
+        with clock.timed("backward", on_gpu=True), sync:
             # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
             (loss * (world / batch.total)).backward()
-        t2 = clock.mark("optimizer" if batch.last else None)
-        clock.lap("forward", t0, t1)
-        clock.lap("backward", t1, t2)
         self.losses.total += loss.detach()
         if batch.last:
-            if self.losses.finite(batch.step + 1):  # else the weights stay those of the loss
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            clock.lap("optimizer", t2, clock.mark())
+            with clock.timed("optimizer", on_gpu=True):
+                if self.losses.finite(batch.step + 1):  # else the weights stay those of the loss
+                    self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
 
 
 def train_epoch(run, stepper, stop, save, epoch, first):
@@ -119,14 +116,14 @@ def train_epoch(run, stepper, stop, save, epoch, first):
         disable=None if ranks.leads else True,  # None: no bar where stderr is not a terminal
     )
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-    options = {"load": stepper.load} if stepper.load else {}
-    loader = run.loader(run.store.split["train"], timed=clock.timed, **options)
+    load = stepper.load or run.task.load
+    loader = run.loader(run.store.split["train"], timed=clock.timed, load=load)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
     for batch in loader:
         clock.add("stall", waiting, time.perf_counter())
         if batch.began is not None:
-            clock.lap("transfer", batch.began, batch.ready)
+            clock.events.append(("transfer", batch.began, batch.ready))
         stepper.step(batch, clock)
         count += len(batch.y)
         if batch.last:
@@ -147,83 +144,6 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     if ranks.world > 1 and stepper.parallel:
         figures["exchange"] = ranks.exchange(stepper.parallel) * (done - first)
     return done, stop.answer, figures, clock.laps
-
-
-def worker(ranks, args, path):
-    """One rank's whole work -> exit code; what is wrong with the input is said in one sentence."""
-    try:
-        return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
-    except (StoreError, DamagedGraph, NotFinite) as error:
-        if not ranks.leads:
-            # rank 0 speaks for all and ends them; a rank that fails alone is still here and speaks
-            time.sleep(1)
-        hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
-        print(f"train.py: {error}{hint}", file=sys.stderr)
-        return 1 if isinstance(error, NotFinite) else 2
-
-
-def train_many(ranks, args, path):
-    """--runs with seeds one after the other, each with its own split where the data set has none or several -> exit
-    code."""
-    exact = []
-    for turn in range(args.runs):
-        seed = args.seed + turn
-        changed = {"seed": seed, "turn": turn, "run": f"{args.run}-seed{seed}"}
-        changed["tensorboard"] = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        code, scores, title = train(ranks, argparse.Namespace(**{**vars(args), **changed}), path)
-        if code:
-            return code
-        exact.append(scores)
-        path = None  # of the next seed
-    columns = {
-        name: [scores[name] for scores in exact] for name in exact[0] if exact[0][name] is not None
-    }
-    mean = {name: statistics.mean(values) for name, values in columns.items()}
-    std = {name: statistics.stdev(values) for name, values in columns.items()}
-    line = "  ".join(f"{name} {100 * mean[name]:.2f} +- {100 * std[name]:.2f}%" for name in mean)
-    report = Report(ranks, argparse.Namespace(**{**vars(args), "tensorboard": None}))
-    report.tell(
-        f"exact {title} over {args.runs} seeds  {line}",
-        {"runs": args.runs, "mean": mean, "std": std},
-    )
-    return 0
-
-
-def train(ranks, args, path):
-    """Open, train, evaluate -> (exit code, exact score of each split, what it is; None where the run was stopped)."""
-    announce(ranks, args)
-    state, file = common_state(ranks, args)
-    run = open_run(ranks, args, path, state, file)
-    args, model = run.args, run.model
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True
-    )
-    best = {"score": -1.0, "epoch": 0, "model": None}  # of --weights best
-    start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
-    del state
-    if args.weights == "last":
-        best["model"] = None
-    graphs, said = None, ""
-    if run.task.static_steps and args.trains and start < args.epochs:
-        graphs, said = step_graph.build(run, optimizer)
-    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
-    if ranks.leads:
-        describe(run, file, start, first)
-    if ranks.leads and said:
-        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
-    report = Report(ranks, args)
-    with ddp.StopSignal(ranks) as stop:
-        code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
-    if code:
-        return code, None, None
-    ranks.check_equal(model)
-    if best["model"]:
-        model.load_state_dict(best["model"])
-        report.best(best)
-    with finite_scores(run, "after the last epoch"):
-        exact = run.task.finish(run, report)
-    ranks.barrier()
-    return 2 if report.failed & {"profile", "timeline"} else 0, exact, run.task.title
 
 
 def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
@@ -261,7 +181,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             report.stopped(epoch + 1, step)
             ranks.barrier()
             return stop.exit_code
-        share_buffers(ranks, model)
+        for buffer in model.buffers() if ranks.world > 1 else ():  # the statistics of batch norm
+            torch.distributed.broadcast(buffer, 0)
         with finite_scores(run, at):
             valid, watched = run.task.validate(run)
         rest = {"lr": rate, **valid, "peak_bytes": peak_memory(ranks)}
@@ -280,16 +201,97 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
 
 def learning_rate(args, epoch):
     """The rate of an epoch, counted from 0; the cosine falls from --lr to 0 over all of --epochs."""
-    return args.lr * (
-        (1 + math.cos(math.pi * epoch / args.epochs)) / 2 if args.lr_schedule == "cosine" else 1.0
+    falls = args.lr_schedule == "cosine"
+    return args.lr * ((1 + math.cos(math.pi * epoch / args.epochs)) / 2 if falls else 1.0)
+
+
+def prepare(args):
+    """The store directory of --dataset, built on first use."""
+    names = "seed", "backend", "symmetrize", "drop_duplicates"
+    options = {name: getattr(args, name) for name in names}
+    return datasets.prepare(args.dataset, args.root, **options)
+
+
+def prepared(ranks, args):
+    """What one rank of each machine prepares; the others wait for it."""
+    with ranks.patience():
+        path = prepare(args) if ranks.local_rank == 0 else None
+    return path or prepare(args)
+
+
+def train(ranks, args, path):
+    """Open, train, evaluate -> (exit code, exact score of each split, what it is; None where the run was stopped)."""
+    announce(ranks, args)
+    state, file, args = common_state(ranks, args)
+    fits = {"fits": partial(check_graph, state, file)} if state else {}
+    run = open_run(ranks, args, path or prepared(ranks, args), **fits)
+    args, model = run.args, run.model
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True
     )
+    best = {"score": -1.0, "epoch": 0, "model": None}  # of --weights best
+    start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
+    del state, fits
+    best["model"] = best["model"] if args.weights == "best" else None
+    static = run.task.static_steps and args.trains and start < args.epochs
+    graphs, said = step_graph.build(run, optimizer) if static else (None, "")
+    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
+    if ranks.leads:
+        describe(run, file, start, first)
+    if ranks.leads and said:
+        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
+    report = Report(ranks, args)
+    with ddp.StopSignal(ranks) as stop:
+        code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
+    if code:
+        return code, None, None
+    ranks.check_equal(model)
+    if best["model"]:
+        model.load_state_dict(best["model"])
+        if ranks.leads:
+            score = run.task.score_text(best["score"])
+            print(f"best    weights of epoch {best['epoch']}: valid {score}")
+    with finite_scores(run, "after the last epoch"):
+        exact = run.task.finish(run, report)
+    ranks.barrier()
+    return 2 if report.failed & {"profile", "timeline"} else 0, exact, run.task.title
 
 
-def share_buffers(ranks, model):
-    """Give every rank the running statistics of rank 0's batch norm."""
-    if ranks.world > 1:
-        for buffer in model.buffers():
-            torch.distributed.broadcast(buffer, 0)
+def train_many(ranks, args, path):
+    """--runs with seeds one after the other, each with its own split where the data set has none or several -> exit
+    code."""
+    exact = []
+    for turn in range(args.runs):
+        seed = args.seed + turn
+        board = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
+        name = f"{args.run}-seed{seed}"
+        own = flags.changed(args, seed=seed, turn=turn, run=name, tensorboard=board)
+        code, scores, title = train(ranks, own, path)
+        if code:
+            return code
+        exact.append({name: score for name, score in scores.items() if score is not None})
+        path = None  # of the next seed
+    columns = {name: [scores[name] for scores in exact] for name in exact[0]}
+    mean = {name: statistics.mean(values) for name, values in columns.items()}
+    std = {name: statistics.stdev(values) for name, values in columns.items()}
+    line = "  ".join(f"{name} {100 * mean[name]:.2f} +- {100 * std[name]:.2f}%" for name in mean)
+    figures = {"runs": args.runs, "mean": mean, "std": std}
+    report = Report(ranks, flags.changed(args, tensorboard=None))
+    report.tell(f"exact {title} over {args.runs} seeds  {line}", figures)
+    return 0
+
+
+def worker(ranks, args, path):
+    """One rank's whole work -> exit code; what is wrong with the input is said in one sentence."""
+    try:
+        return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
+    except (StoreError, DamagedGraph, NotFinite) as error:
+        if not ranks.leads:
+            # rank 0 speaks for all and ends them; a rank that fails alone is still here and speaks
+            time.sleep(1)
+        hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
+        print(f"train.py: {error}{hint}", file=sys.stderr)
+        return 1 if isinstance(error, NotFinite) else 2
 
 
 def parse_args(argv):
@@ -308,8 +310,7 @@ def main(argv=None):
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # whoever read the output is gone, `head` say; the interpreter flushes it once more
+    except BrokenPipeError:  # of `| head`, say; the interpreter flushes once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0

@@ -48,9 +48,9 @@ def dgl_inference(net, indptr, indices, x):
     """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net` ->
     function of the number of nodes taken at a time -> logits [V, C]."""
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
-    if isinstance(net.layers[0], model.GATv2Conv):
-        indptr, indices, _ = model.with_self_loops(indptr, indices)
     graph = dgl_graph(indptr, indices.long())
+    if isinstance(net.layers[0], model.GATv2Conv):
+        graph = import_dgl().add_self_loop(graph)
 
     @torch.no_grad()
     def infer(batch_size):

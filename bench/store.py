@@ -12,10 +12,10 @@ import torch
 
 from bench.store_train import AHEAD, print_training, train_each
 from bench.tools import alone, chosen_parts, forget_pages, interleave, medians, print_table, watch
-from disk.files import StoreError, map_npy
+from disk.files import Rows, StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.reader import open_rows
-from disk.sort import Rows, ahead
+from features import prefetch
 from native import build
 from sampler import NeighborSampler
 from sources import prepare
@@ -134,13 +134,14 @@ def build_papers(path, p):
     shapes = (p["classes"], 1, p["features"]), (p["classes"], 64, p["features"])
     table = sum(random.standard_normal(shape, np.float32) for shape in shapes).astype(np.float16)
 
-    def rows(first):
+    def rows(first, _):
         own = np.random.Generator(np.random.SFC64([6, first]))
         of_class = labels[first : first + (1 << 15)]
         return table[of_class, own.integers(0, 64, len(of_class))]
 
     edges = RandomEdges(V, p["edges"])
-    features = Rows([V, p["features"]], np.float16, ahead(rows, V, 1 << 15))
+    chunks = prefetch(rows, range(0, V, 1 << 15), depth=4, threads=4)
+    features = Rows([V, p["features"]], np.float16, chunks)
     split = {"train": np.sort(random.choice(V, p["train"], replace=False))}
     nodes = {"features": features, "labels": labels, "num_classes": p["classes"], "split": split}
     nodes |= {"source": "random, as ogbn-papers100M", "progress": True}

@@ -21,6 +21,7 @@ import itertools
 import mmap
 import os
 import threading
+import types
 from collections import deque
 from contextlib import closing, contextmanager
 
@@ -36,9 +37,6 @@ RAMP = 2
 TOUCHES = 2
 ROOM = 15 / 16  # of the memory that is free, for pages: the rest is left to others
 AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
-LAG = (
-    8  # batches after which the pages that one gives up are dropped: its rows are gathered by then
-)
 
 _ANY, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SIGNATURES = {
@@ -84,18 +82,16 @@ class KeptPages:
         """Decide on the oldest batch expected -> (pages to read for it, pages to drop once it is gathered), ascending."""
         if library().pages_plan(self.state):
             raise StoreError("no memory to plan what the page cache keeps")
-        return self._planned(True), self._planned(False)
-
-    def _planned(self, missing):
-        pages = torch.empty(library().pages_planned(self.state, missing, None), dtype=torch.int64)
-        library().pages_planned(self.state, missing, pages.data_ptr())
-        return pages.sort().values
+        planned, lists = library().pages_planned, []
+        for missing in (True, False):
+            lists.append(torch.empty(planned(self.state, missing, None), dtype=torch.int64))
+            planned(self.state, missing, lists[-1].data_ptr())
+        return tuple(pages.sort().values for pages in lists)
 
     def advise(self, pages, wanted):
         """Have the kernel begin to read pages (wanted) or drop them; asynchronous unless the device queue is full."""
-        library().pages_advise(
-            self.reader.file, pages.data_ptr(), len(pages), mmap.PAGESIZE, wanted
-        )
+        pages = pages.data_ptr(), len(pages), mmap.PAGESIZE
+        library().pages_advise(self.reader.file, *pages, wanted)
 
     def forget(self):
         """No batch is expected any more."""
@@ -114,26 +110,14 @@ def _pages_of(reader):
 def read_in_order(reader, first, end, ended):
     """Have the kernel read pages first .. end of a file until `ended` is set: a disk gives a file in order many times as
     fast as its pages at random."""
-    for at in range(first * mmap.PAGESIZE, end * mmap.PAGESIZE, AHEAD):
+    end *= mmap.PAGESIZE
+    for at in range(first * mmap.PAGESIZE, end, AHEAD):
         if ended.is_set():
             break
-        os.posix_fadvise(
-            reader.file, at, min(AHEAD, end * mmap.PAGESIZE - at), os.POSIX_FADV_WILLNEED
-        )
+        os.posix_fadvise(reader.file, at, min(AHEAD, end - at), os.POSIX_FADV_WILLNEED)
 
 
-class _OnDisk:
-    """Rows by a RowReader, as features."""
-
-    def __init__(self, reader, shape, dtype):
-        self.reader, self.shape, self.dtype = reader, shape, dtype
-
-    def gather(self, ids, out=None):
-        out = torch.empty(len(ids), self.shape[1], dtype=self.dtype) if out is None else out
-        return self.reader.read(ids, out)
-
-
-class LookaheadCache:
+class LookaheadCache(CachedFeatures):
     """Features on disk behind `budget` bytes of host memory, in which the hottest rows are kept, and behind the page
     cache, in which the pages used soonest are kept.
 
@@ -155,33 +139,29 @@ class LookaheadCache:
     """
 
     def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
-        self.shape, self.dtype = tuple(features.shape), features.dtype
-        self.reader = features.reader()
-        if library() is None or self.reader is None:
+        shape, dtype, reader = tuple(features.shape), features.dtype, features.reader()
+        if library() is None or reader is None:
             raise StoreError("a cache that looks ahead needs Linux and a C compiler")
-        self.budget, self.lookahead, self.room = budget, lookahead, 0
-        if features.stays() and not self.reader.direct:
-            table = self.shape[0] * self.reader.row_bytes
-            self.room = min(max(0, int(ROOM * features.room())), table)
-        hot = torch.zeros(self.shape[0]) if hot is None else hot
-        self.rows = CachedFeatures(_OnDisk(self.reader, self.shape, self.dtype), hot, budget)
+        self.reader, self.budget, self.lookahead, self.room = reader, budget, lookahead, 0
+        if features.stays() and not reader.direct:
+            self.room = min(max(0, int(ROOM * features.room())), shape[0] * reader.row_bytes)
+
+        def gather(ids, out):
+            return reader.read(ids, torch.empty(len(ids), shape[1], dtype=dtype))
+
+        table = types.SimpleNamespace(shape=shape, dtype=dtype, gather=gather)
+        super().__init__(table, torch.zeros(shape[0]) if hot is None else hot, budget)
         # the page cache need not keep what lies here now
-        os.posix_fadvise(self.reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.batches, self.share = batches, share
         self.pages = None  # made when the first batch tells how large a window is
         self.started, self.ended = False, threading.Event()
         self.given_up = deque()  # (number of a batch, pages to drop once it was gathered)
         self.planned = self.gathered = 0  # batches
 
-    @property
-    def hit_rate(self):
-        """Share of the rows asked for that were in the cache."""
-        return self.rows.hit_rate
-
     def counts(self):
         """Counts since the start: rows asked for and hit; bytes read from the disk or the page cache."""
-        rows, hits = self.rows.lookups, self.rows.hits
-        return {"rows": rows, "hits": hits, "bytes_read": self.reader.bytes_read}
+        return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read}
 
     @contextmanager
     def looking_ahead(self, batches):
@@ -263,12 +243,11 @@ class LookaheadCache:
 
     def gather(self, ids, out=None):
         """Copy rows ids [n] -> [n, F], `out` if that is given; StoreError where the disk fails."""
-        out, rows = gather_target(self, ids, out), self.rows
-        position = rows.position[ids]
+        out, position = gather_target(self, ids, out), self.position[ids]
         hits, misses = (found.nonzero().squeeze(1) for found in (position >= 0, position < 0))
-        out.index_copy_(0, hits, rows.cache.index_select(0, position[hits]))
+        out.index_copy_(0, hits, self.cache.index_select(0, position[hits]))
         self.reader.read(ids[misses], out, misses)
-        with rows.lock:
-            rows.hits, rows.lookups = rows.hits + len(hits), rows.lookups + len(ids)
+        with self.lock:
+            self.hits, self.lookups = self.hits + len(hits), self.lookups + len(ids)
             self.gathered += 1
         return out

@@ -11,9 +11,7 @@
     node_time      int64 [V]      the time at which a node is classified
     node_names     nodes.txt      what a node was called where the graph comes from: node i in line i + 1
 
-Who sorts, mirrors or drops edges moves these rows along, a piece at a time: see `csc.sorted_edges`.
-
-Letters: V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, disk/sort.py and torch.
+V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
 """
 
 from __future__ import annotations
@@ -23,21 +21,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from disk.sort import Rows
-from disk.files import (
-    DTYPES,
-    ROW_BYTES,
-    StoreError,
-    array_like,
-    as_numpy,
-    check_finite,
-    map_npy,
-    row_dtype,
-    storage_dtype,
-    whole_numbers,
-    write_lines,
-    write_npy,
-)
+from disk import files
+from disk.files import StoreError, integers, reading, refuse
 
 # arrays, each in a file NAME.npy
 COLUMNS = ("edge_weight", "edge_time", "edge_features", "node_time")
@@ -67,73 +52,60 @@ def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
             _check_names(values, num_nodes)
             checked[name] = values
             continue
-        values, count = array_like(name, values), num_nodes if name == "node_time" else num_edges
-        shape = tuple(values.shape)
+        values, of = files.array_like(name, values), name.partition("_")[0]
+        shape, count = tuple(values.shape), num_nodes if of == "node" else num_edges
+        most, width = (2, ", D") if name == "edge_features" else (1, "")
         if (
-            isinstance(values, Rows)
+            isinstance(values, files.Rows)
             or shape[:1] != (count,)
-            or len(shape) > 1 + (name == "edge_features")
+            or len(shape) > most
             or 0 in shape[1:]
         ):
-            what, wanted = ("node", f"[{count}]") if name == "node_time" else ("edge", f"[{count}]")
-            wanted = f"[{count}, D]" if name == "edge_features" else wanted
             raise StoreError(
-                f"{name} is a {type(values).__name__} {list(shape)}: an array {wanted} is needed, a row for "
-                f"each {what} that is given"
+                f"{name} is a {type(values).__name__} {list(shape)}: an array [{count}{width}] is needed, a row "
+                f"for each {of} that is given"
             )
         if name in ("edge_time", "node_time"):
-            checked[name] = whole_numbers(name, values)
+            checked[name] = _whole_numbers(name, values)
             continue
         if name == "edge_features":
             values = values.reshape(-1, 1) if len(shape) == 1 else values
-            widths = {"edge_dim": int(values.shape[1]), "edge_dtype": row_dtype(name, values)}
-        for first, chunk in _pieces(values):
-            (_check_weights if name == "edge_weight" else check_finite)(name, chunk, first)
-        checked[name] = (
-            as_numpy(values.detach().cpu())
-            if isinstance(values, torch.Tensor)
-            else np.asarray(values)
-        )
+            widths = {"edge_dim": int(values.shape[1]), "edge_dtype": files.row_dtype(name, values)}
+        _check_values(name, values)
+        is_tensor = isinstance(values, torch.Tensor)
+        checked[name] = files.as_numpy(values.detach().cpu()) if is_tensor else np.asarray(values)
     return checked, widths
 
 
-def _pieces(values) -> Iterator[tuple[int, torch.Tensor]]:
-    """(number of the first row, rows as a tensor), some rows at a time."""
-    step = _step(values)
-    for a in range(0, values.shape[0], step):
-        chunk = values[a : a + step]
-        if not isinstance(chunk, torch.Tensor):
-            chunk = torch.from_numpy(
-                np.require(chunk, np.asarray(chunk).dtype.newbyteorder("="), "CW")
-            )
-        yield a, chunk
+def _check_values(name, values):
+    """Look at every weight, or every feature, of edges."""
+    for first, chunk in files.chunked(name, values):
+        check = _check_weights if name == "edge_weight" else files.check_finite
+        check(name, files.as_rows(name, chunk), first)
 
 
-def _step(values) -> int:
-    """How many rows to handle at a time."""
-    return max(1, ROW_BYTES // (8 * max(1, int(np.prod(values.shape[1:])))))
+def _whole_numbers(name, values) -> np.ndarray:
+    """`values` [n] as int64; they may be floats that are whole."""
+    values = np.asarray(values)
+    if values.dtype.kind != "f":
+        return integers(name, values)
+    bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
+    refuse(bad, name, values, "whole numbers are needed; of finer times give a multiple")
+    return values.astype(np.int64)
 
 
 def _check_weights(name, chunk, first):
     if chunk.is_complex():
-        raise StoreError(
-            f"{name} has dtype {str(chunk.dtype).removeprefix('torch.')}: real numbers are needed"
-        )
-    bad = (~(torch.isfinite(chunk.float()) & (chunk >= 0))).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        raise StoreError(
-            f"{name}[{first + row}] is {chunk[row].item()}: a weight says how likely an edge is drawn, so it "
-            "is finite and not negative; other numbers can be edge_features"
-        )
+        raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
+    bad = ~(torch.isfinite(chunk.float()) & (chunk >= 0))
+    why = "a weight says how likely an edge is drawn, so it is finite and not negative"
+    refuse(bad, name, chunk, why, first)
 
 
 def _check_names(names, num_nodes):
     """Raise StoreError unless there are V different names, each of one line."""
     if len(names) != num_nodes:
-        raise StoreError(
-            f"node_names has {len(names)} names: {num_nodes} are needed, one for each row of features"
-        )
+        raise StoreError(f"node_names has {len(names)} names: {num_nodes} are needed, one a node")
     seen = set()
     for node, name in enumerate(map(str, names)):
         if name in seen:
@@ -150,48 +122,56 @@ def write_columns(path, columns, rows=None) -> dict:
         columns: as `check_columns` returns them.
         rows: int64 [M'], which edge of the input each stored edge is; None where the edges are stored as they came.
     """
-    files = {}
+    records = {}
     for name, array in columns.items():
         if name == "node_names":
-            files[NAMES] = write_lines(path / NAMES, array)
+            (path / NAMES).write_bytes("".join(f"{line}\n" for line in array).encode())
+            records[NAMES] = files.file_record(
+                path / NAMES, "str", [len(array)], files.sha256_of(path / NAMES)
+            )
             continue
-        picked = None if name == "node_time" else rows
-        dtype = {
-            "edge_weight": "float32",
-            "edge_features": storage_dtype(_uint8_for_bool(array.dtype)),
-        }.get(name, "int64")
-        shape, step = (
-            [len(array) if picked is None else len(picked), *array.shape[1:]],
-            _step(array),
+        picked = slice(None) if name in OF_NODES or rows is None else rows
+        dtype = {"edge_weight": "float32", "edge_features": array.dtype}.get(name, "int64")
+        dtype = "uint8" if name == "edge_features" and array.dtype.kind == "b" else dtype
+        count, step = (
+            len(array) if isinstance(picked, slice) else len(picked),
+            files.chunk_rows(array),
         )
-        cuts = [slice(a, a + step) for a in range(0, shape[0], step)]
-        chunks = (array[cut if picked is None else picked[cut]] for cut in cuts)
-        files[f"{name}.npy"] = write_npy(path / f"{name}.npy", dtype, shape, chunks)
-    return files
-
-
-def _uint8_for_bool(dtype):
-    return np.dtype("uint8") if dtype == bool else dtype
+        cuts = [slice(a, a + step) for a in range(0, count, step)]
+        chunks = (array[cut if isinstance(picked, slice) else picked[cut]] for cut in cuts)
+        shape = [count, *array.shape[1:]]
+        records[f"{name}.npy"] = files.write_npy(
+            path / f"{name}.npy", files.storage_dtype(dtype), shape, chunks
+        )
+    return records
 
 
 def map_columns(path, meta) -> dict:
     """{name: tensor, or None where there is none} of the arrays in COLUMNS."""
-    expected = {
-        "edge_weight": ("float32", [meta["num_edges"]]),
-        "edge_time": ("int64", [meta["num_edges"]]),
-        "node_time": ("int64", [meta["num_nodes"]]),
-    }
-    dtype = meta.get("edge_dtype", "float32")
-    if dtype not in DTYPES:
+    M, V, dtype = meta["num_edges"], meta["num_nodes"], meta.get("edge_dtype", "float32")
+    if dtype not in files.DTYPES:
         raise StoreError(f"{path}: meta.json has edge_dtype = {dtype!r:.200}; rebuild the store")
-    expected["edge_features"] = storage_dtype(dtype), [meta["num_edges"], meta.get("edge_dim")]
+    features = files.storage_dtype(dtype), [M, meta.get("edge_dim")]
+    kinds = dict(zip(COLUMNS, (("float32", [M]), ("int64", [M]), features, ("int64", [V]))))
     found = dict.fromkeys(COLUMNS)
-    for name in COLUMNS:
+    for name, kind in kinds.items():
         if record := meta["files"].get(f"{name}.npy"):
-            found[name] = map_npy(path, f"{name}.npy", record, *expected[name])
+            found[name] = files.map_npy(path, f"{name}.npy", record, *kind)
     if found["edge_features"] is not None:
         found["edge_features"] = found["edge_features"].view(getattr(torch, dtype))
     return found
+
+
+def read_names(path, records) -> list[str] | None:
+    """The names of nodes in a store, or None; StoreError where the file holds something else."""
+    if NAMES not in records:
+        return None
+    file, count = files.check_size(path, NAMES, records[NAMES]), records[NAMES]["shape"][0]
+    with reading(file, "; rebuild the store"):
+        lines = file.read_bytes().decode().split("\n")
+        if lines.pop() or len(lines) != count:
+            raise ValueError(f"it does not have {count:,} whole lines")
+    return lines
 
 
 def out_of_order(indptr, times) -> int | None:
@@ -200,7 +180,7 @@ def out_of_order(indptr, times) -> int | None:
     Args:
         indptr: int64 [V+1], times: int64 [M], numpy arrays.
     """
-    step = ROW_BYTES // 8
+    step = files.chunk_rows(times)
     for a in range(0, max(len(times) - 1, 0), step):
         chunk = times[a : a + step + 1]
         falls = np.flatnonzero(chunk[1:] < chunk[:-1]) + a + 1
@@ -213,11 +193,10 @@ def out_of_order(indptr, times) -> int | None:
 
 def column_problems(graph) -> Iterator[str]:
     """Sentences about what is wrong with the columns of an open store whose indptr is in order."""
-    for name, check in (("edge_weight", _check_weights), ("edge_features", check_finite)):
-        values = getattr(graph, name)
+    for name in ("edge_weight", "edge_features"):
         try:
-            for first, chunk in () if values is None else _pieces(values):
-                check(name, chunk, first)
+            if (values := getattr(graph, name)) is not None:
+                _check_values(name, values)
         except StoreError as error:
             yield f"{name}.npy: {error}"
     if graph.edge_time is not None:

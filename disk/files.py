@@ -6,9 +6,9 @@
     labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: its old content or its new one is there
 
-Every array is a plain .npy file of format 1.0 with one spelling of its header; meta.json holds the size and the SHA-256
-of every file that never changes, and a checksum of itself. Whoever opens a directory checks sizes and heads, which is
-safe on any bytes; whoever verifies it reads everything. This file needs torch, numpy and tqdm.
+Every array is a plain .npy file of format 1.0; meta.json holds the size and the SHA-256 of every file that never
+changes, and a checksum of itself. Opening a directory checks sizes and heads, which is safe on any bytes; verifying it
+reads everything. This file needs torch, numpy and tqdm.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import mmap
 import os
 import re
@@ -27,11 +28,14 @@ import shutil
 import stat
 import struct
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
@@ -44,6 +48,8 @@ FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
     "ringblock-graphs": "many small graphs: open it as GraphDataset (train.py --task graph)",
 }
+IRREGULAR = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}  # by stat.filemode
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):
@@ -53,9 +59,7 @@ class StoreError(ValueError):
     """
 
     def __str__(self):
-        return "".join(
-            letter if letter.isprintable() else ascii(letter)[1:-1] for letter in super().__str__()
-        )
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 @contextlib.contextmanager
@@ -86,28 +90,21 @@ def complete_or_not_there(path, need):
     refuse_existing(path)
     try:
         with scratch_folder(path) as building:
-            try:
-                if need > shutil.disk_usage(path.parent).free:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                yield building
-                for file in [*building.iterdir(), building]:
-                    sync(file)
-                os.rename(building, path)
-                sync(path.parent)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                shutil.rmtree(building, ignore_errors=True)
-                free = shutil.disk_usage(path.parent).free
-                raise StoreError(
-                    f"no room for {path} on its disk: it takes about {readable_size(need)} and "
-                    f"{readable_size(free)} are free; free some or build it elsewhere"
-                ) from error
+            if need > shutil.disk_usage(path.parent).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield building
+            for file in [*building.iterdir(), building]:
+                sync(file)
+            os.rename(building, path)
+            sync(path.parent)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and os.path.lexists(path):
+        if error.errno in FULL:
+            above = next(folder for folder in path.absolute().parents if folder.exists())
+            free = readable_size(shutil.disk_usage(above).free)
             raise StoreError(
-                f"{path} exists already: another process completed it first"
+                f"no room for {path} on its disk: it takes about {readable_size(need)} and {free} are free"
             ) from error
+        refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
 
 
@@ -124,60 +121,78 @@ def check_name(path):
     """Raise StoreError for a path too long for what is written beside it and renamed to it."""
     path = Path(path)
     for what, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
-        if len(os.fsencode(text)) > most:
-            raise StoreError(
-                f"{str(text)[:20]}... is a {what} of {len(os.fsencode(text)):,} bytes: {most:,} are possible"
-            )
+        if (size := len(os.fsencode(text))) > most:
+            raise StoreError(f"{str(text)[:20]}... is a {what} of {size:,} bytes: at most {most:,}")
 
 
 @contextlib.contextmanager
 def scratch_folder(path):
-    """A hidden folder beside `path`, made with the folders above it, and gone at the end unless it was renamed.
-
-    It is locked for as long as its process lives, in whatever container that is. What dead builds of the same target
-    left is what is not locked; it is removed here.
-    """
+    """A hidden folder beside `path`, made with the folders above it, and gone at the end unless it was renamed."""
     above = [folder for folder in path.absolute().parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in reversed(above):
         sync(folder.parent)
-    for entry in path.parent.iterdir():
-        if entry.name.startswith(f"{_hidden(path)}building."):
-            _remove_unless_locked(entry, os.O_DIRECTORY, shutil.rmtree)
-    while True:
-        folder = path.with_name(f"{_hidden(path)}building.{secrets.token_hex(6)}")
-        folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
-        with contextlib.suppress(
-            OSError
-        ):  # some network file systems have no locks, and then nothing is taken for dead
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():  # not taken for dead before it was locked
-            break
-        os.close(lock)
     try:
-        yield folder
+        with _part_beside(path, folder=True) as (folder, _):
+            yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
         for folder in above:
             with contextlib.suppress(OSError):  # what was built is in it
                 folder.rmdir()
 
 
-def _remove_unless_locked(entry, flags, remove):
-    """Remove a file or folder whose writer no longer lives: whoever writes holds a lock on it."""
-    with contextlib.suppress(OSError):
-        lock = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | flags)
+@contextlib.contextmanager
+def _part_beside(path, folder=False):
+    """A hidden file (or folder) beside `path` under an unpredictable name, gone at the end unless it was renamed ->
+    (its path, its descriptor).
+
+    It is locked for as long as its process lives, in whatever container that is; what is not locked was left by a
+    writer of `path` that was killed, and is removed here.
+    """
+    start = os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
+    name = re.compile(re.escape(start) + r"[0-9a-f]{16}\.part")
+    with contextlib.suppress(OSError):  # a folder that may be written to but not listed
+        for left in filter(lambda entry: name.fullmatch(entry.name), list(path.parent.iterdir())):
+            with contextlib.suppress(OSError), _locked(left, os.O_RDONLY, fcntl.LOCK_NB):
+                _remove(left)
+    make = os.O_RDONLY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    while True:
+        part = path.with_name(f"{start}{secrets.token_hex(8)}.part")
+        if folder:
+            part.mkdir()
+        with _locked(part, make) as handle:
+            if part.exists():  # not taken for a leftover before it was locked
+                try:
+                    yield part, handle
+                finally:
+                    _remove(part)
+                return
+
+
+@contextlib.contextmanager
+def _locked(path, flags, at_once=0):
+    """The descriptor of a file or folder with a lock on it; OSError where at_once is LOCK_NB and another has it."""
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(entry)
-        finally:
-            os.close(lock)
+            fcntl.flock(handle, fcntl.LOCK_EX | at_once)
+        except OSError:  # some network file systems have no locks: nothing is taken for a leftover
+            if at_once:
+                raise
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _remove(path):
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path):
-    """Have a file or a directory on the disk before anything that comes after."""
+    """fsync a file or a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -188,9 +203,7 @@ def sync(path):
 def write_whole(path, write):
     """Write one file so that its old content or its new one is there, never a part of it.
 
-    The bytes go into a file beside it with an unpredictable name, which is synced and renamed to `path`. A device or a
-    pipe cannot be replaced: it is written to in place. A symbolic link of this user is followed, one of another user is
-    refused. What writers of this path left when they were killed is removed.
+    A device or a pipe is written to in place; a symbolic link of this user is followed, one of another user is refused.
 
     Args:
         path: the file. Its folder has to exist.
@@ -199,7 +212,7 @@ def write_whole(path, write):
     Raises:
         StoreError: for a full disk and whatever else the system objects to. What was at `path` stays.
     """
-    path, part = Path(path), None
+    path = Path(path)
     try:
         if path.exists() and not path.is_file():
             content = io.BytesIO()
@@ -211,50 +224,18 @@ def write_whole(path, write):
             if path.lstat().st_uid not in (0, os.geteuid()):
                 raise PermissionError(errno.EPERM, "it is a symbolic link of another user")
             path = Path(os.path.realpath(path))
-        with contextlib.suppress(OSError):  # a folder that may be written to but not listed
-            _remove_parts(path)
-        part, handle = _locked_part(path)
-        with open(handle, "wb") as file:
+        with _part_beside(path) as (part, handle), open(handle, "wb", closefd=False) as file:
             if path.exists():
                 os.fchmod(handle, stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
             os.fsync(handle)
             os.replace(part, path)
-        part = None
         with contextlib.suppress(OSError):
             sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise StoreError(
-            f"{path} could not be written: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    finally:
-        if part:
-            part.unlink(missing_ok=True)
-
-
-def _locked_part(path):
-    """A file beside `path` under a name drawn at random, locked as long as it is open -> (its path, its descriptor)."""
-    while True:
-        part = path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}.part")
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return part, handle
-        os.close(handle)  # another writer took it for a leftover before the lock was there
-
-
-def _remove_parts(path):
-    """Remove what writers of `path` left when they were killed: parts that nobody holds a lock on."""
-    name = re.compile(re.escape(_hidden(path)) + r"[0-9a-f]{16}\.part")
-    for entry in filter(lambda entry: name.fullmatch(entry.name), os.scandir(path.parent)):
-        _remove_unless_locked(entry, os.O_NONBLOCK, os.unlink)
-
-
-def _hidden(path) -> str:
-    """How the names of files and folders begin that are written beside `path`."""
-    return os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
+        said = getattr(error, "strerror", None) or error
+        raise StoreError(f"{path} could not be written: {said}") from error
 
 
 def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
@@ -277,28 +258,6 @@ def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
     return file_record(path, dtype, shape, digest)
 
 
-def write_lines(path, lines) -> dict:
-    """Write strings as UTF-8, one a line, none of which has a line's end in it; returns the record for meta.json."""
-    digest, count = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for line in lines:
-            data = f"{line}\n".encode()
-            file.write(data)
-            digest.update(data)
-            count += 1
-    return file_record(path, "str", [count], digest)
-
-
-def read_lines(path, name, record) -> list[str]:
-    """The strings that `write_lines` wrote; StoreError where the file holds something else."""
-    file = check_size(path, name, record)
-    with reading(file, "; rebuild the store"):
-        lines = file.read_bytes().decode().split("\n")
-        if lines.pop() or len(lines) != record["shape"][0]:
-            raise ValueError(f"it does not have {record['shape'][0]:,} whole lines")
-    return lines
-
-
 def file_record(path, dtype, shape, digest) -> dict:
     """What meta.json says of a file: dtype ("str": a text of shape[0] lines), shape, bytes and digest."""
     size, sha256 = path.stat().st_size, digest.hexdigest()
@@ -306,14 +265,10 @@ def file_record(path, dtype, shape, digest) -> dict:
 
 
 def npy_header(dtype, shape, head=HEAD) -> bytes:
-    """The `head` bytes in front of the data of a .npy file of format 1.0: one spelling, so that it can be compared."""
-    shape = tuple(int(n) for n in shape)
-    text = repr(
-        {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
-    )
-    return (
-        b"\x93NUMPY\x01\x00" + struct.pack("<H", head - 10) + text.encode().ljust(head - 11) + b"\n"
-    )
+    """The `head` bytes in front of the data of a .npy file of format 1.0."""
+    shape, descr = tuple(int(n) for n in shape), np.dtype(dtype).newbyteorder("<").str
+    text = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", head - 10) + text.ljust(head - 11) + b"\n"
 
 
 def sha256_of(path):
@@ -359,53 +314,46 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
     refuse_irregular(path)
     with reading(file, "; rebuild the store"):
         if file.stat().st_size > 1 << 24:
-            raise StoreError(f"{file} is larger than any meta.json; rebuild the store")
+            raise ValueError("it is larger than any meta.json")
         data = file.read_bytes()
         meta = json.loads(data)
         if meta["format"] not in FORMATS:
             raise ValueError(f"its format is none of {', '.join(FORMATS)}")
-    if form and meta["format"] != form:
-        raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
-    if meta.get("format_version") not in READABLE:
-        raise StoreError(
-            f"{path}: store format {meta.get('format_version')!r:.200}; this code reads "
-            f"{' and '.join(map(str, READABLE))}; rebuild it"
-        )
-    for name, allowed in dict(spec).items():
-        value, kind = meta.get(name), int if isinstance(allowed, range) else str
-        if type(value) is not kind or value not in allowed:
+        if form and meta["format"] != form:
+            raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
+        if meta.get("format_version") not in READABLE:
             raise StoreError(
-                f"{path}: meta.json has {name} = {value!r:.200}, which is no sane value; rebuild the store"
+                f"{path}: store format {meta.get('format_version')!r:.200}; this code reads "
+                f"{' and '.join(map(str, READABLE))}; rebuild it"
             )
-    files = meta.get("files")
-    if not isinstance(files, dict) or not all(_is_record(*item, names) for item in files.items()):
-        raise StoreError(f"{path}: meta.json describes no files of a store; rebuild the store")
-    if data != dump_meta(meta):
-        raise StoreError(
-            f"{path}: meta.json was altered: its checksum does not fit; rebuild the store"
-        )
+        for name, allowed in dict(spec).items():
+            value, kind = meta.get(name), int if isinstance(allowed, range) else str
+            if type(value) is not kind or value not in allowed:
+                raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
+        if not all(_is_record(*item, names) for item in meta["files"].items()):
+            raise ValueError("it describes no files of a store")
+        if data != dump_meta(meta):
+            raise ValueError("it was altered: its checksum does not fit")
     return meta
 
 
 def _is_record(name, record, names):
     """Whether meta.json may say this of a file; of an LMDB file, which changes, there may be no digest."""
-    if not isinstance(record, dict) or names and name not in names:
-        return False
     digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
-    sizes = type(record.get("bytes")) is int and type(record.get("largest", 0.0)) is float
-    return sizes and isinstance(digest, str) and bool(re.fullmatch("[0-9a-f]{64}", digest))
+    sizes = type(record["bytes"]) is int and type(record.get("largest", 0.0)) is float
+    return sizes and (not names or name in names) and bool(re.fullmatch("[0-9a-f]{64}", digest))
 
 
 def irregular(folder) -> dict[str, str]:
     """{name: what is wrong} of the entries of a store's folder that are no regular files: a link would have another
     file read or written, a pipe waits for ever. A folder among them is never opened."""
-    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     with os.scandir(folder) as entries:
         modes = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
+    kinds = {name: stat.filemode(mode)[0] for name, mode in sorted(modes.items())}
     return {
-        name: f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, and no regular file; remove it or rebuild the store"
-        for name, mode in sorted(modes.items())
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+        name: f"it is {IRREGULAR.get(kind, 'a device')}, and no regular file; remove it or rebuild the store"
+        for name, kind in kinds.items()
+        if kind not in "-d"
     }
 
 
@@ -421,7 +369,7 @@ def refuse_irregular(folder):
 
 def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
     """Map a .npy file; StoreError unless it is as long as recorded and holds an array of this dtype and shape (None:
-    any)."""
+    any). ahead: False reads what is asked for, not what lies beside it."""
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         array = np.lib.format.open_memmap(file, "r")
@@ -430,7 +378,6 @@ def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
         # a header of another length would shift what is behind it
         if not array.flags.c_contiguous or array.offset + array.nbytes != record["bytes"]:
             raise ValueError("its header is damaged")
-    # read what is asked for, not what lies beside it
     if not ahead and hasattr(mmap, "MADV_RANDOM"):
         array._mmap.madvise(mmap.MADV_RANDOM)
     with warnings.catch_warnings():
@@ -451,18 +398,10 @@ def check_size(path, name, record) -> Path:
     """Check that a file is there and as long as recorded (LMDB's may have grown) -> its path."""
     file = Path(path) / name
     with reading(file, "; rebuild the store"):
-        status = os.lstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-    if (
-        status.st_size < record["bytes"]
-        or status.st_size > record["bytes"]
-        and name[-5:] != ".lmdb"
-    ):
-        raise StoreError(
-            f"{file} is {'truncated' if status.st_size < record['bytes'] else 'too long'}: it has "
-            f"{status.st_size} bytes and should have {record['bytes']}; rebuild the store"
-        )
+        size, wanted = file.stat().st_size, record["bytes"]
+        if size < wanted or size > wanted and file.suffix != ".lmdb":
+            what = "truncated" if size < wanted else "too long"
+            raise ValueError(f"it is {what}: it has {size} bytes and should have {wanted}")
     return file
 
 
@@ -470,62 +409,14 @@ def check_in_use(store):
     """Raise StoreError where a file of an open store was cut: reading it through the map would end the process."""
     for name, record in store.meta["files"].items():
         with contextlib.suppress(OSError):  # a file that was removed lives on in the maps
-            if os.lstat(store.path / name).st_size < record["bytes"]:
-                raise StoreError(
-                    f"{store.path / name} was cut to {os.lstat(store.path / name).st_size} of "
-                    f"{record['bytes']} bytes while it was in use; rebuild the store"
-                )
-
-
-def as_numpy(rows) -> np.ndarray:
-    """A CPU tensor as a numpy array over the same memory; bfloat16, which numpy lacks, as int16."""
-    return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
+            if (size := os.lstat(store.path / name).st_size) < record["bytes"]:
+                raise StoreError(f"{store.path / name} was cut to {size} bytes while it was in use")
 
 
 def readable_size(count) -> str:
     """1234567 -> '1.23 MB'."""
     power = min(4, max(0, len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what goes into it
-
-
-def gather_target(features, ids, out, name="out") -> Tensor:
-    """`out`, or a tensor for it, after checking both it and the ids."""
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
-        what = f"{list(ids.shape)} {ids.dtype}" if hasattr(ids, "dtype") else type(ids).__name__
-        raise StoreError(f"ids is {what}: an int32 or int64 tensor [n] is needed (torch.as_tensor)")
-    if len(ids):
-        low, high = (int(n) for n in torch.aminmax(ids))
-        if low < 0 or high >= features.shape[0]:
-            raise IndexError(
-                f"node {low if low < 0 else high} is out of range: ids lie in [0, {features.shape[0]})"
-            )
-    shape = (len(ids), features.shape[1])
-    if out is None:
-        return torch.empty(shape, dtype=features.dtype)
-    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
-        what = f"{list(out.shape)} {out.dtype}" if hasattr(out, "dtype") else type(out).__name__
-        raise StoreError(f"{name} is {what}: a tensor {list(shape)} {features.dtype} is needed")
-    return out
-
-
-def check_ids(path, split, count, what="node"):
-    """Raise StoreError unless the ids in each part of a split, a tensor, lie in [0, count) and differ."""
-    for name, ids in split.items():
-        low, high = (int(n) for n in torch.aminmax(ids)) if len(ids) else (0, -1)
-        if low < 0 or high >= count:
-            bad = low if low < 0 else high
-            raise StoreError(
-                f"{path}: {name}.npy holds {what} {bad}, and {what} ids lie in [0, {count}): it is "
-                "damaged; rebuild the store"
-            )
-        if not (ids.diff() > 0).all() and len(ids.unique()) < len(ids):
-            raise StoreError(
-                f"{path}: {name}.npy holds a {what} more than once: it is damaged; rebuild the store"
-            )
 
 
 def info_lines(lines, graph) -> str:
@@ -542,11 +433,97 @@ def info_lines(lines, graph) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
 
 
+def free_host_bytes(root="/") -> int:
+    """Bytes of host memory that this process may still take: what is available, or what its cgroups leave if less."""
+    root = Path(root)
+    try:
+        free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for _, controller, path in (line.split(":", 2) for line in groups):
+        if controller not in ("", "memory"):
+            continue
+        names = ("limit_in_bytes", "usage_in_bytes") if controller else ("max", "current")
+        base = root / "sys/fs/cgroup" / controller
+        group = base / path.strip("/")
+        for folder in [folder for folder in (group, *group.parents) if folder.is_relative_to(base)]:
+            try:
+                limit, usage = (int((folder / f"memory.{n}").read_text()) for n in names)
+                lines = (folder / "memory.stat").read_text().splitlines()
+                stats = dict(line.split() for line in lines)
+                # given up on demand
+                cache = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
+                free = min(free, limit - usage + cache)
+            except (OSError, ValueError):
+                pass  # no such group here, or no limit ("max")
+    return max(free, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows and ids
+
+
+class Rows(NamedTuple):
+    """Rows that are produced once and in order, for arrays that are never in memory as a whole.
+
+    Args:
+        shape: of the whole array, rows first.
+        dtype: numpy or torch dtype of every chunk.
+        chunks: iterable of arrays [r, ...] whose row counts add up to shape[0].
+    """
+
+    shape: tuple
+    dtype: Any
+    chunks: Iterable
+
+
+def progress_bar(progress, **options):
+    """A tqdm bar, where that is wanted and stderr is a terminal."""
+    return tqdm(unit_scale=True, disable=None if progress else True, **options)
+
+
+def chunk_rows(array) -> int:
+    """How many rows of an array to handle at a time."""
+    return max(1, ROW_BYTES // (8 * max(1, math.prod(array.shape[1:]))))
+
+
+def chunked(name, array, rows=None, progress=False) -> Iterator:
+    """(number of the first row, rows): pieces of an array, or the chunks of `Rows`, which must add up."""
+    count, first, rows = array.shape[0], 0, rows or chunk_rows(array)
+    pieces = (array[a : a + rows] for a in range(0, count, rows))
+    with progress_bar(progress, total=count, desc=name, unit="row") as bar:
+        for chunk in array.chunks if isinstance(array, Rows) else pieces:
+            yield first, chunk
+            first += len(chunk)
+            bar.update(len(chunk))
+    if first != count:
+        raise StoreError(f"{name} came with {first} rows, {count} were announced")
+
+
+def as_numpy(rows) -> np.ndarray:
+    """A CPU tensor as a numpy array over the same memory; bfloat16, which numpy lacks, as int16."""
+    return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
+
+
+def as_rows(name, rows) -> Tensor:
+    """Rows as a tensor, in this machine's byte order; booleans as uint8."""
+    try:
+        if isinstance(rows, np.ndarray):
+            rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
+        rows = torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(
+            f"{name} is a {type(rows).__name__} that makes no tensor: {error}"
+        ) from error
+    return rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+
+
 def array_like(name, values):
     """`values` if they have shape, dtype and slices (arrays, tensors, `Rows`), a list as an array; else StoreError."""
     try:
         values = np.asarray(values) if type(values) in (list, tuple, range) else values
-        values.shape, values.dtype
+        _ = values.shape, values.dtype
     except (ValueError, TypeError, AttributeError) as error:
         raise StoreError(
             f"{name} is a {type(values).__name__} that makes no array: {error}"
@@ -558,12 +535,7 @@ def array_like(name, values):
 
 def integers(name, values) -> np.ndarray:
     """`values` as int64, refusing what is not a whole number."""
-    try:
-        values = np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise StoreError(
-            f"{name} is a {type(values).__name__} that makes no array: {error}"
-        ) from error
+    values = np.asarray(array_like(name, values))
     if values.size and values.dtype.kind not in "iu":
         raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
     if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
@@ -571,40 +543,27 @@ def integers(name, values) -> np.ndarray:
     return values.astype(np.int64, copy=False)
 
 
-def whole_numbers(name, values) -> np.ndarray:
-    """`values` [n] as int64; they may be floats that are whole."""
-    values = np.asarray(values)
-    if values.dtype.kind != "f":
-        return integers(name, values)
-    bad = np.flatnonzero(~(np.abs(values) <= 1 << 53) | (values != np.rint(values)))
-    if len(bad):
-        raise StoreError(
-            f"{name}[{bad[0]}] is {values[bad[0]]}: whole numbers are needed; of finer times give a multiple"
-        )
-    return values.astype(np.int64)
-
-
 def row_dtype(name, rows) -> str:
     """The dtype in which rows are stored, by name; StoreError where it is none of DTYPES."""
-    dtype = rows.dtype
-    dtype = (
-        str(dtype).removeprefix("torch.")
-        if isinstance(dtype, torch.dtype)
-        else np.dtype(dtype).name
-    )
-    dtype = "uint8" if dtype == "bool" else dtype
+    dtype = rows.dtype if isinstance(rows.dtype, torch.dtype) else np.dtype(rows.dtype).name
+    dtype = str(dtype).removeprefix("torch.").replace("bool", "uint8")
     if dtype not in DTYPES:
         raise StoreError(f"{name} has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
     return dtype
 
 
+def refuse(bad, name, values, why, first=0):
+    """Raise StoreError for the first of `values` where `bad` holds; the first of them is number `first` of `name`."""
+    if bad.any():
+        at = torch.as_tensor(bad).nonzero()[0].tolist()
+        place = ", ".join(map(str, [first + at[0], *at[1:]]))
+        raise StoreError(f"{name}[{place}] is {values[tuple(at)].item()}: {why}")
+
+
 def check_finite(name, rows, first=0):
     """Raise StoreError for NaN or infinity in rows [r, F], the first of which is row `first` of `name`."""
-    if rows.is_floating_point() and not torch.isfinite(rows).all():
-        row, column = (~torch.isfinite(rows)).nonzero()[0].tolist()
-        raise StoreError(
-            f"{name}[{first + row}, {column}] is {rows[row, column].item()}: every value must be finite"
-        )
+    if rows.is_floating_point():
+        refuse(~torch.isfinite(rows), name, rows, "every value must be finite", first)
 
 
 def largest_of(rows) -> float:
@@ -612,38 +571,25 @@ def largest_of(rows) -> float:
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
 
 
-def free_host_bytes(root="/") -> int:
-    """Bytes of host memory that this process may still take: what is available, or what its cgroups leave if less."""
-    root = Path(root)
-    try:
-        free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-        groups = [
-            line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()
-        ]
-    except OSError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for controller, path in groups:
-        if controller not in ("", "memory"):
-            continue
-        v1 = controller == "memory"
-        limit, usage = (
-            f"memory.{n}"
-            for n in (("limit_in_bytes", "usage_in_bytes") if v1 else ("max", "current"))
-        )
-        base = root / "sys/fs/cgroup" / controller
-        for folder in [base / path.strip("/"), *(base / path.strip("/")).parents]:
-            try:
-                stat = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-                # given up on demand
-                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-                free = min(
-                    free,
-                    int((folder / limit).read_text()) - int((folder / usage).read_text()) + cache,
-                )
-            except (OSError, ValueError):
-                pass  # no such group here, or no limit ("max")
-            if folder == base:
-                break
-    return max(free, 0)
+def out_of_range(ids, count) -> int | None:
+    """One of the ids, a tensor, that does not lie in [0, count), or None."""
+    low, high = (int(n) for n in ids.aminmax()) if len(ids) else (0, -1)
+    return low if low < 0 else high if high >= count else None
+
+
+def gather_target(features, ids, out, name="out") -> Tensor:
+    """`out`, or a tensor for it, after checking both it and the ids."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
+        raise StoreError(f"ids is {_kind(ids)}: an int32 or int64 tensor [n] is needed")
+    if (bad := out_of_range(ids, features.shape[0])) is not None:
+        raise IndexError(f"node {bad} is out of range: ids lie in [0, {features.shape[0]})")
+    shape = (len(ids), features.shape[1])
+    if out is None:
+        return torch.empty(shape, dtype=features.dtype)
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
+        raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
+    return out
+
+
+def _kind(v):
+    return f"{list(v.shape)} {v.dtype}" if hasattr(v, "dtype") else type(v).__name__

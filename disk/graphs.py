@@ -21,34 +21,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from disk.checks import check_split
-from disk.files import (
-    DTYPES,
-    SPLITS,
-    VERSION,
-    StoreError,
-    as_numpy,
-    check_finite,
-    check_ids,
-    complete_or_not_there,
-    dump_meta,
-    info_lines,
-    integers,
-    largest_of,
-    map_split,
-    read_meta,
-    reading,
-    write_npy,
-)
-from disk.lmdb_rows import LmdbFile, check_lmdb, key, nothing_changed, verify_directory
+from disk import files
+from disk.checks import check_split, check_stored
+from disk.files import StoreError, integers, reading
+from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
 FORMAT = "ringblock-graphs"
 PARTS = ("node", "edge", "target")
 SPEC = {f"{name}_dim": range((1 << 24) + 1) for name in PARTS}
-SPEC |= {f"{name}_dtype": DTYPES for name in PARTS}
-FILES = ("graphs.lmdb", *(f"{name}.npy" for name in SPLITS))
+SPEC |= {f"{name}_dtype": files.DTYPES for name in PARTS}
+LAYOUT = FORMAT, SPEC, ("graphs.lmdb", *(f"{name}.npy" for name in files.SPLITS))
 # before each graph
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])
 
@@ -89,32 +72,27 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     """
     num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
     edge_index = integers("edge_index", edge_index)
-    x, e, y = (_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
+    x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
     if num_nodes.ndim != 1 or num_edges.ndim != 1 or edge_index.ndim != 2 or len(edge_index) != 2:
+        shapes = [list(array.shape) for array in (num_nodes, num_edges, edge_index)]
         raise StoreError(
-            f"num_nodes is {list(num_nodes.shape)}, num_edges {list(num_edges.shape)} and edge_index "
-            f"{list(edge_index.shape)}: [G], [G] and [2, E] are needed"
+            "num_nodes is {}, num_edges {} and edge_index {}: [G], [G] and [2, E] are needed".format(
+                *shapes
+            )
         )
     src, dst = edge_index
     first = np.cumsum(num_nodes) - num_nodes
-    graphs, nodes = {len(num_nodes), len(num_edges), len(y)}, {num_nodes.sum(), len(x)}
-    edges, least = (
-        {num_edges.sum(), len(src), len(e)},
-        min(num_nodes.min(initial=1), num_edges.min(initial=0) + 1),
+    _must_fit(
+        nodes_of_each=num_nodes,
+        nodes=(int(num_nodes.sum()), len(x)),
+        edges=(int(num_edges.sum()), len(src), len(e)),
+        graphs=(len(num_nodes), len(num_edges), len(y)),
     )
-    if max(len(graphs), len(nodes), len(edges)) > 1 or least < 1:
-        raise StoreError(
-            f"num_nodes holds {len(num_nodes)} numbers, {num_nodes.sum()} in all, num_edges "
-            f"{len(num_edges)}, {num_edges.sum()} in all; edge_index has {len(src)} columns, x {len(x)} rows, "
-            f"e {len(e)}, y {len(y)}: they do not fit, or a graph has no node"
-        )
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
     if len(bad):
-        raise StoreError(
-            f"edge {bad[0]} goes from node {src[bad[0]]} to node {dst[bad[0]]}: node ids lie in "
-            f"[0, {limit[bad[0]]}) in its graph"
-        )
+        ends = f"from node {src[bad[0]]} to node {dst[bad[0]]}"
+        raise StoreError(f"edge {bad[0]} goes {ends}: its graph has {limit[bad[0]]} nodes")
     shift, total = np.repeat(first, num_edges), int(num_nodes.sum())
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
@@ -129,16 +107,11 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     )
 
 
-def _rows(name, rows) -> Tensor:
-    """Rows as a tensor, in this machine's byte order."""
-    try:
-        if isinstance(rows, np.ndarray):
-            rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
-        return torch.as_tensor(rows)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise StoreError(
-            f"{name} is a {type(rows).__name__} that makes no tensor: {error}"
-        ) from error
+def _must_fit(nodes_of_each, **sizes):
+    """Raise StoreError unless arrays tell of the same sizes, and every graph has a node."""
+    if any(len(set(told)) > 1 for told in sizes.values()) or (nodes_of_each < 1).any():
+        told = ", ".join(f"{name} {' or '.join(map(str, sizes[name]))}" for name in sizes)
+        raise StoreError(f"the arrays of the graphs do not fit ({told}), or a graph has no node")
 
 
 def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
@@ -161,41 +134,35 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
-    parts = {"node": first.x, "edge": first.e, "target": first.y}
-    meta = {"format": FORMAT, "format_version": VERSION, "source": json.loads(json.dumps(source))}
-    for name, rows in parts.items():
+    meta = {
+        "format": FORMAT,
+        "format_version": files.VERSION,
+        "source": json.loads(json.dumps(source)),
+    }
+    for name, rows in zip(PARTS, first[3:]):
         dtype = str(rows.dtype).removeprefix("torch.")
-        if rows.ndim != 2 or dtype not in DTYPES:
+        if rows.ndim != 2 or dtype not in files.DTYPES:
             raise StoreError(
-                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of "
-                f"{', '.join(DTYPES)} are needed"
+                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of one of {', '.join(files.DTYPES)} are needed"
             )
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     largest = 0.0
-    with complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
-        graphs = GraphDataset(building, dict(meta, files={}), sync=False)
-        with (
-            tqdm(
-                desc="graphs", unit="graph", unit_scale=True, disable=None if progress else True
-            ) as bar,
-            contextlib.closing(graphs.file),
-        ):
+    bar = files.progress_bar(progress, desc="graphs", unit="graph")
+    with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
+        graphs, file = GraphDataset(building, dict(meta, files={}), sync=False), "graphs.lmdb"
+        with bar, contextlib.closing(graphs.file):
             for batch in itertools.chain([first], batches):
                 graphs.file.append(graphs._values(batch))
-                largest = max(largest, largest_of(batch.x), largest_of(batch.e))
+                largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
-        files = {
-            "graphs.lmdb": {
-                "dtype": "bytes",
-                "shape": [],
-                "bytes": (building / "graphs.lmdb").stat().st_size,
-                "largest": largest,
-            }
-        }
+        size = (building / file).stat().st_size
+        records = {file: {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}}
         for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
-            files[f"{name}.npy"] = write_npy(building / f"{name}.npy", "int64", [len(ids)], [ids])
-        (building / "meta.json").write_bytes(dump_meta(dict(meta, files=files)))
+            records[f"{name}.npy"] = files.write_npy(
+                building / f"{name}.npy", "int64", [len(ids)], [ids]
+            )
+        (building / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
         GraphDataset.open(building)
     return path
 
@@ -210,19 +177,13 @@ class GraphDataset:
     """
 
     def __init__(self, path, meta, sync=True):
-        self.path, self.meta, self.file = (
-            Path(path),
-            meta,
-            LmdbFile(Path(path) / "graphs.lmdb", sync),
-        )
-        self.node_dim, self.edge_dim, self.target_dim = (
-            meta[f"{name}_dim"] for name in ("node", "edge", "target")
-        )
-        self.node_dtype, self.edge_dtype, self.target_dtype = (
-            getattr(torch, meta[f"{name}_dtype"]) for name in ("node", "edge", "target")
-        )
-        files = meta["files"]
-        self.split = map_split(path, files) if files else {}
+        self.path, self.meta = Path(path), meta
+        self.file = LmdbFile(self.path / "graphs.lmdb", sync)
+        self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
+        (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype) = self._kinds[:2]
+        self.target_dim, self.target_dtype = self._kinds[2]
+        records = meta["files"]
+        self.split = files.map_split(path, records) if records else {}
 
     @classmethod
     def open(cls, path) -> GraphDataset:
@@ -234,7 +195,7 @@ class GraphDataset:
         Raises:
             StoreError: if it is none, of another format version, incomplete or damaged.
         """
-        meta = _read_meta(path)
+        meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the data set"):
             check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
             return cls(path, meta)
@@ -247,7 +208,7 @@ class GraphDataset:
 
     def check_split(self):
         """Raise StoreError unless the split holds graphs alone: what training starts from."""
-        check_ids(self.path, self.split, len(self), "graph")
+        check_stored(self.path, self.split, np.zeros(len(self), np.int64), "graph")
 
     def append(self, batch):
         """Add the graphs of a batch behind the last one: all of them or none, after a crash as well.
@@ -258,9 +219,7 @@ class GraphDataset:
         Raises:
             StoreError: for another width or dtype, an edge between two graphs, NaN or infinity, a full disk.
         """
-        values = self._values(batch)
-        with nothing_changed(self.file.path):
-            self.file.append(values)
+        self.file.append(self._values(batch))
 
     def batch(self, ids) -> GraphBatch:
         """Read graphs, in the order given, as one block-diagonal graph.
@@ -300,64 +259,38 @@ class GraphDataset:
         """The LMDB value of every graph of a batch: header, then indptr, indices, x, e, y of that graph alone."""
         if not len(batch.y):
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
-        for name, rows in (("node", batch.x), ("edge", batch.e), ("target", batch.y)):
-            want, dtype = self.meta[f"{name}_dim"], self.meta[f"{name}_dtype"]
-            if rows.ndim != 2 or rows.shape[1] != want or rows.dtype != getattr(torch, dtype):
+        for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
+            if rows.ndim != 2 or rows.shape[1] != width or rows.dtype != dtype:
                 raise StoreError(
-                    f"{name} rows are {list(rows.shape)} {rows.dtype}: [., {want}] {dtype} is needed"
+                    f"{name} rows are {list(rows.shape)} {rows.dtype}, not {width} {dtype}"
                 )
-            check_finite(f"{name} rows", rows)
+            files.check_finite(f"{name} rows", rows)
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
-        lengths = (
-            len(indptr) - 1,
-            len(graph_ids),
-            len(batch.x),
-            len(indices),
-            int(indptr[-1]),
-            len(batch.e),
+        _must_fit(
+            nodes_of_each=nodes,
+            nodes=(len(indptr) - 1, len(graph_ids), len(batch.x)),
+            edges=(len(indices), int(indptr[-1]), len(batch.e)),
+            graphs=(len(nodes), len(batch.y)),
         )
-        if (
-            len(nodes) != len(batch.y)
-            or len({*lengths[:3]}) > 1
-            or len({*lengths[3:]}) > 1
-            or not nodes.all()
-        ):
-            what = "{} nodes in indptr, {} in graph_ids, {} in x, {} edges in indices, {} in indptr, {} in e"
-            raise StoreError(
-                f"a batch has {what.format(*lengths)}, {len(nodes)} graphs in graph_ids, {len(batch.y)} "
-                "in y: they do not fit, or a graph has no node"
-            )
         last = np.cumsum(nodes)
         first = last - nodes
         edges = indptr[last] - indptr[first]
-        start, limit = np.repeat(first, edges), np.repeat(nodes, edges)
-        local = indices - start
-        if (
-            (np.diff(graph_ids) < 0).any()
-            or (np.diff(indptr) < 0).any()
-            or ((local < 0) | (local >= limit)).any()
-        ):
-            raise StoreError(
-                "a batch has graph_ids or an indptr that falls, or an edge between two graphs: graphs "
-                "stand one after the other, each with edges of its own"
-            )
+        falls = (np.diff(graph_ids) < 0).any() or (np.diff(indptr) < 0).any()
+        local = None if falls else indices - np.repeat(first, edges)
+        if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
+            raise StoreError("graph_ids or an indptr that falls, or an edge between two graphs")
         # indptr of each graph alone, from 0
-        counts = np.empty(len(indptr) - 1 + len(nodes), np.int32)
-        counts[first + np.arange(len(nodes))] = 0
-        counts[np.arange(len(indptr) - 1) + graph_ids + 1] = indptr[1:] - np.repeat(
-            indptr[first], nodes
-        )
-        parts = [
+        counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
+        counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
+        views, cuts = [], []
+        for array, rows in (
             (counts, nodes + 1),
             (local.astype(np.int32), edges),
-            (as_numpy(batch.x), nodes),
-            (as_numpy(batch.e), edges),
-            (as_numpy(batch.y), np.ones_like(nodes)),
-        ]
-        views, cuts = [], []
-        for array, rows in parts:
-            array = np.ascontiguousarray(array)
+            (files.as_numpy(batch.x), nodes),
+            (files.as_numpy(batch.e), edges),
+            (files.as_numpy(batch.y), np.ones_like(nodes)),
+        ):
             views.append(memoryview(array.tobytes()))
             cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
         values = []
@@ -369,27 +302,12 @@ class GraphDataset:
     def _joined(self, ids, values) -> GraphBatch:
         """Values side by side: each field of all graphs is joined as bytes, so that no graph costs a torch call."""
         size = GRAPH_HEADER.itemsize
-        heads = np.frombuffer(
-            b"".join([value[:size] for value in values]).ljust(size * len(values)), GRAPH_HEADER
-        )
+        heads = b"".join([value[:size] for value in values]).ljust(size * len(values))
+        heads = np.frombuffer(heads, GRAPH_HEADER)
         nodes, edges = heads["nodes"].astype(np.int64), heads["edges"].astype(np.int64)
-        widths = (
-            4,
-            4,
-            self.node_dim * self.node_dtype.itemsize,
-            self.edge_dim * self.edge_dtype.itemsize,
-            self.target_dim * self.target_dtype.itemsize,
-        )
-        ends = size + np.cumsum(
-            [
-                (nodes + 1) * 4,
-                edges * 4,
-                nodes * widths[2],
-                edges * widths[3],
-                np.full_like(nodes, widths[4]),
-            ],
-            0,
-        )
+        counts = [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
+        widths = [4, 4, *(width * dtype.itemsize for width, dtype in self._kinds)]
+        ends = size + np.cumsum([count * width for count, width in zip(counts, widths)], 0)
         fine = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
         fine &= heads["crc"] == [zlib.crc32(value[size:]) for value in values]
         if not fine.all():
@@ -398,72 +316,55 @@ class GraphDataset:
             )
         # without each indptr's 0
         starts = np.concatenate([np.full_like(ends[:1], size + 4), ends[:-1]]).tolist()
-        indptr, indices, x, e, y = (
+        indptr, indices, *rows = (
             bytearray().join([value[a:b] for value, a, b in zip(values, first, last)])
             for first, last in zip(starts, ends.tolist())
         )
-
-        def tensor(data, dtype, rows, width):
-            return (
-                torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            ).view(int(rows), width)
-
         indptr, local = (np.frombuffer(data, "<i4") for data in (indptr, indices))
-        indptr = np.concatenate([[0], indptr + np.repeat(np.cumsum(edges) - edges, nodes)]).astype(
-            np.int32
-        )
-        whole = (
-            np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges))
-            and (np.diff(indptr) >= 0).all()
-        )
-        if not (whole and nodes.all() and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
+        indptr = np.concatenate([[0], indptr + np.repeat(np.cumsum(edges) - edges, nodes)])
+        whole = np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges))
+        whole = whole and (np.diff(indptr) >= 0).all() and nodes.all()
+        if not (whole and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
             raise StoreError(
                 f"{self.file.path}: among {len(ids)} graphs from {ids[0]} on, one has lists or edges that "
                 "leave it; rebuild it"
             )
-        indices = (local + np.repeat(np.cumsum(nodes) - nodes, edges)).astype(np.int32)
-        graph_ids = torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes))
+        indices = local + np.repeat(np.cumsum(nodes) - nodes, edges)
+
+        def rows_of(data, kind, count):
+            width, dtype = kind
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            return flat.view(int(count.sum()), width)
+
         return GraphBatch(
-            torch.from_numpy(indptr),
-            torch.from_numpy(indices),
-            graph_ids,
-            tensor(x, self.node_dtype, nodes.sum(), self.node_dim),
-            tensor(e, self.edge_dtype, edges.sum(), self.edge_dim),
-            tensor(y, self.target_dtype, len(values), self.target_dim),
+            torch.from_numpy(indptr.astype(np.int32)),
+            torch.from_numpy(indices.astype(np.int32)),
+            torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes)),
+            *map(rows_of, rows, self._kinds, counts[2:]),
         )
-
-
-def _read_meta(path) -> dict:
-    return read_meta(path, FORMAT, SPEC, FILES)
 
 
 def verify(path) -> list[str]:
-    """Read a whole data set and compare it with its checksums; see `lmdb_file.verify_directory`."""
-    return verify_directory(path, _read_meta, _problems_of_graphs)
+    """Read a whole data set and compare it with its checksums; see `verify_directory`."""
+    return verify_directory(path, LAYOUT, _problems_of_graphs)
 
 
 def _problems_of_graphs(path):
+    name = "graphs.lmdb"
     try:
         graphs = GraphDataset.open(path)
         graphs.verify()
+        name = "train.npy"
+        graphs.check_split()
     except StoreError as error:
-        yield f"graphs.lmdb: {error}"
-        return
-    try:
-        check_split(
-            {name: ids.numpy() for name, ids in graphs.split.items()},
-            np.zeros(len(graphs), np.int64),
-            "graph",
-        )
-    except StoreError as error:
-        name = next((name for name in SPLITS if repr(name) in str(error)), "train")
-        yield f"{name}.npy: {error}"
+        found = [f"{part}.npy" for part in files.SPLITS if repr(part) in str(error)]
+        yield f"{[*found, name][0]}: {error}"
 
 
 def info(path) -> str:
     """Number of graphs, widths and dtypes, a line each."""
     graphs = GraphDataset.open(path)
     lines = {"graphs": f"{len(graphs):,}"}
-    for part in ("node", "edge", "target"):
+    for part in PARTS:
         lines[part] = f"{graphs.meta[f'{part}_dim']} x {graphs.meta[f'{part}_dtype']}"
-    return info_lines(lines, graphs)
+    return files.info_lines(lines, graphs)

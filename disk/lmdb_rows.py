@@ -1,9 +1,8 @@
 """LMDB's own rules: values under the keys 0, 1, 2, ... that many threads and processes read while one changes them.
 
     file = LmdbFile(path)
-    with file.transaction() as txn:           # one state of the file, whatever others write meanwhile
-        value = txn.get(key(3))
-    file.append([b"...", b"..."])             # all of them or none, after a crash as well
+    value = file.read(lambda txn: bytes(txn.get(key(3))))     # one state of the file, whatever others write meanwhile
+    file.append([b"...", b"..."])                             # all of them or none, after a crash as well
 
 `LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch and numpy, and lmdb once a file is
 opened.
@@ -29,23 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import (
-    ROW_BYTES,
-    StoreError,
-    as_numpy,
-    check_finite,
-    check_size,
-    dump_meta,
-    file_record,
-    gather_target,
-    irregular,
-    read_meta,
-    reading,
-    refuse_irregular,
-    sha256_of,
-    storage_dtype,
-    write_whole,
-)
+from disk import files
+from disk.files import StoreError, reading
 
 READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
 EMPTY = (1 << 64) - 1  # the root of a tree without pages
@@ -74,26 +58,41 @@ class LmdbFile:
 
     @contextlib.contextmanager
     def transaction(self, write=False):
-        """A transaction at one state of the file; what is written becomes part of it at the end, or never."""
+        """A transaction at one state of the file; what is written becomes part of it at the end, or never.
+
+        Raises:
+            StoreError: where the file cannot be read or written; OSError where a build cannot write.
+        """
         lmdb = import_lmdb()
+        with self._turn:
+            self._turn.wait_for(lambda: not self._wanted)
+            env = self._environment(lmdb)
+            LmdbFile._running += 1
         try:
-            txn = self._begin(write)
-            try:
-                with txn:
-                    yield txn
-            finally:
-                self._end()
+            if write:  # a reader that was killed holds on to pages that could be used again
+                env.reader_check()
+            with env.begin(write=write, buffers=True) as txn:
+                yield txn
         except lmdb.Error as error:
-            if write:
-                raise
-            raise StoreError(f"{self.path} cannot be read: {error}; rebuild the store") from error
+            if not write:
+                raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
+            said = os.strerror(code := self._errno(str(error)))
+            if not self.sync:
+                raise OSError(code, said) from error
+            raise StoreError(
+                f"cannot write to {self.path}: {said}; what is in it is as it was"
+            ) from error
+        finally:
+            with self._turn:
+                LmdbFile._running -= 1
+                self._turn.notify_all()
 
     def read(self, work):
         """work(txn) at one state of the file -> what it returns, which must not point into the file.
 
-        A process that may not write takes no part in LMDB's locking, and a writer does not know what it reads: pages of
-        a state can be overwritten by the third commit after it, which begins when the second is there. So the work is
-        done again, damage it met included, when there was a second; for PATIENCE seconds, then it is a StoreError.
+        A process that may not write takes no part in LMDB's locking: pages of a state that it reads can be overwritten by
+        the third commit after it, which begins when the second is there. So the work is done again, damage it met
+        included, when there was a second; for PATIENCE seconds, then it is a StoreError.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -108,23 +107,12 @@ class LmdbFile:
                         return result
             if time.monotonic() > end:
                 raise StoreError(
-                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer changes it faster, and "
-                    "does not wait for a reader who may not write to the folder; read fewer rows at a time, or after "
-                    "the writer"
+                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer that cannot see this "
+                    "reader, who may not write to the folder, changes it faster"
                 )
 
     def _overtaken(self, txn):
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
-
-    def write(self, change):
-        """Run change(txn) in a transaction."""
-        lmdb = import_lmdb()
-        try:
-            with self.transaction(write=True) as txn:
-                return change(txn)
-        except lmdb.Error as error:
-            code = self._errno(str(error))
-            raise OSError(code, os.strerror(code)) from error
 
     def _errno(self, said):
         """The system's error behind an error of LMDB."""
@@ -134,7 +122,7 @@ class LmdbFile:
         # a file that this user may write is opened read-only where its lock file has no room
         no_lock = code == errno.EACCES and all(os.access(p, os.W_OK) for p in (self.path, folder))
         # a write that the disk takes in part is reported as an input/output error
-        cut = code == errno.EIO and shutil.disk_usage(folder).free < 4 * ROW_BYTES
+        cut = code == errno.EIO and shutil.disk_usage(folder).free < 4 * files.ROW_BYTES
         return errno.ENOSPC if no_lock or cut else code
 
     def count(self, txn):
@@ -143,20 +131,15 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            raise StoreError(
-                f"{self.path} counts {entries} values, and the last is not of that number: it is damaged; "
-                "rebuild the store"
-            )
+            said = f"{entries} values, and the last is not of that number; rebuild the store"
+            raise StoreError(f"{self.path} counts {said}")
         return entries
 
     def append(self, values):
         """Add values behind the last key, all of them or none."""
-
-        def change(txn):
+        with self.transaction(write=True) as txn:
             for number, value in enumerate(values, self.count(txn)):
                 txn.put(key(number), value, append=True)
-
-        self.write(change)
 
     def close(self):
         """Close the environment, which nobody else may be using."""
@@ -166,49 +149,16 @@ class LmdbFile:
                 del self._open[key]
             self._env.close()
 
-    def _begin(self, write):
-        with self._turn:
-            self._turn.wait_for(lambda: not self._wanted)
-            env = self._environment(import_lmdb())
-            LmdbFile._running += 1
-        try:
-            if write:  # a reader that was killed holds on to pages that could be used again
-                env.reader_check()
-            return env.begin(write=write, buffers=True)
-        except BaseException:
-            self._end()
-            raise
-
-    def _end(self):
-        with self._turn:
-            LmdbFile._running -= 1
-            self._turn.notify_all()
-
-    @classmethod
-    def _hold(cls):
-        """Wait until no transaction is under way, and let none begin before `_release`."""
-        cls._turn.acquire()
-        cls._wanted += 1
-        cls._turn.wait_for(lambda: not cls._running)
-        cls._wanted -= 1
-
-    @classmethod
-    def _release(cls):
-        cls._turn.notify_all()
-        cls._turn.release()
-
     def _environment(self, lmdb):
         if self._pid != os.getpid():
             for (pid, *_), env in list(self._open.items()):
                 if pid != os.getpid():
                     env.close()  # inherited over a fork
-            refuse_irregular(self.path.parent)
-            stat, writable = (
-                os.stat(self.path),
-                os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK),
-            )
+            files.refuse_irregular(self.path.parent)
+            stat, places = os.stat(self.path), (self.path, self.path.parent)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             try:
+                writable = all(os.access(place, os.W_OK) for place in places)
                 writable = writable and (not self.sync or self._room_for_locks())
                 self._locks = writable and self.sync
                 options = dict(readonly=not writable, lock=self._locks, sync=self.sync)
@@ -238,6 +188,19 @@ class LmdbFile:
             return False
 
     @classmethod
+    def _hold(cls):
+        """Before a fork: wait until no transaction is under way, and let none begin before `_release`."""
+        cls._turn.acquire()
+        cls._wanted += 1
+        cls._turn.wait_for(lambda: not cls._running)
+        cls._wanted -= 1
+
+    @classmethod
+    def _release(cls):
+        cls._turn.notify_all()
+        cls._turn.release()
+
+    @classmethod
     def _begin_in_child(cls):
         """A fork: whoever waited in the parent does not here."""
         cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
@@ -260,17 +223,6 @@ def _open_map(path, size, options):
         return lmdb.open(str(path), map_size=size + MAP_ROOM, **options)
 
 
-@contextlib.contextmanager
-def nothing_changed(path):
-    """Say in one sentence why a change of a store failed."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot write to {path}: {error.strerror}; what is in it is as it was"
-        ) from error
-
-
 def key(number) -> bytes:
     """The key of value `number`."""
     return number.to_bytes(8, "big")
@@ -281,7 +233,7 @@ def check_lmdb(path, name, record) -> Path:
 
     LMDB takes the later of two states, or the earlier without a word where the number of the later was damaged.
     """
-    file = check_size(path, name, record)
+    file = files.check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
             head, size = data.read(1 << 17), os.fstat(data.fileno()).st_size
@@ -295,10 +247,9 @@ def check_lmdb(path, name, record) -> Path:
         if not (sound and in_turn and was <= last and (before > 0 or older[2] == EMPTY)):
             raise ValueError("its header makes no sense")
         # the last pages may be free and never written
-        if (last + 1) * page > size and structure_problems(file):
-            raise ValueError(
-                f"it is truncated: it has {size} bytes and should have {(last + 1) * page}"
-            )
+        wanted = (last + 1) * page
+        if wanted > size and structure_problems(file):
+            raise ValueError(f"it is truncated: it has {size} bytes and should have {wanted}")
     return file
 
 
@@ -330,7 +281,7 @@ def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     with contextlib.closing(LmdbFile(path, sync=False)) as file:
         while batch := list(itertools.islice(blocks, 1024)):
             file.append(batch)
-    return file_record(path, dtype, shape, sha256_of(path))
+    return files.file_record(path, dtype, shape, files.sha256_of(path))
 
 
 def _block_value(rows) -> bytes:
@@ -360,22 +311,17 @@ class LmdbFeatures:
     """
 
     def __init__(self, path, shape, dtype, block_rows, large=False):
-        self.file, self.shape, self.dtype, self.block_rows, self.large = (
-            LmdbFile(path),
-            shape,
-            dtype,
-            block_rows,
-            large,
-        )
-        self._storage = storage_dtype(str(dtype).removeprefix("torch."))
+        self.file, self.shape, self.dtype = LmdbFile(path), shape, dtype
+        self.block_rows, self.large = block_rows, large
+        self._storage = files.storage_dtype(str(dtype).removeprefix("torch."))
 
     def __reduce__(self):
         return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
-        out = gather_target(self, ids, out)
-        target = as_numpy(out)
+        out = files.gather_target(self, ids, out)
+        target = files.as_numpy(out)
         if self.large:  # have many threads wait for the disk first
             blocks = np.unique(ids.numpy() // self.block_rows)
             with ThreadPoolExecutor(READ_THREADS) as pool:
@@ -400,58 +346,39 @@ class LmdbFeatures:
             StoreError: for rows of another shape or dtype, NaN or infinity, a full disk; the rows are as they were.
         """
         ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
-        source = as_numpy(gather_target(self, ids, rows, "rows"))
-        check_finite("rows", rows)
-
-        def change(txn):
+        source = files.as_numpy(files.gather_target(self, ids, rows, "rows"))
+        files.check_finite("rows", rows)
+        with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):
                 block = self._block(txn, number, check=True).copy()
                 block[at] = source[where]
                 txn.put(key(number), _block_value(block))
 
-        with nothing_changed(self.file.path):
-            self.file.write(change)
-
     def _touch(self, blocks):
         """Bring blocks into memory: py-lmdb reads a page of each value after the other, other threads run meanwhile."""
-
-        def touch(txn):
-            for number in blocks.tolist():
-                txn.get(key(number))
-
-        self.file.read(touch)
+        self.file.read(lambda txn: [txn.get(key(n)) for n in blocks.tolist()].clear())
 
     def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""
-        ids = ids.numpy()
-        order = np.argsort(ids, kind="stable")
-        ids = ids[order]
-        blocks = ids // self.block_rows
+        order = np.argsort(ids.numpy(), kind="stable")
+        blocks, rows = np.divmod(ids.numpy()[order], self.block_rows)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
-        rows = ids - blocks * self.block_rows
         for a, b in zip(starts, [*starts[1:], len(ids)]):
             yield int(blocks[a]), order[a:b], rows[a:b]
 
     def _block(self, txn, number, check=False) -> np.ndarray:
         """Block `number` as [rows, F], without a copy, valid inside the transaction; `check` compares its checksum."""
-        value, (rows, width, itemsize) = (
-            txn.get(key(number)),
-            (self.block_rows, self.shape[1], self._storage.itemsize),
-        )
-        rows = min(rows, self.shape[0] - number * rows)
-        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
+        value, rows = txn.get(key(number)), self.block_rows
+        shape = min(rows, self.shape[0] - number * rows), self.shape[1]
+        size = shape[0] * shape[1] * self._storage.itemsize
+        if value is not None and len(value) == BLOCK_HEADER.size + size:
             *head, crc = BLOCK_HEADER.unpack_from(value)
-            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(
-                rows, width
-            )
-            if head == [b"RBK2", rows, width, itemsize] and not (
-                check and zlib.crc32(block) != crc
-            ):
+            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(shape)
+            fits = head == [b"RBK2", *shape, self._storage.itemsize]
+            if fits and not (check and zlib.crc32(block) != crc):
                 return block
-        raise StoreError(
-            f"{self.file.path}: block {number} is missing or damaged; rebuild the store"
-        )
+        raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
@@ -465,24 +392,24 @@ class LmdbFeatures:
 
 def _forget_sha256(file):
     """Take the checksum of an LMDB file out of meta.json before the file changes; its values have their own."""
-    meta = read_meta(file.parent)
+    meta = files.read_meta(file.parent)
     record = meta["files"][file.name]
     record.pop("largest", None)
     if record.pop("sha256", None):
         # one writer at a time: this is called inside its transaction
-        write_whole(file.with_name("meta.json"), lambda out: out.write(dump_meta(meta)))
+        files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # verifying
 
 
-def verify_directory(path, read, interpret) -> list[str]:
+def verify_directory(path, layout, interpret) -> list[str]:
     """Read every file of a directory, compare it with its checksum, and look at what the files hold together.
 
     Args:
         path: the directory; nothing may be writing to it meanwhile.
-        read: function of the path: meta.json, checked.
+        layout: format, specification and file names, as `read_meta` takes them.
         interpret: function of the path, called when no file is damaged: iterator over problems.
 
     Returns:
@@ -492,26 +419,24 @@ def verify_directory(path, read, interpret) -> list[str]:
         StoreError: if there is no store.
     """
     path, problems = Path(path), []
-    if path.is_dir() and (found := irregular(path)):
+    if path.is_dir() and (found := files.irregular(path)):
         return [f"{name}: {problem}" for name, problem in found.items()]
     try:
-        meta = read(path)
+        meta = files.read_meta(path, *layout)
     except StoreError as error:
         if not (path / "meta.json").exists():
             raise
         return [f"meta.json: {error}"]
     for name, record in meta["files"].items():
         try:
-            (check_lmdb if name.endswith(".lmdb") else check_size)(path, name, record)
+            (check_lmdb if name.endswith(".lmdb") else files.check_size)(path, name, record)
             with reading(path / name):
-                digest = sha256_of(path / name).hexdigest() if "sha256" in record else None
+                digest = files.sha256_of(path / name).hexdigest() if "sha256" in record else None
         except StoreError as error:
             problems.append(f"{name}: {error}")
             continue
         if digest != record.get("sha256"):
-            problems.append(
-                f"{name}: its sha256 is {digest[:16]}..., meta.json has {record['sha256'][:16]}..."
-            )
+            problems.append(f"{name}: its sha256 is {digest[:12]}, not {record['sha256'][:12]}")
         elif digest is None:
             problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
     # what differs from its checksum is not worth interpreting

@@ -4,12 +4,10 @@
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
 A memory map asks for one page a thread at a time and waits. Here rows that lie close together are one request, and
-DEPTH threads of C code wait for the disk at a time (native/rows.c).
-
-Read through the page cache, rows that come again need no disk while their pages stay. With O_DIRECT they leave it to
-others, such as a graph that is sampled from; where the file system refuses that, they are read through it. Direct
-requests begin and end on blocks of the disk, so of a table that starts on a block and has rows of whole blocks (a
-store's features do where a row is a multiple of 512 bytes) nothing is read but rows and the gaps between them.
+DEPTH threads of C code wait for the disk at a time (native/rows.c). Read through the page cache, rows that come again
+need no disk while their pages stay; with O_DIRECT, where the file system has it, they leave it to others, such as a graph
+that is sampled from. Direct requests begin and end on blocks of the disk, as a store's rows do whose size is a multiple
+of 512 bytes.
 
 To copy this file take native/ and disk/files.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives
 None.
@@ -23,7 +21,7 @@ import threading
 
 import torch
 
-from disk.files import StoreError
+from disk.files import StoreError, out_of_range, reading
 from native import build
 
 DEPTH = 64  # requests in flight
@@ -67,10 +65,8 @@ class RowReader:
     def __init__(self, path, offset, row_bytes, rows, direct=True):
         self.path, self.offset, self.row_bytes, self.rows = str(path), offset, row_bytes, rows
         self.bytes_read, self.lock = 0, threading.Lock()
-        try:
+        with reading(self.path):
             self.file, self.block, self.direct = self._open(direct)
-        except OSError as error:
-            raise StoreError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def _open(self, direct):
         for block in (512, 4096) if direct else ():
@@ -100,41 +96,22 @@ class RowReader:
             IndexError: for a number that is no row.
             StoreError: where the disk fails or the file ends too soon; what was read by then is in `out`.
         """
-        if not ids.numel():
-            return out
-        low, high = (int(n) for n in ids.aminmax())
-        if low < 0 or high >= self.rows:
-            raise IndexError(
-                f"node {low if low < 0 else high} is out of range: ids lie in [0, {self.rows})"
-            )
+        if (bad := out_of_range(ids, self.rows)) is not None:
+            raise IndexError(f"node {bad} is out of range: ids lie in [0, {self.rows})")
         ids, at = ids.to(torch.int64).contiguous(), ctypes.c_int64()
-        if not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
+        room = len(out) >= len(ids) or places is not None
+        if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
             raise ValueError(
-                f"out is {list(out.shape)} {out.dtype}: rows of {self.row_bytes} bytes, without gaps, are needed"
+                f"out is {list(out.shape)} {out.dtype}: {len(ids)} rows of {self.row_bytes} bytes, without gaps, "
+                "are needed"
             )
-        if places is None and len(out) < len(ids):
-            raise ValueError(f"out has {len(out)} rows, {len(ids)} are needed")
-        code = library().rows_read(
-            self.file,
-            self.offset,
-            self.row_bytes,
-            self.block,
-            max(1, min(DEPTH, (1 << 26) // self.row_bytes)),
-            ids.data_ptr(),
-            None if places is None else places.data_ptr(),
-            len(ids),
-            out.data_ptr(),
-            ctypes.byref(at),
-        )
-        if code == -ENDED:
-            raise StoreError(
-                f"{self.path} ends at byte {at.value:,} in the middle of its rows: it was cut short after "
-                "it was opened; rebuild the store"
-            )
+        depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))
+        into = None if places is None else places.data_ptr(), len(ids), out.data_ptr()
+        table = self.file, self.offset, self.row_bytes, self.block, depth
+        code = library().rows_read(*table, ids.data_ptr(), *into, ctypes.byref(at))
         if code < 0:
-            raise StoreError(
-                f"{self.path} cannot be read at byte {at.value:,}: {os.strerror(-code)}"
-            )
+            said = "it was cut short after it was opened" if code == -ENDED else os.strerror(-code)
+            raise StoreError(f"{self.path} cannot be read at byte {at.value:,}: {said}")
         with self.lock:
             self.bytes_read += code
         return out

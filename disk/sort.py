@@ -5,58 +5,24 @@
     for sources, _ in sorted_edges(edges, indptr, folder, drop_duplicates=False, progress=False):
         ...                                   # the next part of `indices`; indptr is complete after the last one
 
-Letters: V nodes, M edges. This file needs disk/files.py, numpy and tqdm.
+V nodes, M edges. This file needs disk/files.py and numpy.
 """
 
 from __future__ import annotations
 
-import collections
-import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
-from tqdm import tqdm
 
-from disk.files import StoreError, integers
+from disk.files import StoreError, chunked, integers, progress_bar, refuse
 
 EDGE_CHUNK = 1 << 22  # edges handled at a time
 FEW_EDGES = 1 << 14  # edges that are sorted with their numbers and times in the cache
 SORT_EDGES = 1 << 27  # so many edges are sorted in memory, 1 GiB of keys; more by way of the disk
 
 
-class Rows(NamedTuple):
-    """Rows that are produced once and in order, for arrays that are never in memory as a whole.
-
-    Args:
-        shape: of the whole array, rows first.
-        dtype: numpy or torch dtype of every chunk.
-        chunks: iterable of arrays [r, ...] whose row counts add up to shape[0].
-    """
-
-    shape: tuple
-    dtype: Any
-    chunks: Iterable
-
-
-def ahead(function, stop, step) -> Iterator:
-    """function(0), function(step), ... in order, computed a little ahead on threads (numpy releases the GIL)."""
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        pending = collections.deque()
-        for first in range(0, stop, step):
-            pending.append(pool.submit(function, first))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def edge_chunks(
-    edge_index, indptr, indices, num_nodes, options, numbered=False
-) -> Iterator[tuple[np.ndarray, ...]]:
+def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False) -> Iterator[tuple]:
     """(sources, destinations), EDGE_CHUNK edges at a time, checked, with self-loops and reverses as asked for; with
     `numbered` the number of each edge in the input as well, and of a reverse that number plus M."""
     num_edges = edge_index.shape[1] if indptr is None else indices.shape[0]
@@ -68,19 +34,13 @@ def edge_chunks(
             src, dst = pairs if pairs.dtype == np.int32 else integers("edge_index", pairs)
         else:
             src = integers("indices", indices[a:b])
-            first, last = (
-                np.searchsorted(indptr, a, "right") - 1,
-                np.searchsorted(indptr, b, "left"),
-            )
-            dst = np.repeat(
-                np.arange(first, last), np.diff(np.clip(indptr[first : last + 1], a, b))
-            )
+            first, last = np.searchsorted(indptr, a, "right") - 1, np.searchsorted(indptr, b)
+            counts = np.diff(np.clip(indptr[first : last + 1], a, b))
+            dst = np.repeat(np.arange(first, last), counts)
         if min(src.min(), dst.min()) < 0 or max(src.max(), dst.max()) >= num_nodes:
             bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
-            raise StoreError(
-                f"edge {a + bad} goes from node {src[bad]} to node {dst[bad]}: node ids lie in "
-                f"[0, {num_nodes})"
-            )
+            ends = f"from node {src[bad]} to node {dst[bad]}"
+            raise StoreError(f"edge {a + bad} goes {ends}: node ids lie in [0, {num_nodes})")
         numbers = [np.arange(a, b)] if numbered else []
         if options["drop_self_loops"]:
             keep = np.flatnonzero(src != dst)
@@ -90,9 +50,7 @@ def edge_chunks(
             yield dst, src, *(array + num_edges for array in numbers)
 
 
-def sorted_edges(
-    edges, indptr, folder, drop_duplicates, progress, *, num_edges=None, times=None
-) -> Iterator[tuple]:
+def sorted_edges(edges, indptr, folder, drop_duplicates, progress, *, num_edges=None, times=None):
     """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those in vector registers. Edges with
@@ -110,12 +68,13 @@ def sorted_edges(
     Returns:
         Iterator over chunks of (sorted sources, numbers of these edges in the input or None).
     """
-    bits, most = _bits(indptr), SORT_EDGES if num_edges is None else max(1, SORT_EDGES >> 2)
-    for keys, numbers in _ranges(edges, indptr, most, folder, progress):
-        if numbers is None:
-            parts = _sorted_keys(keys, drop_duplicates)
-        else:
+    bits, numbered = max(len(indptr) - 2, 1).bit_length(), num_edges is not None
+    most = max(1, SORT_EDGES >> 2) if numbered else SORT_EDGES
+    for keys, numbers in _ranges(edges, len(indptr) - 1, bits, most, numbered, folder, progress):
+        if numbered:
             parts = _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits)
+        else:
+            parts = _sorted_keys(keys, drop_duplicates)
         for chunk, number in parts:
             dst = (chunk >> np.uint64(bits)).view(np.int64)
             if len(dst):
@@ -138,12 +97,9 @@ def _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits)
     for some in _few_destinations(keys, bits):
         few, number = keys[some], numbers[some]
         time = [] if times is None else [np.asarray(times[number % num_edges])]
-        order = np.lexsort((number, *time, few))
-        if drop_duplicates:
-            ordered = few[order]
-            order = order[np.append(True, ordered[1:] != ordered[:-1])]
-        if time:
-            order = order[np.lexsort((time[0][order], few[order] >> np.uint64(bits)))]
+        order = np.lexsort((number, few, *time, few >> np.uint64(bits)))
+        if drop_duplicates:  # the first of each stays
+            order = order[np.sort(np.unique(few[order], return_index=True)[1])]
         yield few[order], number[order] % num_edges
 
 
@@ -168,9 +124,8 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
 
 def spooled_bytes(num_edges, numbered) -> int:
     """Bytes on the disk that `sorted_edges` takes for a while."""
-    if numbered:
-        return 16 * num_edges * (num_edges > SORT_EDGES >> 2)
-    return 8 * num_edges * (num_edges > SORT_EDGES)
+    size, most = (16, SORT_EDGES >> 2) if numbered else (8, SORT_EDGES)
+    return size * num_edges * (num_edges > most)
 
 
 def spooled_sources(edges, file) -> Iterator[np.ndarray]:
@@ -181,16 +136,7 @@ def spooled_sources(edges, file) -> Iterator[np.ndarray]:
             yield sources
 
 
-def _bits(indptr) -> int:
-    """Bits that hold a node, of which two have to fit into 64."""
-    if len(indptr) - 1 > 1 << 32:
-        raise StoreError(
-            f"edges of {len(indptr) - 1:,} nodes are to be sorted: up to 2^32 can be; give indptr and indices"
-        )
-    return max(len(indptr) - 2, 1).bit_length()
-
-
-def _ranges(edges, indptr, most, folder, progress) -> Iterator[tuple]:
+def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterator[tuple]:
     """Cut the nodes into ranges of destinations of up to `most` edges -> (keys, numbers) of each.
 
     However many there are, two passes: one counts the edges, one writes each of them to where its range lies, in a
@@ -200,38 +146,31 @@ def _ranges(edges, indptr, most, folder, progress) -> Iterator[tuple]:
         Iterator over keys uint64 [n] of (destination, source), not sorted, and the numbers of the edges int64 [n], or
         None where `edges` has none.
     """
-    bits = _bits(indptr)
-    cuts, counts = _cut(edges, len(indptr) - 1, most)
-    ends, several = np.cumsum(counts), len(counts) > 1
-    filled, numbered, total = ends - counts, False, int(ends[-1])
-    with tqdm(
-        total=2 * total,
-        desc="edges",
-        unit="edge",
-        unit_scale=True,
-        # None: off where stderr is not a terminal
-        disable=None if progress else True,
-    ) as bar:
-        keys, numbers = _Spool(total, np.uint64, several and folder), _Spool(0, np.int64, False)
+    cuts, counts = _cut(edges, num_nodes, most)
+    ends, folder = np.cumsum(counts), folder if len(counts) > 1 else None
+    filled, total = ends - counts, int(ends[-1])
+    with progress_bar(progress, total=2 * total, desc="edges", unit="edge") as bar:
+        spools = [_Spool(total, dtype, folder) for dtype in (np.uint64, np.int64)[: 1 + numbered]]
         for src, dst, *number in edges():
-            packed = _packed(src, dst, bits)
-            if number and not numbered:
-                numbers, numbered = _Spool(total, np.int64, several and folder), True
-            if several and number:
-                order = np.argsort(packed)
-                packed, number = packed[order], [number[0][order]]
-            elif several:
-                # in vector registers: faster than to look for the edges of each range
-                packed.sort()
-            inner = np.searchsorted(packed, np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
-            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
-                keys.write(filled[i], packed[a:b])
-                if number:
-                    numbers.write(filled[i], number[0][a:b])
+            packed = dst.astype(np.int64)
+            packed <<= bits
+            packed |= src
+            arrays = [packed.view(np.uint64), *number]
+            if folder and numbered:
+                order = np.argsort(arrays[0])
+                arrays = [array[order] for array in arrays]
+            elif folder:
+                arrays[
+                    0
+                ].sort()  # in vector registers: faster than to look for the edges of each range
+            inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
+            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(src)])):
+                for spool, array in zip(spools, arrays):
+                    spool.write(filled[i], array[a:b])
                 filled[i] += b - a
             bar.update(len(src))
         for a, b in zip(ends - counts, ends):
-            yield keys.read(a, b), numbers.read(a, b) if numbered else None
+            yield [spool.read(a, b) for spool in spools] + [None] * (not numbered)
             bar.update(int(b - a))
 
 
@@ -278,47 +217,14 @@ def _cut(edges, num_nodes, most) -> tuple[list[int], np.ndarray]:
     return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
-def _packed(src, dst, bits) -> np.ndarray:
-    """Destination and source of each edge in one number each, uint64 [n]."""
-    keys = dst.astype(np.int64)
-    keys <<= bits
-    keys |= src
-    return keys.view(np.uint64)
-
-
 def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
     """Chunks of `indices` in the order given, each checked."""
-    for first, chunk in chunked(indices, EDGE_CHUNK, "indices", progress):
+    for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)
         if len(chunk) and (chunk.min() < 0 or chunk.max() >= num_nodes):
-            bad = np.flatnonzero((chunk < 0) | (chunk >= num_nodes))[0]
-            raise StoreError(
-                f"indices[{first + bad}] is {chunk[bad]}: node ids lie in [0, {num_nodes})"
-            )
+            bad, why = (chunk < 0) | (chunk >= num_nodes), f"node ids lie in [0, {num_nodes})"
+            refuse(bad, "indices", chunk, why, first)
         yield chunk
-
-
-def chunked(array, rows, name, progress) -> Iterator:
-    """(number of the first row, rows): pieces of an array or the chunks of `Rows`, which must add up."""
-    pieces = (
-        array.chunks
-        if isinstance(array, Rows)
-        else (array[a : a + rows] for a in range(0, array.shape[0], rows))
-    )
-    first = 0
-    with tqdm(
-        total=array.shape[0],
-        desc=name,
-        unit="row",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
-        for chunk in pieces:
-            yield first, chunk
-            first += len(chunk)
-            bar.update(len(chunk))
-    if first != array.shape[0]:
-        raise StoreError(f"{name} came with {first} rows, {array.shape[0]} were announced")
 
 
 def index_dtype(num_nodes) -> str:

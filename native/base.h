@@ -16,6 +16,7 @@ typedef long long i64;
 #define KERNEL extern "C" __global__ void __launch_bounds__(256)
 #define FN static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define ONE_BY_ONE _Pragma("unroll 1")
 #define FAIL __trap()
 #else
 #include <math.h>
@@ -30,6 +31,7 @@ static const struct { long x; } blockDim = {1}, threadIdx = {0};
 #define KERNEL void
 #define UNROLL
 #endif
+#define ONE_BY_ONE
 #define FN static inline
 #define FAIL abort()
 #define atomicAdd __sync_fetch_and_add

@@ -36,15 +36,14 @@ import torch
 
 BLOCK = 256  # threads of a block
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_NUMBERS = {
-    "int": ctypes.c_int,
-    "unsigned": ctypes.c_uint,
-    "i64": ctypes.c_longlong,
-    "u64": ctypes.c_ulonglong,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
+_NUMBERS = {"int": ctypes.c_int, "unsigned": ctypes.c_uint, "i64": ctypes.c_longlong}
+_NUMBERS |= {"u64": ctypes.c_ulonglong, "float": ctypes.c_float, "double": ctypes.c_double}
 _loaded, _lock, _warned = {}, threading.Lock(), set()
+
+
+def _kind(c_type):
+    """An argument's type in ctypes; None for a struct of C."""
+    return ctypes.c_void_p if "*" in c_type else _NUMBERS.get(c_type)
 
 
 def read_source(file, **defines):
@@ -72,7 +71,7 @@ def struct_type(source, name):
     fields, nested = [], []
     for c_type, names in re.findall(r"(?:const )?(\w+)\s+([^;]+);", re.sub("//.*", "", body)):
         for field in names.split(","):
-            kind = ctypes.c_void_p if "*" in field else _NUMBERS.get(c_type)
+            kind = _kind(field if "*" in field else c_type)
             nested += [] if kind else [field.strip()]
             fields.append((field.strip(" *"), kind or struct_type(source, c_type)))
     return type(name, (ctypes.Structure,), {"_anonymous_": nested, "_fields_": fields})
@@ -114,11 +113,10 @@ def _cache_folder(stack):
 
 @contextlib.contextmanager
 def cached(name, key, suffix, make):
-    """Path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
+    """A context: path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
 
     Args:
-        name: what the file's name begins with. key: text of all that the content depends on.
-        suffix: of the file's name, such as ".so".
+        name, suffix: what the file's name begins and ends with. key: text of all that the content depends on.
         make: function that writes the file to the path it is given.
     """
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -154,14 +152,13 @@ def load_c(name, source, flags, signatures):
 
     Args:
         name: whose code this is, for the warning and the file's name. source: C, as text.
-        flags: of the compiler, which is `cc` or the environment variable CC; with -march=native the library is for this
-            processor alone.
+        flags: of the compiler, which is `cc` or the environment variable CC.
         signatures: {function: (type of its result, types of its arguments...)} in ctypes' types.
 
     Returns:
         ctypes.CDLL, or None where it cannot be compiled or loaded, after one warning for each `name`.
     """
-    compiler = os.environ.get("CC", "cc")
+    compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
 
     def run(*arguments):
         done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True)
@@ -173,7 +170,9 @@ def load_c(name, source, flags, signatures):
         run(*flags, code, "-o", path, "-lm")
 
     try:
-        key = [source, run("--version"), *flags, sys.platform, platform.machine(), _cpu_flags()]
+        cpu = cpu.read_text() if cpu.exists() else platform.processor()  # for -march=native
+        cpu = next(re.finditer("^(flags|Features).*", cpu, re.MULTILINE), [cpu])[0]
+        key = [source, run("--version"), *flags, sys.platform, platform.machine(), cpu]
         with cached(name, "\0".join(key), ".so", make) as path:
             library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
@@ -199,7 +198,7 @@ def load_host(name, source, flags, others):
     {kernel}({given});
   }}
 }}""")
-        kinds = [ctypes.c_void_p if "*" in c_type else _NUMBERS[c_type] for c_type, _ in arguments]
+        kinds = [_kind(c_type) for c_type, _ in arguments]
         types[f"run_{kernel}"] = [None, ctypes.c_int64, *kinds]
     library = load_c(name, "\n".join([*text, ""]), flags, types)
     return library and HostKernels(library)
@@ -221,37 +220,27 @@ class HostKernels:
         return getattr(self._library, function)(*plain)
 
 
-def _cpu_flags():
-    """The processor's features, on which the code of -march=native depends."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line for line in file if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA
 
 
-def load_cuda(name, source, device, options=()):
-    """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU.
+def load_cuda(name, source, device):
+    """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU; thread-safe.
 
     Args:
         name: whose code this is, for the warning and the file's name. source: CUDA C++ as text, see base.h.
-        device: the GPU, a torch.device. options: of NVRTC, such as ("--use_fast_math",).
+        device: the GPU, a torch.device.
 
     Returns:
         Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning
-        for each `name`. Thread-safe.
+        for each `name`.
     """
     index = torch.device(device).index
-    index = torch.cuda.current_device() if index is None else index
-    key = (source, index, tuple(options))
+    key = source, torch.cuda.current_device() if index is None else index
     with _lock:
         if key not in _loaded:
             try:
-                _loaded[key] = Kernels(name, source, torch.device("cuda", index), options)
+                _loaded[key] = Kernels(name, source, torch.device("cuda", key[1]))
             except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
                 _loaded[key] = None
                 text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
@@ -260,23 +249,14 @@ def load_cuda(name, source, device, options=()):
 
 
 class Kernels:
-    """The kernels of a source on one GPU; see `load_cuda`.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
-    Attributes:
-        device: torch.device("cuda", index).
-        signatures: {kernel: [(type in C, name)]}.
-    """
-
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own launch of each kernel
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}"
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
-
-        def make(path):
-            path.write_bytes(compile_cuda(source, arch, options)[0])
-
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = f"{source}\0{arch}\0{torch.version.cuda}"
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
@@ -331,15 +311,15 @@ class Kernels:
 
 
 class Launch:
-    """A kernel with its own argument memory: launch(threads, stream) while its GPU is current (torch.cuda.device).
+    """A kernel with its own argument memory, for one host thread at a time: launch(threads, stream).
 
-    For one host thread at a time.
+    Its GPU has to be current (torch.cuda.device).
     """
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
         # a struct stays where the caller has it, all else is packed into _memory
-        codes = [_code(c_type) for c_type, _ in kernels.signatures[kernel]]
+        codes = [getattr(_kind(c_type), "_type_", "") for c_type, _ in kernels.signatures[kernel]]
         packed = struct.Struct("".join(codes))
         self._memory = ctypes.create_string_buffer(packed.size)
         self._pack = functools.partial(packed.pack_into, self._memory, 0)
@@ -353,9 +333,7 @@ class Launch:
             return
         if len(values) != len(codes):
             wanted = ", ".join(f"{c_type} {name}" for c_type, name in kernels.signatures[kernel])
-            raise TypeError(
-                f"kernel {kernel} takes {len(codes)} arguments ({wanted}), not {len(values)}"
-            )
+            raise TypeError(f"kernel {kernel} takes ({wanted}), not {len(values)} arguments")
         for i in self._structs:
             self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
         self.pack([value for i, value in enumerate(values) if i not in self._structs])
@@ -385,17 +363,8 @@ def signatures(source):
     return kernels
 
 
-def _code(c_type):
-    """An argument's letter in module struct; none for a struct of C."""
-    return "P" if "*" in c_type else _NUMBERS[c_type]._type_ if c_type in _NUMBERS else ""
-
-
-def _raw_stream(index):
-    return torch.cuda.current_stream(index).cuda_stream
-
-
-# twenty times as fast; torch's compiler takes it too
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+# as torch's compiler takes it: twenty times as fast as torch.cuda.current_stream; None where torch has no CUDA
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -360,7 +360,8 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
 }
 
 // A destination's weights: its own message's, then its edges'. Thread i of them is for edge i, those
-// from E on for the messages of the destinations themselves.
+// from E on for the messages of the destinations themselves. Features of edges [E, wide] are
+// followed by those of the destinations' edges to themselves [S, wide].
 typedef struct {
   i64 row, source, at;
 } place_t;
@@ -377,7 +378,7 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
 // stride].
 FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, int whole, int left) {
   floats_t v = all_of(0);
-  for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
+  ONE_BY_ONE for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
   return v;
 }
 
@@ -438,7 +439,7 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
   for (int c = 0; c < D; c += COLUMNS) {
     const floats_t z =
         load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
-        of_edge(edges + place.at * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
+        of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
   }
   scores[place.at * K + head] = total(sum);
@@ -483,7 +484,7 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
 }
 // to_scores [E + S, K] -> the gradient of target, and each destination's part [S, K, D] of that of
 // attn.
-KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, int width,
+KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, int K, int width,
                              int whole, const IN *source, const IN *target, const float *attn,
                              const float *edges, int wide, const float *by,
                              const float *to_scores, OUT *to_target, float *to_attn) {
@@ -494,10 +495,10 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
   const floats_t t = load(target + row * width + column, whole, left);
   floats_t slopes = all_of(0), sums = all_of(0);
   for (i64 j = 0; j <= count; j++) {
-    const i64 u = j ? (i64)indices[first + j - 1] : s, at = first + s + j;
-    const float score = to_scores[at * K + head];
+    const i64 u = j ? (i64)indices[first + j - 1] : s, e = j ? first + j - 1 : E + s;
+    const float score = to_scores[(first + s + j) * K + head];
     const floats_t z = load(source + (u * K + head) * width + column, whole, left) + t +
-                       of_edge(edges + at * wide, wide, by + head * width + column,
+                       of_edge(edges + e * wide, wide, by + head * width + column,
                                (i64)K * width, whole, left);
     slopes = slopes + slope(z) * score;
     sums = sums + leaky(z) * score;
@@ -508,7 +509,7 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
 }
 // The gradient of source: by way of the scores, and of the weighted sum.
 KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
-                             const int *destination, const int *edge, int S, int N, int K,
+                             const int *destination, const int *edge, int S, int N, int E, int K,
                              int width, int whole, const IN *source, const IN *target,
                              const float *attn, const float *edges, int wide, const float *by,
                              const float *weights, const float *to_scores, const IN *grad,
@@ -523,11 +524,11 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
   const int first = start[u], count = size[u];
   floats_t slopes = all_of(0), sum = all_of(0);
   for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
-    const i64 s = q < 0 ? u : destination[first + q],
-              at = s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1);
+    const i64 s = q < 0 ? u : destination[first + q], e = q < 0 ? E + u : edge[first + q];
+    const i64 at = s + (q < 0 ? (i64)indptr[u] : e + 1);
     const i64 to = (s * K + head) * width + column;
     const floats_t z = load(target + to, whole, left) + own +
-                       of_edge(edges + at * wide, wide, by + head * width + column,
+                       of_edge(edges + e * wide, wide, by + head * width + column,
                                (i64)K * width, whole, left);
     slopes = slopes + slope(z) * to_scores[at * K + head];
     sum = sum + load(grad + to, whole, left) * ROUND(weights[at * K + head]);
@@ -567,37 +568,34 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   }
   store(out + row * width + column, whole, left, sum);
 }
-// The gradient of `by`, of attention (rows: target, and each destination is its own source first) or
-// of GINE's sums (attn null, rows: the gradient): `parts` runs of destinations each add up to_by
-// [parts, wide, K, width].
-KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, int S, int K, int width, int whole,
-                        const IN *source, const IN *rows, const float *attn, const float *edges,
-                        int wide, const float *by, const float *to_scores, int parts_of_all,
-                        float *to_by) {
-  ROW_AND_COLUMN((i64)parts_of_all * K);
-  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  const i64 begin = (u64)part * S / (unsigned)parts_of_all;
-  const i64 end = (u64)(part + 1) * S / (unsigned)parts_of_all;
-  const i64 stride = (i64)K * width, at_column = head * width + column;
-  const int loop = attn != 0;
+// The gradient of `by`, of attention's scores (numbers of places: E + S; rows: target) or of GINE's
+// sums (E; attn null, rows: the gradient): each of `runs` of these numbers adds up to_by [runs, wide,
+// K, width].
+KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int E, int numbers,
+                        int K, int width, int whole, const IN *source, const IN *rows,
+                        const float *attn, const float *edges, int wide, const float *by,
+                        const float *to_scores, int runs, float *to_by) {
+  ROW_AND_COLUMN((i64)runs * K);
+  const i64 run = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  const i64 first = (u64)run * (unsigned)numbers / (unsigned)runs;
+  const i64 last = (u64)(run + 1) * (unsigned)numbers / (unsigned)runs;
+  const i64 stride = (i64)K * width, from = head * width + column;
   floats_t a = all_of(1);
-  if (loop) a = load_floats(attn + at_column, whole, left);
+  if (attn) a = load_floats(attn + from, whole, left);
   for (int k = 0; k < wide; k += 8) {
     floats_t sums[8];
     UNROLL for (int j = 0; j < 8; j++) sums[j] = all_of(0);
-    for (i64 s = begin; s < end; s++) {
-      const floats_t r = load(rows + s * stride + at_column, whole, left);
-      for (i64 e = (i64)indptr[s] - loop; e < (i64)indptr[s + 1]; e++) {
-        const i64 u = e < (i64)indptr[s] ? s : (i64)indices[e], at = loop ? e + s + 1 : e;
-        const float *edge = edges + at * wide;
-        floats_t z = load(source + u * stride + at_column, whole, left) +
-                     of_edge(edge, wide, by + at_column, stride, whole, left);
-        const floats_t g = loop ? slope(z + r) * a * to_scores[at * K + head] : keep(z, r, 1);
-        UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
-      }
+    for (i64 number = first; number < last; number++) {
+      const place_t place = find_place(indptr, indices, 0, dst, E, number);
+      const float *edge = edges + number * wide;
+      const floats_t r = load(rows + place.row * stride + from, whole, left);
+      const floats_t z = load(source + place.source * stride + from, whole, left) +
+                         of_edge(edge, wide, by + from, stride, whole, left);
+      const floats_t g = attn ? slope(z + r) * a * to_scores[place.at * K + head] : keep(z, r, 1);
+      UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
     }
     for (int j = 0; j < 8 && k + j < wide; j++)
-      store_floats(to_by + (part * wide + k + j) * stride + at_column, whole, left, sums[j]);
+      store_floats(to_by + (run * wide + k + j) * stride + from, whole, left, sums[j]);
   }
 }
 

@@ -138,12 +138,15 @@ class Code:
         self.run("relu_dropout_grad", S * self.threads(width), *given, out)
         return out
 
-    def edge_matrix_grad(self, indptr, indices, S, K, width, *given):
-        """The gradient [d, K width] of what features of edges [*, d] are multiplied by; arguments as the kernel's."""
-        by, parts = given[-2], 1024
-        to_by = by.new_empty(parts, *by.shape)
-        size = indptr, indices, S, K, width
-        self.run("edge_matrix_grad", parts * K * self.threads(width), *size, *given, parts, to_by)
+    def edge_matrix_grad(self, block, numbers, K, width, *given):
+        """The gradient [d, K width] of what features of edges [numbers, d] are multiplied by; see the kernel.
+
+        block: indptr, indices and the destination of each edge.
+        """
+        by, runs = given[-2], 1024
+        to_by, size = by.new_empty(runs, *by.shape), (len(block[2]), numbers, K, width)
+        threads = runs * K * self.threads(width)
+        self.run("edge_matrix_grad", threads, *block, *size, *given, runs, to_by)
         return to_by.sum(0)
 
 
@@ -375,7 +378,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
         self_rows: [S] rows of source that are the destinations'; the first S when None. No gradient flows with them.
         drawn: nodes, seed, drop of the dropout of weights; see model.py.
-        edges: float32 [E + S, d], the features of each destination's edge to itself and of its others behind it.
+        edges: float32 [E + S, d], the features of the edges, then of those of the destinations to themselves.
         by: float32 [d, K D] that they are multiplied by.
 
     Returns:
@@ -418,18 +421,20 @@ class _Attend(torch.autograd.Function):
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
         (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
         aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
-        to_scores, to_attn = torch.empty_like(weights), attn.new_empty(S, K * D)
+        to_scores, to_attn, to_by = torch.empty_like(weights), attn.new_empty(S, K * D), None
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
         given = *block, dst, S, E, K, D, aligned, source, grad
         code.run("attention_weight_grad", (E + S) * K, *given, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
-        size, made, extra = (S, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
+        size, made, extra = (S, E, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
         given = *size, *rows, *extra, to_scores
         code.run("attention_target_grad", S * threads, *block, *given, *made)
-        to_by = code.edge_matrix_grad(*block, *given) if len(by) else None
+        if len(by):
+            given = E + S, K, D, aligned, *rows, *extra, to_scores
+            to_by = code.edge_matrix_grad((*block, dst), *given)
         lists = Lists(code, *block, N, dst, edges=True)
-        listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
+        listed, size = (*lists.of_source, lists.edge), (S, N, E, K, D, aligned)
         used = weights if dropped is None else dropped
         given = *size, *rows, *extra, used, to_scores, grad
         code.run("attention_source_grad", N * threads, indptr, *listed, *given, to_source)
@@ -468,9 +473,10 @@ class _EdgeSums(torch.autograd.Function):
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
         aligned, extra = _aligned(width, h, by, grad), (edges, len(by), by)
-        size = len(grad), 1, width, aligned
-        to_by = code.edge_matrix_grad(indptr, indices, *size, h, grad, None, *extra, None)
-        lists, out = Lists(code, indptr, indices, N, edges=True), torch.empty_like(h)
+        block = indptr, indices, destinations(code, indptr, indices)
+        given = len(edges), 1, width, aligned, h, grad, None, *extra, None
+        to_by = code.edge_matrix_grad(block, *given)
+        lists, out = Lists(code, *block[:2], N, block[2], edges=True), torch.empty_like(h)
         given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
         code.run("edge_sums_grad", N * code.threads(width), *given, out)
         return None, None, out, None, to_by, None

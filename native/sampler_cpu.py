@@ -31,12 +31,8 @@ import torch
 from native import build
 
 FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
-TYPES = {
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
-    torch.float32: "float",
-    torch.float64: "double",
-}
+TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
+TYPES |= {torch.float32: "float", torch.float64: "double"}
 
 
 @functools.cache
@@ -52,12 +48,12 @@ def load(task):
         weights = weights.float()
     task = task._replace(weights=weights)
     kind = task.indices.dtype, torch.float32 if weights is None else weights.dtype
-    library = _library(*kind, False)
-    of_pairs = _library(*kind, True) if library and task.edge_times is not None else None
-    if not library:
+    library, timed = _library(*kind, False), task.edge_times is not None
+    if library is None:
         return None
-    lists = None if task.edge_times is None else _lists(task.indptr, task.edge_times)
-    return Backend(task, library, lists, of_pairs and Backend(task, of_pairs, lists))
+    lists = _lists(task.indptr, task.edge_times) if timed else None
+    of_pairs = Backend(task, _library(*kind, True), lists) if timed else None
+    return Backend(task, library, lists, of_pairs)
 
 
 @functools.cache

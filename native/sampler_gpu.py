@@ -81,9 +81,7 @@ class Backend:
     `Frame`, which keeps 4 bytes for each node of the graph.
 
     Args:
-        task: indptr, indices, weights, edge_times, strict, one_draw, rule, edge_ids; see `Task` of sampler.py.
-        fanouts: list of k, from the seeds outward.
-        seed: int.
+        task: see `Task` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
         compiled: function of a name and CUDA source -> build.Kernels or None.
     """
 
@@ -101,15 +99,14 @@ class Backend:
         """Sample the neighbourhood of seeds.
 
         Args:
-            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not.
-            step: int.
+            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not. step: int.
             relabel_outer: False leaves global ids in the outermost hop.
             exclude: int64 [X] edges, ascending, on the GPU, or None.
             times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
 
         Returns:
-            [(indptr, indices, src_nodes, edge_ids or None, src_times or None)] for each hop, from the seeds outward, in
-            memory that they share, of the current stream. None where a seed is not a node or is repeated.
+            The fields of a Block for each hop, from the seeds outward, in memory that they share, of the current stream.
+            None where a seed is not a node or is repeated.
         """
         if not seeds.numel():
             return [self._nothing() for _ in self.fanouts]
@@ -129,9 +126,7 @@ class Backend:
                 self.kernels.wait()
                 trouble = frame.trouble
                 if trouble & DAMAGED:
-                    raise IndexError(
-                        "the graph is damaged: a list in indptr or a node in indices lies outside of it"
-                    )
+                    raise IndexError("the graph is damaged: a list or a node lies outside of it")
                 if trouble != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
@@ -139,9 +134,8 @@ class Backend:
                         self.most[hop] = max(self.most[hop], wanted + wanted // 4)
             else:
                 raise RuntimeError(
-                    f"a batch of {seeds.numel()} seeds asked for more room {len(self.fanouts) + 2} times, at last "
-                    f"for {frame.wanted} edges a hop where {[part.places for part in frame.parts]} fit: the "
-                    "kernels of the sampler do not repeat what they draw; NeighborSampler(backend='torch') does"
+                    f"a batch of {seeds.numel()} seeds asked for more room {len(self.fanouts) + 2} times, at last for "
+                    f"{frame.wanted} edges a hop: use NeighborSampler(backend='torch')"
                 )
             blocks = None if trouble else frame.cut()
             frame.memory = frame.edges = frame.times = None  # the blocks'
@@ -171,9 +165,8 @@ class Backend:
             sources = rows[-1] + places[-1]
             rows.append(sources if self.timed else min(sources, self.num_nodes))
         if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # a slot is an int, too
-            raise ValueError(
-                f"a batch of up to {sum(places)} edges is too large for the kernels; use smaller batches"
-            )
+            edges = sum(places)
+            raise ValueError(f"a batch of up to {edges} edges is too large; use smaller batches")
         return rows, places
 
     def frame(self, batch_size, hops=None, rows=None, places=None):
@@ -209,9 +202,8 @@ class Frame:
         batch_t, part_t = structs()
         self.batch = batch_t()
         self.parts = [part_t(hop, k) for hop, k in enumerate(backend.fanouts)]
-        self.table = self.ids.new_empty(
-            0 if backend.timed else backend.num_nodes, dtype=torch.int32
-        )
+        slots = 0 if backend.timed else backend.num_nodes
+        self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         self.sizes, self.keys = self._integers(3 + 5 * L), self._integers(L)
         self.read = self._integers(3 + 5 * L, pinned=True)
@@ -390,16 +382,13 @@ class Frame:
 
     def aggregate(self, features, out):
         """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or
-        without.
+        without -> False, after a warning, where the kernel cannot be compiled.
 
         Args:
             features: float32 or bfloat16 [V, F].
             out: float32 or bfloat16 [rows, 2F], rows being the room for its destinations: their own rows beside the
                 mean of their neighbours', added up in the order of the edges, as `self_and_mean` of native/layers.py does; zero
                 beyond the last.
-
-        Returns:
-            False, after a warning, where the kernel cannot be compiled.
         """
         part, task = self.parts[len(self.shape[1])], self.backend.task
         text, vec = aggregate_source(task.indices.dtype, part.k, features, out)

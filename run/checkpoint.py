@@ -22,6 +22,7 @@ takes memory.
 """
 
 import io
+import os
 import pickletools
 import re
 import zipfile
@@ -31,19 +32,14 @@ from types import SimpleNamespace
 import torch
 
 from disk.files import DTYPES, StoreError, write_whole
-from model import EDGE_CONVS
-from run.flags import check_values, checkpoint_to_resume, fill_in, make_parser, spelled, text_of
+from run.flags import TASKS, changed, check_values, filled_in, make_parser, spelled, text_of
 from run.own_model import is_own
-from tasks.graph import GraphTask
-from tasks.link import LinkTask
-from tasks.node import NodeTask
 
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal seed split metric edge_split scorer
 negatives negatives_by unchecked_negatives link_loss""".split()
 KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
-TASKS = {"node": NodeTask, "link": LinkTask, "graph": GraphTask}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -51,12 +47,10 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
-    graph["path"] = str(Path(store.path).absolute())
-    graph["files"] = {name: record.get("sha256") for name, record in store.meta["files"].items()}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
-        "graph": graph,
+        "graph": {**graph, "path": str(Path(store.path).absolute()), "files": digests(store)},
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -65,6 +59,11 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
         "code": getattr(model, "digest", None),
     }
     write_whole(path, lambda file: torch.save(state, file))
+
+
+def digests(store):
+    """{file: SHA-256, or None} of a store."""
+    return {name: record.get("sha256") for name, record in store.meta["files"].items()}
 
 
 def load_model(path, model=None):
@@ -81,16 +80,15 @@ def load_model(path, model=None):
         raise StoreError(
             f"{path} holds weights of {state['flags']['model']}: build it and give it as `model`"
         )
-    model = (
-        build_network(SimpleNamespace(**state["flags"]), state["graph"]) if model is None else model
-    )
+    model = described_network(state) if model is None else model
     load_weights(model, state["best"]["model"] or state["model"], path)
     return model.eval()
 
 
-def build_network(args, widths, own=None):
-    """The network of the flags, or a user's `own`, with initial weights, for a graph of these widths (a dict)."""
-    return TASKS[args.task].network(args, widths, own)
+def described_network(state):
+    """The network that a checkpoint's flags and widths describe, with initial weights."""
+    flags = state["flags"]
+    return TASKS[flags["task"]].network(SimpleNamespace(**flags), state["graph"])
 
 
 def load_weights(model, weights, path):
@@ -98,9 +96,8 @@ def load_weights(model, weights, path):
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise StoreError(
-            f"checkpoint {path} does not fit the model: {' '.join(str(error).split())[:300]}"
-        ) from error
+        said = " ".join(str(error).split())[:300]
+        raise StoreError(f"checkpoint {path} does not fit the model: {said}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,7 +162,7 @@ def check_state(state):
         raise ValueError(f"it has {len(weights)} tensors of {flags['num_layers']} layers")
     if not is_own(flags["model"]):
         with torch.device("meta"):  # without memory, whatever the sizes
-            compare(weights, build_network(SimpleNamespace(**flags), graph).state_dict())
+            compare(weights, described_network(state).state_dict())
     if best["model"] is not None:
         compare(best["model"], weights)
 
@@ -193,8 +190,7 @@ def check_flags(saved):
 
     parser = make_parser()
     parser.error = refuse
-    args = parser.parse_args(words)
-    fill_in(args)
+    args = filled_in(parser.parse_args(words))
     check_values(parser, args)
     for name, value in saved.items():
         if getattr(args, name) != value:
@@ -216,38 +212,46 @@ def compare(tensors, expected):
 # resuming
 
 
+def checkpoint_to_resume(args):
+    """The checkpoint to resume, or None; --resume auto, and a restart by torchrun, mean --checkpoint."""
+    own = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return own if args.resume == "auto" or own and restarted else args.resume
+
+
 def complete(args):
-    """Fill in the flags kept in the checkpoint to resume, if there is one."""
-    if path := checkpoint_to_resume(args):
-        adopt(args, read_checkpoint(path), path)
+    """The flags with those of the checkpoint to resume, if there is one."""
+    path = checkpoint_to_resume(args)
+    return adopted(args, read_checkpoint(path), path) if path else args
 
 
-def adopt(args, state, path):
-    """Take the flags of a checkpoint that were not typed; refuse another value of a fixed one."""
-    for name, value in state["flags"].items():
-        typed = getattr(args, name)
+def adopted(args, state, path):
+    """The flags with those of a checkpoint that were not typed; another value of a fixed one is refused."""
+    given = {name: value for name, value in state["flags"].items() if name not in args.typed}
+    for name in (name for name in FIXED if name in args.typed):
+        typed, value = getattr(args, name), state["flags"][name]
         free = is_own(typed) and is_own(value) or name == "edge_split" and not args.trains
-        if name not in args.typed:
-            setattr(args, name, value)
-        elif name in FIXED and typed != value and not free:
+        if typed != value and not free:
             raise StoreError(
                 f"checkpoint {path} was made with {spelled(name)} {text_of(value)}, this run has "
                 f"{text_of(typed)}"
             )
-    if is_own(args.model) and "model" not in args.typed:
+    if is_own(given.get("model")):
         raise StoreError(
-            f"checkpoint {path} holds weights of {args.model}: give --model FILE.py:NAME, to be run"
+            f"checkpoint {path} holds weights of {given['model']}: give --model FILE.py:NAME, to be run"
         )
     if "dataset" not in args.typed and Path(state["graph"]["path"], "meta.json").is_file():
-        args.dataset = state["graph"]["path"]  # whatever --root is
-        for name in {"symmetrize", "drop_duplicates"}.difference(args.typed):
-            setattr(args, name, False)  # that store has been built with them
+        given["dataset"] = state["graph"]["path"]  # whatever --root is
+        # that store has been built with them
+        given |= dict.fromkeys({"symmetrize", "drop_duplicates"}.difference(args.typed), False)
     if not args.trains:
-        args.early_stop = None
+        given["early_stop"] = None
+    return changed(args, **given)
 
 
 def common_state(ranks, args):
-    """The state to resume, the same on all ranks, whose flags are adopted -> (state, path), or (None, None).
+    """The state to resume, the same on all ranks -> (state, its path, the flags with those of the state), or (None, None,
+    args).
 
     Machines need not share a disk: the rank with the most advanced file broadcasts it.
     """
@@ -255,32 +259,32 @@ def common_state(ranks, args):
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
     if max(progress) < 0:
-        return None, None
+        return None, None, args
     path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
     if ranks.world > 1:
         data = Path(path).read_bytes() if ranks.rank == source else None
         state = read_checkpoint(path, ranks.broadcast(data, source))
-    adopt(args, state, path)
-    return state, path
+    return state, path, adopted(args, state, path)
 
 
-def check_graph(state, path, args, store):
-    """Raise StoreError unless a store holds the graph of the checkpoint and its steps have as many seeds; to predict, a
-    graph of the same widths will do, and one in which some classes do not occur."""
-    blind = args.task != "graph" and args.model not in EDGE_CONVS
-    for name in (name for name in TASKS[args.task].widths if not (blind and name == "edge_dim")):
-        there, was = store.meta.get(name, 0), state["graph"][name]
+def check_graph(state, path, args, task):
+    """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; to
+    predict, a graph of the same widths will do, and one in which some classes do not occur."""
+    store, graph = task.store, state["graph"]
+    for name in task.compared(args):
+        there, was = store.meta.get(name, 0), graph[name]
         if there != was and (args.trains or name != "num_classes" or there > was):
             raise StoreError(
                 f"checkpoint {path} was trained on a graph with {name} {was}, {store.path} has {there}"
             )
+    if "num_classes" in task.widths:
+        store.num_classes = graph["num_classes"]  # the labels of another graph may lack some
     if not args.trains:
         return
-    files = {name: record.get("sha256") for name, record in store.meta["files"].items()}
-    was = state["graph"]["files"]
-    if changed := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
+    files, was = digests(store), graph["files"]
+    if other := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
         raise StoreError(
-            f"checkpoint {path} was made with other data: {', '.join(changed)} in {store.path} is not the "
+            f"checkpoint {path} was made with other data: {', '.join(other)} in {store.path} is not the "
             "same; give the graph it was trained on, or another --checkpoint to start anew"
         )
     if state["total_batch"] != args.total_batch:
@@ -301,12 +305,13 @@ def restore(state, path, ranks, args, model, optimizer, best):
     if ranks.leads and is_own(args.model) and str(state.get("code")) != model.digest:
         print(f"model   {args.model} is not the text that the checkpoint was made with")
     if args.trains:
-        saved = state["flags"]
-        changed = [n for n in KEPT if n in args.typed and getattr(args, n) != saved.get(n, False)]
-        if changed and ranks.leads:
-            changes = (
-                f"{spelled(n)[2:]} {saved.get(n, False)} -> {getattr(args, n)}" for n in changed
-            )
+        saved = {"drop_duplicates": False, **state["flags"]}
+        changes = [
+            f"{spelled(name)[2:]} {saved[name]} -> {getattr(args, name)}"
+            for name in KEPT
+            if name in args.typed and getattr(args, name) != saved[name]
+        ]
+        if changes and ranks.leads:
             print(f"changed  {', '.join(changes)}")
         parameters = dict(enumerate(model.parameters()))
         for number, moments in state["optimizer"].items():

@@ -23,79 +23,56 @@ from run.finite import check_features
 from run.own_model import is_own
 from run.plan import choose_mode, spare_gpu_bytes
 from sampler import DamagedGraph, NeighborSampler
-from sources import prepare as datasets
 from store import MmapFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 
 
-def prepare(args):
-    """The store directory of --dataset, built on first use."""
-    return datasets.prepare(
-        args.dataset,
-        args.root,
-        seed=args.seed,
-        backend=args.backend,
-        symmetrize=args.symmetrize,
-        drop_duplicates=args.drop_duplicates,
-    )
-
-
-def prepared(ranks, args, path):
-    """`path`, or where that is None, under torchrun, what one rank of each machine prepares; the others wait for it."""
-    if path is None:
-        with ranks.patience():
-            path = prepare(args) if ranks.local_rank == 0 else None
-    return path or prepare(args)
-
-
 def settle(ranks, args, task):
-    """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, precision, epochs,
-    weight_decay, total_batch and steps in it, EdgeData of what is used of the store).
+    """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, weights, residual,
+    precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store).
 
     The number of training examples decides on epochs and weight decay, the number of processes does not.
     """
-    args, examples = argparse.Namespace(**vars(args)), task.store.split["train"].numel()
-    args.metric = task.metric
-    valid = task.store.split["valid"].numel()
-    args.weights = args.weights or (task.weights if valid else "last")
-    if args.early_stop:
-        args.weights = "best"
-    if args.weights == "best" and args.trains and not valid:
+    store, lines = task.store, []
+    examples, valid = (store.split[part].numel() for part in ("train", "valid"))
+    given = {"metric": task.metric, **settle_steps(ranks, args, task, examples)}
+    weights = args.weights or (task.weights if valid else "last")
+    given["weights"] = "best" if args.early_stop else weights
+    if given["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
         raise StoreError(
-            f"{flag} goes by validation {task.metric}, and {task.store.path} has no validation {task.examples}"
+            f"{flag} goes by validation {task.metric}, and {store.path} has no validation {task.examples}"
         )
     if args.residual is None:
-        args.residual, line = residual_helps(task.store)
-        if ranks.leads:
-            print(f"model   {line}")
+        given["residual"], line = residual_helps(store)
+        lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
-        args.precision = "tf32" if has_tf32 else "fp32"
-    settle_steps(ranks, args, task, examples)
-    if not task.placed:
-        args.mode = "store"
-        return args, EdgeData()
-    used, lines = edge_data(args, task.store)
-    args.mode, line = choose_mode(
-        task.store, args.gpus, args.mode, procs=ranks.local_world, **sizes(args, task, used)
-    )
-    if ranks.leads:
-        print(f"memory  {line}", *(f"edges   {line}" for line in lines), sep="\n")
-    return args, used
+        given["precision"] = "tf32" if has_tf32 else "fp32"
+    used, given["mode"] = EdgeData(), "store"
+    if task.placed:
+        used, of_edges = edge_data(args, task, store)
+        asked = {"procs": ranks.local_world, **sizes(args, task, used)}
+        given["mode"], line = choose_mode(store, args.gpus, args.mode, **asked)
+        lines += [f"memory  {line}", *(f"edges   {line}" for line in of_edges)]
+    if ranks.leads and lines:
+        print(*lines, sep="\n")
+    return argparse.Namespace(**{**vars(args), **given}), used
 
 
 def settle_steps(ranks, args, task, examples):
-    """Fill in total_batch, steps, epochs and weight_decay."""
-    args.total_batch = args.batch_size * args.accumulate * ranks.world
+    """{total_batch, steps, epochs, weight_decay}."""
+    total_batch = args.batch_size * args.accumulate * ranks.world
     examples = max(examples, 1)  # without labels there are none, and nothing is trained
-    args.steps = -(-examples // args.total_batch)
-    if args.epochs is None:
-        args.epochs = max(10, -(-LEAST_STEPS // args.steps))
-    if args.weight_decay is None:
-        args.weight_decay = task.prior / examples
+    steps, decay = -(-examples // total_batch), args.weight_decay
+    return {
+        "total_batch": total_batch,
+        "steps": steps,
+        "epochs": args.epochs or max(10, -(-LEAST_STEPS // steps)),
+        "weight_decay": task.prior / examples if decay is None else decay,
+    }
 
 
 def residual_helps(store):
@@ -124,7 +101,7 @@ def residual_helps(store):
 
 
 def sizes(args, task, used):
-    """What decides on the memory that a run takes; see `estimate` of run/plan.py."""
+    """What decides on the memory that a run takes; see `placements` of run/plan.py."""
     return {
         "fanout": args.fanout,
         "batch_size": args.batch_size * task.sampled_for(args),
@@ -141,7 +118,7 @@ def place_data(ranks, args, task, used):
     Where features are a tensor, the ring brings what the first layer multiplies instead of the input rows: own row
     beside mean, a third of the bytes, straight from the table.
     """
-    store = task.store
+    store, pinned = task.store, args.mode == "pinned-cuda"
     # a user's network gets float32 under autocast
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16
     dtype = {"bf16": bf16, "fp64": torch.float64}.get(args.precision, torch.float32)
@@ -150,29 +127,26 @@ def place_data(ranks, args, task, used):
         task.attach(ranks, args)
         return None, None
     if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
-        print(
-            f"memory  {store.sampling_threads} threads read neighbour lists from the disk as they are sampled"
-        )
+        threads = f"{store.sampling_threads} threads read neighbour lists"
+        print(f"memory  {threads} from the disk as they are sampled")
     columns = [name for name in ("weight", "time", "features") if getattr(used, name) is not None]
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
     arrays += [getattr(used, name) for name in columns]
     spare = 0
-    if args.mode == "pinned-cuda":
-        if ranks.local_world < ranks.world:
-            raise StoreError(
-                "--mode pinned-cuda works on one machine; use cpu-cuda or cuda-cuda across machines"
-            )
-        asked = sizes(args, task, used).values()
-        spare = spare_gpu_bytes(store, args.mode, *asked) - args.cache
     try:
-        if args.mode == "pinned-cuda":
+        if pinned:
+            if ranks.local_world < ranks.world:
+                raise RuntimeError(
+                    "it works on one machine; use cpu-cuda or cuda-cuda across machines"
+                )
+            spare = spare_gpu_bytes(store, args.mode, **sizes(args, task, used)) - args.cache
             total = ranks.sum if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
         indptr, indices, labels, features, *placed = place(
             *arrays[:4], args.mode, ranks.device, arrays[4:], spare
         )
     except (OSError, RuntimeError) as error:
-        if args.mode != "pinned-cuda":
+        if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     used = used._replace(**dict(zip(columns, placed)))
@@ -197,17 +171,15 @@ def place_data(ranks, args, task, used):
 
 def make_sampler(args, indptr, indices, fanout, used, threads=None):
     """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
-    options = {"seed": args.seed, "check": False, "threads": threads, "weights": used.weight}
-    options["edge_ids"] = used.features is not None
-    if args.sampler == "latest" and used.time is not None:
-        options["method"] = "latest"
+    options = {"threads": threads, "weights": used.weight, "edge_ids": used.features is not None}
+    if args.sampler == "latest" and used.time is not None or args.sampler == "labor":
+        options["method"] = args.sampler
     if args.sampler == "labor":
-        options["method"] = "labor"
         options["layer_dependency"] = args.layer_dependency
         options["batch_dependency"] = args.batch_dependency
     if used.time is not None:
         options |= {"edge_times": used.time, "strict": used.strict}
-    return NeighborSampler(indptr, indices, fanout, **options)
+    return NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
 
 
 def cached(ranks, args, task, features):
@@ -217,25 +189,24 @@ def cached(ranks, args, task, features):
     cache is planned as well.
     """
     store, budget = task.store, args.cache
+    say = print if ranks.leads else lambda line: None
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not budget:
         budget = store.features.default_cache() // ranks.local_world
-        if ranks.leads:
-            print(
-                f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
-            )
+        size = readable_size(budget)
+        say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
+        here = f"--cache is {budget}, their backend {store.meta['backend']}, the mode {args.mode}"
         raise StoreError(
             f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, "
-            f"in mode cpu-cpu; here --cache is {budget}, their backend {store.meta['backend']}, the "
-            f"mode {args.mode}"
+            f"in mode cpu-cpu; here {here}"
         )
-    if budget and args.mode == "cuda-cuda" and ranks.leads:
-        print(
-            f"memory  --cache {readable_size(budget)} has no effect: all features are in GPU memory"
-        )
-    if not budget or args.mode == "cuda-cuda":
+    if not budget:
+        return features
+    if args.mode == "cuda-cuda":
+        size = readable_size(budget)
+        say(f"memory  --cache {size} has no effect: all features are in GPU memory")
         return features
     with reading_all_edges():
         batch_size = args.batch_size * task.sampled_for(args)
@@ -248,8 +219,8 @@ def cached(ranks, args, task, features):
     batches = args.epochs * args.steps * args.accumulate
     part = ranks.local_rank, ranks.local_world
     cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
-    if cache.room and ranks.leads:
-        print(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+    if cache.room:
+        say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
     return cache
 
 

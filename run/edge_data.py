@@ -1,6 +1,6 @@
 """Which weights, times and features of edges a run uses, and the lines about them.
 
-    used, lines = edge_data(args, store)      # columns that --model, --sampler and --temporal take
+    used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
     model.degrees = degrees_at(store.indptr, used.time, used.strict)
 
 The second line is for layers that divide by degrees, where seeds have times.
@@ -26,8 +26,8 @@ class EdgeData(NamedTuple):
     strict: bool = False  # a seed does not see edges at its own time either
 
 
-def edge_data(args, store) -> tuple[EdgeData, list[str]]:
-    """What a run uses of a store's columns -> (EdgeData, a line for each that is there).
+def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
+    """What a run uses of a store's columns -> (EdgeData, a line for each that is there); task: a `Task` or its class.
 
     Raises:
         StoreError: for flags that need a column which the store does not have, or a model that cannot go with it.
@@ -49,15 +49,16 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
         raise StoreError(
             f"--model {args.model} takes features of edges, and {store.path} has none; {instead}"
         )
-    links, temporal = args.task == "link", visible(args, store)  # times of links are those of pairs
+    timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
+    temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
-        seed_time = None if links else store.node_time
+        check_times(args, store, timed)
+        seed_time = None if task.timed_pairs else store.node_time
         used = used._replace(time=store.edge_time, seed_time=seed_time, strict=temporal == "before")
         when = "at their own time or before it" if temporal == "at" else "before their own time"
-        who = "the ends of a pair and its negatives" if links else "seeds"
+        who = "the ends of a pair and its negatives" if task.timed_pairs else "seeds"
         lines.append(f"{who} see edges {when}, in every hop; --temporal off shows them all")
     elif store.edge_time is not None:
-        timed = links or store.node_time is not None
         why = "--temporal off" if timed else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "latest":
@@ -80,26 +81,19 @@ def edge_data(args, store) -> tuple[EdgeData, list[str]]:
     return used, lines
 
 
-def visible(args, store):
-    """Which edges a seed sees: "at" its time and before, "before" it, or all ("off").
-
-    Raises:
-        StoreError: where times are missing, or the model cannot go without the future.
-    """
-    timed = store.edge_time is not None and (args.task == "link" or store.node_time is not None)
-    temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
-    if temporal != "off" and not timed:
+def check_times(args, store, timed):
+    """Raise StoreError where times are missing, or the model cannot go without the future."""
+    if not timed:
         lacks = "edges" if store.edge_time is None else "nodes"
         raise StoreError(
-            f"--temporal {temporal} needs times of edges and nodes (edge_time, node_time): "
+            f"--temporal {args.temporal} needs times of edges and nodes (edge_time, node_time): "
             f"{store.path} has no times of {lacks}"
         )
-    if temporal != "off" and args.model == "gcn":
+    if args.model == "gcn":
         raise StoreError(
             "--model gcn divides by the degrees of the whole graph, which count edges of the future: "
             "take sage, gat or gin, or --temporal off"
         )
-    return temporal
 
 
 def degrees_at(indptr, times, strict):

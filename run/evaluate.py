@@ -12,64 +12,55 @@ from contextlib import nullcontext
 import torch
 
 from disk.files import StoreError
-from features import FeatureRing
 from loader import NodeLoader, seeds_at
 from model import GNN, graph_degrees, inference, layerwise
 from run import own_model
-from run.checkpoint import TASKS, build_network, check_graph
-from run.data import make_sampler, place_data, prepared, reading_all_edges, settle
+from run.data import make_sampler, place_data, reading_all_edges, settle
 from run.edge_data import degrees_at
+from run.flags import TASKS
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that are not layer by layer are evaluated on the whole graph as one batch
 WHOLE_GRAPH_EDGES = 1 << 22
 
 
-def open_run(ranks, args, path, state=None, file=None):
+def open_run(ranks, args, path, fits=lambda args, task: None):
     """Open the data, place it and build the network -> Run.
 
     Args:
-        path: store directory, None under torchrun. state, file: of the checkpoint to go on from, which the data has to
-            fit.
+        path: store directory. fits: function of the settled flags and the task that raises where the data is not that
+            of the checkpoint to go on from.
     """
-    say = print if ranks.leads else lambda line: None
-    task = TASKS[args.task](args, prepared(ranks, args, path), say)
+    task = TASKS[args.task](args, path, print if ranks.leads else lambda line: None)
     args, used = settle(ranks, args, task)
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
-    if state:
-        check_graph(state, file, args, task.store)
-        if args.task == "node":
-            # the labels of another graph may lack some
-            task.store.num_classes = state["graph"]["num_classes"]
+    fits(args, task)
     sampler, ring = place_data(ranks, args, task, used)
     return Run(ranks, args, task, used, sampler, ring, build_model(ranks, args, task, used))
 
 
 def build_model(ranks, args, task, used):
     """The network with the initial weights of --seed, the same on every rank."""
-    store = task.store
+    store, own, digest = task.store, None, None
     torch.manual_seed(args.seed)
-    own = digest = None
     if own_model.is_own(args.model):
-        sizes = (
-            store.feature_dim,
-            store.num_classes,
-            store.edge_dim if used.features is not None else 0,
-        )
+        edge_dim = store.edge_dim if used.features is not None else 0
+        sizes = store.feature_dim, store.num_classes, edge_dim
         own, digest = own_model.build(args.model, args.model_args or [], *sizes)
     widths = {name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}
-    model = build_network(args, {**store.meta, **widths}, own)
+    model = task.network(args, {**store.meta, **widths}, own)
     model.digest = digest  # SHA-256 of the file of a user's network
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
-        with reading_all_edges():
-            if used.time is not None:
-                model.degrees = degrees_at(store.indptr, used.time, used.strict)
-            else:
-                model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
+        if used.time is not None:
+            model.degrees = degrees_at(store.indptr, used.time, used.strict)
+        else:
+            with reading_all_edges():
+                degrees = graph_degrees(store.indptr, store.indices)
+            model.degrees = degrees.to(ranks.device, dtype)
     return model
 
 
@@ -125,18 +116,24 @@ class Run:
             output = self.task.output(self, network or self.model, batch, key)
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
-    @torch.no_grad()
     def sampled(self, nodes, times=None):
         """Outputs [n, C] of nodes [n], at times [n], from neighbours drawn as in training: an estimate that costs a few
         batches; in host memory, the same on all ranks."""
-        self.model.eval()
-        draw, rows = lambda batch: (nodes[batch.seeds], {}, None), None  # noqa: E731
-        if times is not None:
-            draw = seeds_at(times, nodes)
-        for batch in self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw):
-            output = self.forward(batch).cpu()
-            rows = output.new_zeros(len(nodes), output.shape[1]) if rows is None else rows
-            rows[batch.seeds] = output
+        draw = seeds_at(times, nodes) if times is not None else None
+        if draw is None:
+            draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
+        loader = self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw)
+        return self.rows(self.model, loader, len(nodes), self.forward)
+
+    @torch.no_grad()
+    def rows(self, model, loader, count, output):
+        """What `output` makes of the batches of seeds [count], in host memory, the same on all ranks -> [count, C]."""
+        model.eval()
+        rows = None
+        for batch in loader:
+            part = output(batch).cpu()
+            rows = part.new_zeros(count, part.shape[1]) if rows is None else rows
+            rows[batch.seeds] = part
         return self.ranks.reduce(rows)
 
     def exact(self, layers=None):
@@ -166,46 +163,35 @@ class Run:
         check_scores(logits, "exact outputs")
         return logits
 
-    @torch.no_grad()
     def exact_in_batches(self, model, layers=None):
         """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has
         numbers, or those that a node may see at its time: all nodes at once where the graph is small and without times,
         else --batch-size, each batch computing most of the graph again."""
         args, ranks, store, used = self.args, self.ranks, self.store, self.used
-        model.eval()
         small = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None
-        fanout = [-1] * (layers or len(args.fanout))
-        sampler = make_sampler(
-            args, store.indptr, store.indices, fanout, used._replace(weight=None)
-        )
-        ring = FeatureRing(
-            getattr(store.features, "tensor", store.features),
-            store.labels,
-            slots=args.prefetch + 1,
-            device=ranks.device,
-            dtype=torch.float32,
-            edge_features=used.features,
-        )
+        fanout, drawn = [-1] * (layers or len(args.fanout)), used._replace(weight=None)
         loader = NodeLoader(
             store,
             torch.arange(store.num_nodes),
             fanout,
             shuffle=False,
-            sampler=sampler,
-            ring=ring,
+            sampler=make_sampler(args, store.indptr, store.indices, fanout, drawn),
+            edges=used.features is not None,
             draw=None if used.time is None else seeds_at(used.seed_time),
             batch_size=-(-store.num_nodes // ranks.world) if small else args.batch_size,
             rank=ranks.rank,
             world=ranks.world,
+            device=ranks.device,
             depth=0 if small else args.prefetch,
+            reuse=True,
         )
-        logits = torch.zeros(store.num_nodes, args.hidden if layers else store.num_classes)
-        for batch in loader:
-            if isinstance(model, GNN):
-                x, edges = batch.x, batch.edges or [None] * len(fanout)
-                for i, block in enumerate(batch.blocks):
-                    x = model.step(i, block, x, edges=edges[i])
-            else:
-                x = self.task.output(self, model, batch, None)
-            logits[batch.seeds] = x.float().cpu()
-        return ranks.reduce(logits)
+
+        def output(batch):
+            if not isinstance(model, GNN):
+                return self.task.output(self, model, batch, None).float()
+            x, edges = batch.x, batch.edges or [None] * len(fanout)
+            for i, block in enumerate(batch.blocks):
+                x = model.step(i, block, x, edges=edges[i])
+            return x.float()
+
+        return self.rows(model, loader, store.num_nodes, output)

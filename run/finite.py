@@ -41,21 +41,19 @@ def all_finite(ranks, loss, model, optimizer):
 
 def not_finite(what, run):
     """A NotFinite that says what it was, what the numbers behind it are, and what to try; run: of run/evaluate.py."""
-    args = run.args
+    args, feature = run.args, largest_feature(run.store) or 0.0
     weights = torch.cat([p.detach().flatten().double().cpu() for p in run.model.parameters()])
     known = weights[weights.isfinite()].abs()
     said = f"the largest weight is {known.max():.3g}" if len(known) else "no weight is finite"
-    if lost := len(weights) - len(known):
-        said += f", {lost:,} of {len(weights):,} are not finite" if len(known) else ""
-    feature = largest_feature(run.store)
-    said += f", the largest feature {feature:.3g}" if feature is not None else ""
+    if 0 < len(known) < len(weights):
+        said += f", {len(weights) - len(known):,} of {len(weights):,} are not finite"
+    said += f", the largest feature {feature:.3g}" if feature else ""
     tried = f"try a smaller --lr than {args.lr:g}"
-    tried = f"scale the features, or {tried}" if (feature or 0) > UNUSUAL else tried
-    kept = ""
+    tried = f"scale the features, or {tried}" if feature > UNUSUAL else tried
     if args.checkpoint and os.path.isfile(args.checkpoint):
-        kept = f"; {args.checkpoint} holds the last finite state that was written"
+        tried += f"; {args.checkpoint} holds the last finite state that was written"
     seed = f"seed {args.seed}: " if args.runs > 1 else ""
-    return NotFinite(f"{seed}{what}: {said}; {tried}{kept}")
+    return NotFinite(f"{seed}{what}: {said}; {tried}")
 
 
 @contextmanager
@@ -76,13 +74,12 @@ def largest_feature(store):
 def check_features(ranks, store, dtype):
     """Refuse features beyond the numbers of the training dtype, and point out unusually large ones in a line."""
     feature, end = largest_feature(store) or 0.0, torch.finfo(dtype).max
+    largest = f"the largest feature is {feature:.3g}"
     if feature > end:
         raise StoreError(
-            f"{store.path}: the largest feature is {feature:.3g}, and {str(dtype).removeprefix('torch.')}, in which it "
-            f"would be trained on, ends at {end:.3g}: scale the features"
+            f"{store.path}: {largest}, and {str(dtype).removeprefix('torch.')}, in which it would be trained on, "
+            f"ends at {end:.3g}: scale the features"
         )
     if feature > UNUSUAL and ranks.leads:
-        print(
-            f"data    the largest feature is {feature:.3g}: scale each column, to a standard deviation of 1 say, if the "
-            "loss does not fall"
-        )
+        advice = "scale each column, to a standard deviation of 1 say, if the loss does not fall"
+        print(f"data    {largest}: {advice}")

@@ -20,6 +20,7 @@ import inspect
 import re
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -60,10 +61,9 @@ def arguments(words):
     """['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}: Python literals, else text."""
     values = {}
     for name, _, text in (word.partition("=") for word in words):
-        try:
+        values[name.strip()] = text
+        with suppress(ValueError, SyntaxError):
             values[name.strip()] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[name.strip()] = text
     return values
 
 
@@ -115,14 +115,11 @@ def takes_edges(model):
 
 
 def build(model, words, in_dim, num_classes, edge_dim=0):
-    """Build the network that the file of --model defines.
+    """Build the network that the file of --model defines -> (nn.Module, SHA-256 of the file's text).
 
     Args:
         model: "FILE.py:NAME". words: those of --model-args.
         in_dim, num_classes: F and C of the graph. edge_dim: D of the edge features it is given.
-
-    Returns:
-        (nn.Module, SHA-256 of the file's text).
 
     Raises:
         StoreError: as `load`, and for arguments that do not fit, or what is no nn.Module.
@@ -139,7 +136,7 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
             f"--model {model} is called as {name}({given}): {error}; change it or --model-args"
         ) from error
     net = make(in_dim, num_classes, **values)
-    wrong = ""
+    wrong = None
     if not isinstance(net, nn.Module):
         wrong = f"returned a {type(net).__name__}, a torch.nn.Module is needed"
     elif not any(parameter.requires_grad for parameter in net.parameters()):

@@ -2,7 +2,7 @@
 
 mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])
 
-python store.py estimate PATH --gpus 4 --fanout 15,10,5
+run/estimate.py prints all modes.
 """
 
 import bisect
@@ -13,10 +13,7 @@ import torch
 from disk.columns import COLUMNS
 from disk.files import StoreError, readable_size
 from features import MODES
-from run.edge_data import edge_data
-from run.flags import make_parser, text_of
-from run.step_graph import hops_held
-from store import BACKENDS, GraphStore, free_host_bytes
+from store import GraphStore, free_host_bytes
 
 GPU_BYTES = 1 << 30  # of each GPU, beside tensors: context, libraries, communication
 RANK_BYTES = 1 << 29  # of host memory, for each process
@@ -47,8 +44,15 @@ class Fit(NamedTuple):
     line: str  # the arithmetic
 
 
-def placements(store, fanout, batch_size, hidden, prefetch, graphs=0) -> dict[str, Placement]:
+def placements(
+    store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0
+) -> dict[str, Placement]:
     """The Placement of every mode.
+
+    Args:
+        fanout: one number for each layer, from the seeds outward. batch_size: seeds of a process.
+        hidden: width of inner layers. prefetch: batches prepared ahead.
+        graphs: hops that steps of static shapes hold, where the GPU reads the features.
 
     A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes
     after each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all.
@@ -94,34 +98,19 @@ def placements(store, fanout, batch_size, hidden, prefetch, graphs=0) -> dict[st
 
 
 def estimate(
-    store,
-    gpus=0,
-    *,
-    procs=1,
-    fanout=(15, 10, 5),
-    batch_size=1024,
-    hidden=256,
-    prefetch=2,
-    graphs=0,
-    free_gpu=None,
-    free_host=None,
+    store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes
 ) -> tuple[dict[str, Fit], str | None]:
     """What training takes in each mode and what fits.
 
     Args:
         store: GraphStore or the path of one.
         gpus: GPUs of this machine, a process each; with 0, `procs` processes train on CPU.
-        fanout: one number for each layer, from the seeds outward.
-        batch_size: seeds of a process. hidden: width of inner layers. prefetch: batches prepared ahead.
-        graphs: hops that steps of static shapes hold, where the GPU reads the features.
         free_gpu: free bytes of the fullest GPU; of the current one when None.
         free_host: free bytes of host memory; of this machine when None.
+        sizes: see `placements`.
 
     Returns:
         ({mode: Fit}, the first mode that fits, else the most modest that is possible, else None).
-
-    Raises:
-        StoreError: if there is no store.
     """
     store = store if isinstance(store, GraphStore) else GraphStore.open(store)
     if free_gpu is None and torch.cuda.is_available():
@@ -129,31 +118,25 @@ def estimate(
     free_host = free_host_bytes() if free_host is None else free_host
     ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
     room = ranks, free_gpu, free_host
+    seeds = range(1, len(store.split["train"]) + 1)
 
-    def of(seeds):
-        return placements(store, fanout, seeds, hidden, prefetch, graphs)
+    def too_large(mode):
+        return lambda n: not placements(store, **{**sizes, "batch_size": n})[mode].fits(*room)
 
-    def fit(mode, placement):
-        sizes = range(1, len(store.split["train"]) + 1)
-        largest = bisect.bisect_left(sizes, True, key=lambda n: not of(n)[mode].fits(*room))
+    modes = {}
+    for mode, placement in placements(store, **sizes).items():
+        largest = bisect.bisect_left(seeds, True, key=too_large(mode))
         possible, fits = placement.fits(*room, steps=0), placement.fits(*room)
-        return Fit(placement, possible, fits, largest, arithmetic(mode, placement, *room))
-
-    modes = {mode: fit(mode, placement) for mode, placement in of(batch_size).items()}
+        line = arithmetic(mode, placement, *room)
+        modes[mode] = Fit(placement, possible, fits, largest, line)
     fitting = [mode for mode in choices if modes[mode].fits]
     modest = [mode for mode in reversed(choices) if modes[mode].possible]
     return modes, next(iter(fitting + modest), None)
 
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
-    """Choose where graph and features live, or check a choice, before anything is loaded.
-
-    Args:
-        store, gpus, options: see `estimate`.
-        mode: "auto" or one of MODES.
-
-    Returns:
-        (mode, the arithmetic in one line).
+    """Choose where graph and features live, or check a choice ("auto" or one of MODES), before anything is loaded;
+    options: see `estimate` -> (mode, the arithmetic in one line).
 
     Raises:
         StoreError: for a mode whose arrays exceed memory. (A batch that may not fit is only pointed
@@ -171,10 +154,9 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     return chosen, line
 
 
-def spare_gpu_bytes(store, mode, *sizes) -> int:
-    """Bytes of the current GPU left by a mode and its largest batches, perhaps below 0; sizes as in
-    `placements`."""
-    placement = placements(store, *sizes)[mode]
+def spare_gpu_bytes(store, mode, **sizes) -> int:
+    """Bytes of the current GPU left by a mode and its largest batches, perhaps below 0."""
+    placement = placements(store, **sizes)[mode]
     return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
 
 
@@ -189,35 +171,3 @@ def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:
     free = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
     gpu = f"each GPU {size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
     return f"{gpu} {free}, {host}"
-
-
-def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
-    """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose."""
-    graph = GraphStore.open(path)
-    args = make_parser().parse_args([f"--fanout={text_of(list(fanout))}"])
-    free_host = free_host_bytes() if free_host is None else free_host
-    graphs = hops_held(args, graph, edge_data(args, graph)[0])
-    modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)
-    disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
-    features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
-    lines = [("on disk", f"graph {size(sum(disk.values()))}, features {size(features)}")]
-    for mode, fit in modes.items():
-        lines += [(mode, f"{fit.line}; batches of up to {fit.largest_batch:,} seeds fit")]
-    none = "none fits (--free-gpu GB asks about another machine's GPUs)"
-    shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
-    arrays, where = modes["pinned-cuda"].placement.shared, "the mapped file stays in it"
-    if arrays > free_host:
-        where = "rows are read from the mapped file's disk, behind --cache"
-    if graph.indices.nbytes > free_host // 2:
-        size_of = size(graph.indices.nbytes)
-        where += f", and neighbour lists as they are sampled (all take {size_of})"
-    lines += [
-        ("mode", best or none),
-        ("steps", f"of {shapes if graphs else 'the shapes of their batches'}"),
-        (
-            "features",
-            f"mmap: graph and features take {size(arrays)} and {size(free_host)} of host memory "
-            f"are free: {where}; lmdb is for rows that change while others read them",
-        ),
-    ]
-    return "\n".join(f"{name:<14} {value}" for name, value in lines)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,70 +24,50 @@ STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "st
 
 
 class Clock:
-    """Start and end of each stage. CUDA work is timed by events, resolved at the end without a wait.
+    """Start and end of each stage, on any thread. CUDA work is timed by events, resolved at the end without a wait.
 
-    `mark` and `now` take the stage that begins there, for the trace of --profile; None ends the last.
+    Attributes:
+        zero: seconds of the host at which it began. laps: (stage, start, end, thread or GPU).
     """
 
     def __init__(self, cuda):
-        self.cuda, self.laps, self.events = cuda, [], []  # laps: (stage, start, end, thread or GPU)
-        traced = torch.autograd.profiler._is_profiler_enabled
-        self.named = threading.local() if traced else None  # the stage that each thread is in
-        self.zero = time.perf_counter()
+        self.cuda, self.laps, self.events, self.zero = cuda, [], [], time.perf_counter()
+        self.traced = torch.autograd.profiler._is_profiler_enabled
         self.first = self.mark() if cuda else None
 
-    def now(self, stage=None):
-        """A point on any thread, in seconds of the host."""
-        if self.named:
-            if stage_before := getattr(self.named, "stage", None):
-                stage_before.__exit__(None, None, None)
-            self.named.stage = stage and record_function(stage).__enter__()
-        return time.perf_counter()
-
-    def mark(self, stage=None):
-        """A point on the training thread: seconds on CPU, an event of the current stream on CUDA."""
-        now = self.now(stage)
-        if not self.cuda:
-            return now
+    def mark(self):
+        """An event of the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def lap(self, stage, start, end):
-        """Record a stage between two marks."""
-        if self.cuda:
-            self.events.append((stage, start, end))
-        else:
-            self.add(stage, start, end)
+    @contextmanager
+    def timed(self, stage, on_gpu=False):
+        """Record what runs inside as a stage, also in the trace of --profile. on_gpu: what it launches, if there is one."""
+        by_events = on_gpu and self.cuda
+        with record_function(stage) if self.traced else nullcontext():
+            start = self.mark() if by_events else time.perf_counter()
+            yield
+            if by_events:
+                self.events.append((stage, start, self.mark()))
+            else:
+                self.add(stage, start, time.perf_counter())
 
     def add(self, stage, start, end):
-        """Record a stage between two times of the host; any thread may call."""
-        self.laps.append(
-            (stage, start - self.zero, end - self.zero, threading.current_thread().name)
-        )
+        """Record a stage between two times of the host."""
+        thread = threading.current_thread().name
+        self.laps.append((stage, start - self.zero, end - self.zero, thread))
 
-    @contextmanager
-    def timed(self, stage):
-        """Record what runs inside as a stage, on any thread."""
-        start = self.now(stage)
-        yield
-        self.add(stage, start, self.now())
-
-    def resolve(self):
-        """Turn events into times; waits for the GPU -> laps."""
+    def totals(self):
+        """Seconds of each stage that was timed; waits for the GPU."""
         if self.events:
             torch.cuda.synchronize()
         at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
         self.laps += [(stage, at(start), at(end), "GPU") for stage, start, end in self.events]
-        self.events = []
-        return self.laps
-
-    def totals(self):
-        """Seconds of each stage that was timed."""
-        sums = {}
-        for stage, start, end, _ in self.resolve():
-            sums[stage] = sums.get(stage, 0) + end - start
-        return {stage: sums[stage] for stage in STAGES if stage in sums}
+        self.events, sums = [], dict.fromkeys(STAGES, 0)
+        for stage, start, end, _ in self.laps:
+            sums[stage] += end - start
+        return {stage: seconds for stage, seconds in sums.items() if seconds}
 
 
 def draw_timeline(runs, path, steps=8):
@@ -153,14 +133,10 @@ class Report:
     def __init__(self, ranks, args):
         self.args, self.leads, self.failed, self.board = args, ranks.leads, set(), None
         if self.leads and args.log:
-            versions = {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-            }
+            versions = {"python": platform.python_version(), "torch": torch.__version__}
+            start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
             began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            start = {"flags": flags_of(args), "versions": versions, "hardware": hardware(ranks)}
-            self._append({**start, "began": began})
+            self._append({**start, "hardware": hardware(ranks), "began": began})
         if self.leads and args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -169,47 +145,41 @@ class Report:
 
     def tell(self, line, figures):
         """Print a line unless it is empty, append the figures to --log, an epoch's to TensorBoard."""
-        if self.leads:
-            if line:
-                tqdm.write(line)
-            if self.args.log:
-                self._append(figures)
-            if self.board and "epoch" in figures:
-                with self.attempt("tensorboard"):
-                    for name, value in figures.items():
-                        if isinstance(value, float):
-                            self.board.add_scalar(name, value, figures["epoch"])
-                    self.board.flush()
+        if self.leads and line:
+            tqdm.write(line)
+        if self.leads and self.args.log:
+            self._append(figures)
+        if self.board and "epoch" in figures:
+            with self.attempt("tensorboard"):
+                for name, value in figures.items():
+                    if isinstance(value, float):
+                        self.board.add_scalar(name, value, figures["epoch"])
+                self.board.flush()
 
     def scores(self, scores):
         """Report the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
-        shown = known(scores, self.args)
-        lines = (f"{name:<5}  {scores_line(values)}" for name, values in shown.items())
+        lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores).items())
         self.tell("\n".join(lines), {"scores": scores})
         exact = {
             f"{part} {name}": value
             for part, values in scores.items()
             for name, value in (values or {}).items()
         }
-        named = {f"exact/{name.replace(' ', '_')}": value for name, value in exact.items()}
-        self.results(named, self.args.epochs)
+        self.results(exact)
         return exact
 
     def exact(self, name, figures):
         """Report the exact score of each part of the nodes, {part: score or None}."""
-        shown = known(figures, self.args)
-        line = "  ".join(f"{part} {percent(figure)}" for part, figure in shown.items())
+        shown = self.known(figures).items()
+        line = "  ".join(f"{part} {percent(figure)}" for part, figure in shown)
         self.tell(line and f"{name}  {line}", {"exact": figures, "seed": self.args.seed})
-        named = {f"exact/{part}": figure for part, figure in figures.items()}
-        self.results(named, self.args.epochs)
+        self.results(figures)
 
-    def best(self, best):
-        """Report which weights --early-stop has kept."""
-        if self.leads:
-            score = f"{self.args.metric} {best['score']:.4f}"
-            if self.args.task == "node":
-                score = f"{percent(best['score'])} (sampled)"
-            print(f"best    weights of epoch {best['epoch']}: valid {score}")
+    def known(self, figures):
+        """The figures to print: a run that only predicts leaves out parts without examples."""
+        return {
+            k: figure for k, figure in figures.items() if figure is not None or self.args.trains
+        }
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
@@ -225,19 +195,21 @@ class Report:
             write_whole(path, lambda file: np.save(file, array))
             print(f"wrote {path}: {array.dtype} {list(array.shape)}")
 
-    def results(self, figures, epoch):
+    def results(self, figures):
         """Give the final figures, {name: value or None}, to TensorBoard, beside the flags."""
-        if self.board:
-            figures = {name: value for name, value in figures.items() if value is not None}
-            flags = {
-                name: value if isinstance(value, int | float) else str(value)
-                for name, value in flags_of(self.args).items()
-            }
-            with self.attempt("tensorboard"):
-                for name, value in figures.items():
-                    self.board.add_scalar(name, value, epoch)
-                self.board.add_hparams(flags, figures, run_name=".")
-                self.board.close()
+        if not self.board:
+            return
+        known = {k.replace(" ", "_"): value for k, value in figures.items() if value is not None}
+        known = {f"exact/{name}": value for name, value in known.items()}
+        flags = {
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in flags_of(self.args).items()
+        }
+        with self.attempt("tensorboard"):
+            for name, value in known.items():
+                self.board.add_scalar(name, value, self.args.epochs)
+            self.board.add_hparams(flags, known, run_name=".")
+            self.board.close()
 
     @contextmanager
     def attempt(self, flag):
@@ -283,9 +255,9 @@ def hardware(ranks):
 
 def describe(run, file, epoch, step):
     """Print every derived quantity before the work starts, and where a checkpoint `file` goes on."""
-    ranks, args, store = run.ranks, run.args, run.store
+    ranks, args = run.ranks, run.args
     parameters = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
-    split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in store.split.items())
+    split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in run.store.split.items())
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     threads = f"{torch.get_num_threads()} CPU threads each"
     if ranks.gpus and ranks.world > 1:
@@ -295,24 +267,20 @@ def describe(run, file, epoch, step):
     if precision == "tf32":
         on_gpu = "tf32 products (--precision fp32 for full ones)"
         precision = on_gpu if ranks.gpus else "fp32, for tf32 needs a GPU"
-    for line in run.task.lines(args, split, parameters):
-        print(line)
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
-    print(
-        f"run     {where}, mode {args.mode}, {precision}, {threads}; batch {args.batch_size} x "
-        f"{ranks.world}{passes} = {args.total_batch} seeds, {counted(args.steps, 'step')} an epoch, "
-        f"{counted(args.epochs, 'epoch')}; lr {args.lr:g}, weight decay {args.weight_decay:.2g}",
-        flush=True,
-    )
+    batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
+    epochs = f"{counted(args.steps, 'step')} an epoch, {counted(args.epochs, 'epoch')}"
+    rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
+    how = f"mode {args.mode}, {precision}, {threads}"
+    print(*run.task.lines(args, split, parameters), sep="\n")
+    print(f"run     {where}, {how}; {batch}, {epochs}; {rates}", flush=True)
     if file:
         trains = args.trains and epoch < args.epochs
         done = f"after epoch {epoch}: nothing is trained"
         print(f"resume  {f'from epoch {epoch + 1}, step {step}' if trains else done}")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
-        print(
-            f"replace {args.checkpoint} holds an earlier run and will be replaced; --resume auto would go on "
-            "with it"
-        )
+        held = f"{args.checkpoint} holds an earlier run and will be replaced"
+        print(f"replace {held}; --resume auto would go on with it")
 
 
 def counted(number, what):
@@ -327,12 +295,9 @@ def epoch_line(args, figures):
     """
     valid = f"{percent(figures.get('valid_sampled'))} (sampled)"
     if "valid" in figures:
-        rest = {
-            name: value
-            for name, value in (figures["valid"] or {}).items()
-            if name != "rmse_of_the_mean" and "hits" not in name
-        }
-        valid = scores_line(rest or None)
+        left_out = "rmse_of_the_mean", "hits@1", "hits@10"
+        shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
+        valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     line = (
         f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
@@ -355,15 +320,9 @@ def advice(ranks, figures):
     seconds, exchange = figures["seconds"], figures.get("exchange", 0)
     if units * (seconds - exchange) >= seconds:
         return ""
-    return (
-        f"advice  {ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s on the exchange of gradients"
-        f"{'' if ranks.gpus else ' and share the cores'}: one will be as fast"
-    )
-
-
-def known(figures, args):
-    """The figures to print, {part: figure or None}: a run that only predicts leaves out parts without examples."""
-    return {part: figure for part, figure in figures.items() if figure is not None or args.trains}
+    spent = f"{ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s"
+    cores = "" if ranks.gpus else " and share the cores"
+    return f"advice  {spent} on the exchange of gradients{cores}: one will be as fast"
 
 
 def percent(accuracy):
@@ -377,6 +336,5 @@ def peak_memory(ranks):
         return torch.cuda.max_memory_allocated()
     import resource  # not on Windows
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,6 +22,7 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 """
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 
@@ -73,7 +74,6 @@ def hindrance(args):
     ):
         if hinders:
             return why
-    return None
 
 
 def hops_held(args, store, used):
@@ -396,16 +396,14 @@ class StepGraphs:
 
     def step(self, batch, clock=None):
         """Train on a batch of the loader: forward, loss, backward, optimizer."""
-        began = clock and clock.mark("step")
-        # seeds weigh 1 / total, see train.py
-        if (weight := self.ranks.world / batch.total) != self.weighs:
-            self.weight.fill_(weight)
-            self.weighs = weight
-        slot = next((slot for slot in self.slots if slot.x is batch.x), None)
-        if slot is None:
-            self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
-        else:
-            self._train(slot)
-        self._exchange()
-        if clock:
-            clock.lap("step", began, clock.mark())
+        with clock.timed("step", on_gpu=True) if clock else nullcontext():
+            # seeds weigh 1 / total, see train.py
+            if (weight := self.ranks.world / batch.total) != self.weighs:
+                self.weight.fill_(weight)
+                self.weighs = weight
+            slot = next((slot for slot in self.slots if slot.x is batch.x), None)
+            if slot is None:
+                self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
+            else:
+                self._train(slot)
+            self._exchange()

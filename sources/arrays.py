@@ -18,8 +18,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import StoreError, free_host_bytes, integers, readable_size, reading
-from disk.sort import Rows
+from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -78,9 +77,8 @@ def of_object(graph, own, ignore=()) -> Arrays:
         if arrays.get("adj_t") is not None and arrays.get("edge_index") is None:
             arrays |= _of_adjacency(arrays.pop("adj_t"), arrays.get("edge_weight"))
     else:
-        raise StoreError(
-            f"a graph cannot be read from a {kind}: give the path of an .npz or .csv file, a DGLGraph or a PyG Data"
-        )
+        what = "give the path of an .npz or .csv file, a DGLGraph or a PyG Data"
+        raise StoreError(f"a graph cannot be read from a {kind}: {what}")
     replaced = [*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ())]
     if any(name.endswith("_idx") for name in own):
         replaced += sum(PARTS.values(), [])
@@ -140,9 +138,8 @@ class Arrays:
         """That one of several names which is there, or None."""
         found = [name for name in names if name in self._values]
         if len(found) > 1:
-            raise self.error(
-                f"it has {found[0]} and {found[1]}, which mean the same: keep one, or {self._do_without(found[1])}"
-            )
+            what = f"which mean the same: keep one, or {self._do_without(found[1])}"
+            raise self.error(f"it has {found[0]} and {found[1]}, {what}")
         if needed and not found:
             there = ", ".join(self._values) or "none"
             raise self.error(f"it has no array {' or '.join(names)}; its arrays are {there}")
@@ -168,6 +165,15 @@ class Arrays:
             raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
         return array
 
+    def shaped(self, name, *shape):
+        """An array of numbers of a shape, in which a letter stands for any number."""
+        array = self[name]
+        fits = [isinstance(want, str) or n == want for n, want in zip(array.shape, shape)]
+        if array.ndim != len(shape) or not all(fits):
+            wanted = ", ".join(map(str, shape))
+            raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
+        return array
+
     def integers(self, name):
         """An array of whole numbers as int64."""
         return integers(f"{self.source}: {name}", self[name])
@@ -175,31 +181,26 @@ class Arrays:
     def edge_index(self):
         """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
         name = self.find(*EDGES, needed=True)
-        edges = self[name]
-        if name == "edge_index":
-            return edges
-        if edges.ndim != 2 or edges.shape[1] != 2:
-            raise self.error(f"edges is {list(edges.shape)}: [M, 2] is needed, sources first")
-        return edges.T
+        return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
     def columns(self, num_nodes, num_edges):
         """What edges carry, by the names that a store has for it, and `node_time`."""
-        names = {**OF_EDGES, "node_time": ["node_time"]}
-        names = {column: name for column, words in names.items() if (name := self.find(*words))}
-        columns = {column: self[name] for column, name in names.items()}
-        for column, name in names.items():
-            shape = list(columns[column].shape)
-            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
-            if shape[:1] != [count]:
-                raise self.error(
-                    f"{name} is {shape}: a row for each of the {count} {of} is needed; drop the array, or "
-                    f"{self._do_without(name)}"
-                )
-            if column != "edge_features" and shape[1:] == [1]:
-                columns[column] = columns[column].reshape(-1)
+        names = {column: self.find(*words) for column, words in OF_EDGES.items()}
+        names = {
+            c: name for c, name in {**names, "node_time": self.find("node_time")}.items() if name
+        }
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
+        columns = {column: self[name] for column, name in names.items()}
+        for column, name in names.items():
+            rows = len(columns[column]) if columns[column].ndim else 0
+            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
+            if rows != count:
+                what = f"{name} has {rows} rows, one for each of the {count} {of} is needed"
+                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
+            if column != "edge_features" and columns[column].size == count:
+                columns[column] = columns[column].reshape(-1)
         return columns
 
     def labels(self):
@@ -211,15 +212,10 @@ class Arrays:
         values = self._array(name)
         text = not isinstance(values, torch.Tensor) and values.dtype.kind in "US"
         values = self._numbered(name, values) if text else self[name]
-        shape = list(values.shape)
-        if values.ndim == 0 or values.ndim > 2 and values.size != max(shape):
-            raise self.error(
-                f"{name} is {shape}: [V], a label a node, or [V, C] of 0 and 1 is needed"
-            )
-        if values.size == max(shape):
+        if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)
-        elif (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
-            raise self.error(f"{name} is {shape}, one-hot rows: take {name}.argmax(1)")
+        elif values.ndim == 2 and (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
+            raise self.error(f"{name} is {[*values.shape]}, one-hot rows: take {name}.argmax(1)")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(f"{self.source}: {name}", values)
@@ -260,9 +256,8 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            raise self.error(
-                f"row_normalize={row_normalize} has no effect: it is for a CSR matrix of features"
-            )
+            what = f"row_normalize={row_normalize} has no effect"
+            raise self.error(f"{what}: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):
@@ -281,17 +276,15 @@ class Arrays:
             shape = self.integers("feat_shape").tolist()
             shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
-            raise self.error(
-                f"its features have shape {shape}: {num_nodes} rows and from 1 to {PIECE:,} columns are needed"
-            )
+            what = f"{num_nodes} rows and from 1 to {PIECE:,} columns are needed"
+            raise self.error(f"its features have shape {shape}: {what}")
         if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
             raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
         if normalize and (least := values.min(initial=0)) < 0:
-            raise self.error(
-                f"feat_data holds {least}: rows with values below 0 are not divided by their sum; give row_normalize=0"
-            )
+            what = "rows with values below 0 are not divided by their sum; give row_normalize=0"
+            raise self.error(f"feat_data holds {least}: {what}")
         if data:
             how = "each row divided by its sum (row_normalize=0 leaves them)"
             how = how if normalize else "as they are"

@@ -13,17 +13,17 @@ what.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 
 import numpy as np
 
 from disk.files import StoreError
-from sources.tables import DESTINATIONS, LABELS, SOURCES, opened, plural, short, spool, stacked
+from sources.tables import opened, plural, short, spool, stacked
 
 # names of files with tables
 TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
-LEAKS = {"label", "labels", "class"}  # a feature of that name would tell what is to be learnt
 
 
 def read_tables(file, own, more, folder) -> dict:
@@ -36,30 +36,22 @@ def read_tables(file, own, more, folder) -> dict:
     """
     if not TABLE.search(file):
         raise StoreError(
-            f"{file} cannot be read: give an .npz file, or a table that ends in .csv, .tsv, .txt or .parquet (.gz, .bz2 or "
-            ".xz may follow)"
+            f"{file} cannot be read: give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
         )
     if "features" not in own:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
-    rows, nodes = features(own["features"], folder / "features")
-    arrays = {"features": rows, "node_names": nodes.names}
-    read = {"labels": labels, "node_time": node_times}
-    tables = {name: table for name, table in own.items() if name != "features"}
-    tables |= {name: table for name, table in more.items() if name == "node_time"}
-    of_edges = {name: given for name, given in more.items() if name != "node_time"}
-    files = {name: table for name, table in of_edges.items() if os.path.isfile(table)}
-    keep = {
-        name: given.split(",") if name == "edge_features" else [given]
-        for name, given in of_edges.items()
-        if name not in files
-    }
-    arrays |= {
-        name: read.get(name, ids)(tables.pop(name), nodes) for name in read if name in tables
-    }
+    arrays, keep = {}, {}
+    arrays["features"], nodes = features(own.pop("features"), folder / "features")
+    readers = {"labels": labels, "node_time": node_times}  # the others are ids of a split
+    for name, given in {**own, **more}.items():
+        if not name.startswith("edge_"):
+            arrays[name] = readers.get(name, ids)(given, nodes)
+        elif os.path.isfile(given):
+            arrays[name] = edge_rows(given, folder / name, name)
+        else:
+            keep[name] = given.split(",") if name == "edge_features" else [given]
     arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
-    arrays |= columns
-    arrays |= {name: edge_rows(table, folder / name, name) for name, table in files.items()}
-    return arrays | {name: ids(table, nodes) for name, table in tables.items()}
+    return {**arrays, **columns, "node_names": nodes.names}
 
 
 class Nodes:
@@ -102,10 +94,10 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
     anything that ends in id), or is the first one and holds text, or the numbers 0 to V-1 or 1 to V in any order.
     """
     with opened(file) as table:
-        node = table.id_column()
-        node = 0 if node is None and table.kinds[0] == "text" else node
+        text = [0] if table.kinds[0] == "text" else []
+        node = (*table.named("id"), *text, None)[0]
         real = [j for j in range(table.width) if j != node]
-        for j in table.named(LEAKS):
+        for j in table.named("leak"):
             what = f"{file} has a column {table.column(j)}, and features must not tell the label"
             raise StoreError(f"{what}: leave it out, or rename it if it is something else")
         if not real:
@@ -116,21 +108,18 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
 
         def rows():
             for _, columns in table.read(kinds):
-                if node is not None or len(real) > 1:
-                    found.append(columns[node or 0])
+                found.append(columns[node or 0])
                 yield stacked(columns, real, np.float32)
 
         x = spool(target, rows(), np.float32, len(real))
-        if node is None and len(real) > 1 and len(x) > 1:
-            first = np.sort(np.concatenate(found))
-            if first[0] in (0, 1) and np.array_equal(first, first[0] + np.arange(len(x))):
-                node, x = 0, x[:, 1:]
-                found = [column.astype(np.int64) for column in found]
+        text = kinds[node or 0] is str
+        first = [*itertools.chain(*found)] if text else np.concatenate(found)
+        if node is None and len(real) > 1 and len(x) > 1 and first.min() in (0, 1):
+            if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
+                node, x, first = 0, x[:, 1:], first.astype(np.int64)
         nodes = Nodes(len(x), file)
         if node is not None:
-            text = kinds[node] is str
-            found = [name for part in found for name in part] if text else np.concatenate(found)
-            x, nodes = _name(table, target, x, found, node)
+            x, nodes = _name(table, target, x, first, node)
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
@@ -140,9 +129,8 @@ def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     column, (different, times) = table.column(node), np.unique(ids, return_counts=True)
     if (again := different[times > 1]).size or different[0] == "":
         what = "a cell is empty" if different[0] == "" else f"{again[0]} is there more than once"
-        raise StoreError(
-            f"{table.name}: {column} holds the ids of the nodes, but {what}; rename it if it holds no ids"
-        )
+        what += "; rename it if it holds no ids"
+        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, but {what}")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
         return x, Nodes(len(x), table.name, ids, by_row=False)
@@ -162,9 +150,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     """Read a table with a row for each node, or with ids in column `node` for some -> (nodes int64 [n], each once,
     {column: values})."""
     if node is None and not nodes.by_row:
-        raise StoreError(
-            f"{table.name} has no column of ids: it needs one, as {nodes.source} has one that is not 0 to V-1 in order"
-        )
+        what = f"it needs one, as those of {nodes.source} are not 0 to V-1 in order"
+        raise StoreError(f"{table.name} has no column of ids: {what}")
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
     for _, columns in table.read(kinds, missing):
         if table.rows > nodes.count:
@@ -175,9 +162,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
     if node is None:
         if table.rows < nodes.count:
-            raise StoreError(
-                f"{table.name} has {table.rows:,} rows, {nodes.source} has {nodes.count:,} rows of features"
-            )
+            what = f"{nodes.source} has {nodes.count:,} rows of features"
+            raise StoreError(f"{table.name} has {table.rows:,} rows, {what}")
         return np.arange(nodes.count), columns
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
@@ -210,8 +196,8 @@ def labels(file, nodes) -> np.ndarray:
 
 def _label_columns(table) -> tuple[list[int], int | None]:
     """(columns of the labels, column of ids or None)."""
-    node = table.id_column()
-    named = [j for j in table.named(LABELS) if j != node]
+    node = (*table.named("id"), None)[0]
+    named = [j for j in table.named("label") if j != node]
     if table.width == 1 and node is None:
         return [0], None
     if table.width == 2:
@@ -222,8 +208,7 @@ def _label_columns(table) -> tuple[list[int], int | None]:
         return columns, node
     found = short(", ".join(map(table.column, range(table.width))), "")
     raise StoreError(
-        f"{table.name} has the columns {found}: one of labels is needed, or one of ids and one of labels, or of several "
-        "labels a node columns of 0 and 1"
+        f"{table.name} has the columns {found}: one of labels, perhaps one of ids, or several of 0 and 1 are needed"
     )
 
 
@@ -231,10 +216,8 @@ def node_times(file, nodes) -> np.ndarray:
     """Read a table of the nodes' times: a column of them, perhaps with a column of ids beside it -> int64 [V]."""
     with opened(file) as table:
         if table.width > 2:
-            raise StoreError(
-                f"{file} has {table.width} columns: one of times is needed, or one of ids and one of times"
-            )
-        node = (table.id_column() or 0) if table.width == 2 else None
+            raise StoreError(f"{file} has {table.width} columns: times, perhaps ids, are needed")
+        node = (*table.named("id"), 0)[0] if table.width == 2 else None
         when = 0 if node is None else 1 - node
         rows, found = _rows_of_nodes(table, nodes, node, {when: int})
         missing = np.setdiff1d(np.arange(nodes.count), rows)
@@ -269,10 +252,9 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is taken for two things")
         if extra := [table.column(j) for j in range(table.width) if j not in taken]:
-            raise StoreError(
-                f"{file} has more columns than are understood, {short(', '.join(extra), '')}: leave them out, or say "
-                "what they are by --weights, --times, --edge-features"
-            )
+            what = "leave them out, or say what they are by --weights, --times, --edge-features"
+            extra = short(", ".join(extra), "")
+            raise StoreError(f"{file} has more columns than are understood, {extra}: {what}")
         found = _spooled(table, target, {"ends": ends, **more}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in more.items()))
     return found.pop("ends").T, found
@@ -283,9 +265,7 @@ def edge_rows(file, target, name) -> np.ndarray:
     [M] or, if the first are no integers, float64 [M], edge_weight float64 [M]."""
     with opened(file) as table:
         if name != "edge_features" and table.width != 1:
-            raise StoreError(
-                f"{file} has {table.width} columns: one is needed, the {name} of each edge"
-            )
+            raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
         found = _spooled(table, target, {name: list(range(table.width))})
         table.say(f"taken as {name}")
     return found[name]
@@ -294,19 +274,13 @@ def edge_rows(file, target, name) -> np.ndarray:
 def _spooled(table, target, fields, nodes=None):
     """Spool {name: columns} of a table of edges as records, in one file -> {name: its part of them}."""
 
-    def dtype(name, columns):
-        if name == "ends" or name == "edge_time" and table.kinds[columns[0]] == "whole":
-            return np.int64
-        return np.float32 if name == "edge_features" else np.float64
-
-    record = [(name, dtype(name, columns), len(columns)) for name, columns in fields.items()]
-    record = np.dtype([(name, kind, (width,)) for name, kind, width in record], align=True)
-    kinds = {
-        j: int if record[name].base == np.int64 else float
-        for name, columns in fields.items()
-        for j in columns
-    }
-    ends = fields.get("ends", ())
+    dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64)
+    if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
+        dtypes["edge_time"] = np.int64
+    record = [(n, dtypes.get(n, np.float32), (len(which),)) for n, which in fields.items()]
+    record, kinds, ends = np.dtype(record, align=True), {}, fields.get("ends", ())
+    for name, which in fields.items():
+        kinds |= dict.fromkeys(which, int if record[name].base == np.int64 else float)
     kinds |= {j: nodes.kind for j in ends}
 
     def chunks():
@@ -337,11 +311,10 @@ def _column(table, word) -> int:
 
 def _end_columns(table) -> list[int]:
     """The columns of sources and destinations."""
-    found = [table.named(words) for words in (SOURCES, DESTINATIONS)]
+    found = [table.named(end) for end in ("source", "destination")]
     if table.width < 2:
         raise StoreError(
-            f"{table.name} has one column: two are needed, source and destination, with a comma, a semicolon, a tab or a "
-            "space between them"
+            f"{table.name} has one column: two are needed, with a comma, a semicolon, a tab or a space between them"
         )
     if [len(columns) for columns in found] == [1, 1]:
         return [found[0][0], found[1][0]]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from disk.files import check_finite
-from disk.sort import ahead
+from features import prefetch
 from sources.splits import of_graphs
 
 # atoms and their images among which the neighbours of a crystal's atoms are searched
@@ -29,18 +29,13 @@ def molecules(arrays, given, seed):
             `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx` or masks.
         given: dict; `split` is the number of one of several splits. seed: draws the split where there is none.
     """
-    x, e, ends = arrays["atom_feat"], arrays["bond_feat"], arrays.integers("bond_index_local")
-    if x.ndim != 2 or e.ndim != 2 or ends.shape != (2, len(e)):
-        raise arrays.error(
-            f"atom_feat is {list(x.shape)}, bond_feat {list(e.shape)} and bond_index_local {list(ends.shape)}: [N, F], "
-            "[B, D] and [2, B] are needed"
-        )
+    x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
+    arrays.shaped("bond_index_local", 2, len(e))
+    ends = arrays.integers("bond_index_local")
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
+    arrays.shaped("bond_offsets", len(nodes))
     bonds = _offsets(arrays, "bond_offsets", len(e), 0)
     y = _targets(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
-    if len(bonds) != len(nodes):
-        what = f"bond_offsets tell of {len(bonds) - 1} graphs, node_offsets of {len(nodes) - 1}"
-        raise arrays.error(what)
     split = of_graphs(arrays, len(y), given.get("split"), seed)
     arrays.close()
 
@@ -68,17 +63,11 @@ def crystals(arrays, given, seed):
     Node features are atomic numbers, edge features distances.
     """
     radius, numbers = given.get("radius", 4.0), arrays.integers("Z")
-    coords, lattice = (arrays[name].astype(np.float64) for name in ("frac_coords", "lattice"))
+    arrays.shaped("Z", "N")
     offsets = _offsets(arrays, "atom_offsets", len(numbers), 1)
     atoms = np.diff(offsets)
-    shapes = [list(array.shape) for array in (numbers, coords, lattice)]
-    needed = [[len(numbers)], [len(numbers), 3], [len(atoms), 3, 3]]
-    if shapes != needed:
-        raise arrays.error(
-            "Z is {}, frac_coords {} and lattice {}: {}, {} and {} are needed".format(
-                *shapes, *needed
-            )
-        )
+    coords = arrays.shaped("frac_coords", len(numbers), 3).astype(np.float64)
+    lattice = arrays.shaped("lattice", len(atoms), 3, 3).astype(np.float64)
     bad = np.flatnonzero((numbers < 0) | (numbers > 118))
     if len(bad):
         raise arrays.error(f"Z[{bad[0]}] is {numbers[bad[0]]}: atomic numbers lie in [0, 118]")
@@ -88,7 +77,7 @@ def crystals(arrays, given, seed):
     split = of_graphs(arrays, len(y), given.get("split"), seed)
     arrays.close()
 
-    def batch(first):
+    def batch(first, _):
         cells = range(first, min(first + 16, len(y)))
         parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
         found = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
@@ -97,7 +86,8 @@ def crystals(arrays, given, seed):
         counts, e = [len(d) for _, d in found], distance[:, None].astype(np.float32)
         return atoms[cells], counts, edge_index, x, e, y[cells]
 
-    return ahead(batch, len(y), 16), split, {"radius": radius, "target": "energy per atom"}
+    batches = prefetch(batch, range(0, len(y), 16), depth=4, threads=4)
+    return batches, split, {"radius": radius, "target": "energy per atom"}
 
 
 def _check_cells(arrays, lattice, atoms, radius):
@@ -107,10 +97,8 @@ def _check_cells(arrays, lattice, atoms, radius):
     sane = (np.abs(lattice) < 1e6).all((1, 2))
     bad = np.flatnonzero(~sane | (np.abs(np.linalg.det(np.nan_to_num(lattice))) < 1e-9))
     if len(bad):
-        vectors = lattice[bad[0]].tolist()
-        raise arrays.error(
-            f"lattice[{bad[0]}] is {vectors}: finite vectors that span a cell are needed"
-        )
+        cell = f"lattice[{bad[0]}] is {lattice[bad[0]].tolist()}"
+        raise arrays.error(f"{cell}: three finite vectors that span a cell are needed")
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     bad = np.flatnonzero(candidates > MOST_CANDIDATES)
     if len(bad):

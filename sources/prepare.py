@@ -95,8 +95,6 @@ def prepare(
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
-    if backend not in BACKENDS:
-        raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
         key, make = _npz_recipe(*npz, int(seed), options)
@@ -147,18 +145,15 @@ def _named_recipe(word, parameters, root):
 def _unknown(name) -> str:
     """The sentence for a name that is no data set."""
     if os.path.isdir(name):
-        return f"{name} is a folder without meta.json, so no store: give a store, or a file to build one of"
+        return f"{name} is a folder without meta.json, so no store"
     if os.path.isfile(name) and TABLE.search(name):
-        return (
-            f"{name} is no .npz file; a table of edges needs features and labels as well: python store.py build {name} "
-            "my_store --features x.csv --labels y.csv"
-        )
+        command = f"python store.py build {name} my_store --features x.csv --labels y.csv"
+        return f"{name} is no .npz file; a table of edges needs features and labels: {command}"
     if os.path.isfile(name):
-        return (
-            f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): load it in Python and build a store "
-            "of it, sources.prepare.build(data, 'my_store') of a DGLGraph or a PyG Data, store.build_store of arrays"
-        )
-    return f"dataset {name!r} is unknown: it is neither a store nor an .npz file, nor one of {', '.join(NAMES)}"
+        how = "load it in Python, and store it by sources.prepare.build or store.build_store"
+        return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
+    names = ", ".join(NAMES)
+    return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
 
 
 @contextlib.contextmanager
@@ -264,25 +259,19 @@ def build(
     ):
         if idle:
             raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
-    with reading(kind):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(reading(f"cannot build {path}: {kind}" if tables else kind))
         if tables:
-            return _build_tables(path, kind, own, columns, seed, options)
-        if npz:
+            folder = stack.enter_context(scratch_folder(path))
+            arrays = read_tables(kind, own, columns, folder)
+            options["node_names"] = arrays.pop("node_names")
+            arrays = Arrays(kind, arrays)
+        elif npz:
             given = {**npz[1], **given}
             arrays = open_npz(npz[0], given.get("ignore", ()))
         else:
             arrays = of_object(source, own, ignore)
         return build_arrays(path, arrays, given, seed, **options)
-
-
-def _build_tables(path, file, own, columns, seed, options) -> Path:
-    try:
-        with scratch_folder(path) as folder:
-            arrays = read_tables(file, own, columns, folder)
-            options["node_names"] = arrays.pop("node_names")
-            return build_arrays(path, Arrays(file, arrays), {}, seed, **options)
-    except OSError as error:
-        raise StoreError(f"cannot build {path} from {file}: {error}") from error
 
 
 def _draws(arrays, split=False) -> bool:

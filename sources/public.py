@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from disk.files import SPLITS, StoreError, integers, reading, sync
-from disk.sort import Rows
+from disk.files import SPLITS, Rows, StoreError, integers, reading, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -94,21 +93,19 @@ def _arrays(file, outer, kind, spooled) -> dict:
     def column(name, kind=int):
         return np.concatenate([*table(name, kind)])[:, 0]
 
-    def member(name):
-        return outer.open(members[name])
+    def array(member, name):
+        return _npy_chunks(outer.open(members[f"raw/{member}.npz"]), name)
 
     if "raw/data.npz" in members:
-        shape, dtype, chunks = _npy_chunks(member("raw/data.npz"), "edge_index")
+        shape, dtype, chunks = array("data", "edge_index")
         edge_index = spool(spooled, chunks, dtype, shape[1])
-        features = Rows(*_npy_chunks(member("raw/data.npz"), "node_feat"))
-        labels = _npy_chunks(member("raw/node-label.npz"), "node_label")[2]
-        labels = np.concatenate([*labels]).reshape(-1)
+        features = Rows(*array("data", "node_feat"))
+        labels = np.concatenate([*array("node-label", "node_label")[2]]).reshape(-1)
     else:
         nodes, edges = (int(column(f"raw/num-{what}-list").sum()) for what in ("node", "edge"))
         edge_index = spool(spooled, table("raw/edge"), np.int64, 2).T
         if edge_index.shape != (2, edges):
-            what = f"has {edge_index.shape[1]} edges, and {edges} in its list of them"
-            raise StoreError(f"{file} {what}{AGAIN}")
+            raise ValueError(f"it has {edge_index.shape[1]} edges, and {edges} in its list of them")
         width = next(table("raw/node-feat", float)).shape[1]
         rows = (chunk.astype(np.float32) for chunk in table("raw/node-feat", float))
         features = Rows((nodes, width), np.float32, rows)
@@ -124,8 +121,8 @@ def _arrays(file, outer, kind, spooled) -> dict:
 def _npy_chunks(file, name):
     """(shape, dtype, chunks of rows) of an array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
     data = zipfile.ZipFile(file).open(f"{name}.npy")
-    first = np.lib.format.read_magic(data) == (1, 0)
-    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    version = np.lib.format.read_magic(data)[0]
+    read = getattr(np.lib.format, f"read_array_header_{version}_0")
     shape, fortran_order, dtype = read(data)
     if fortran_order or len(shape) != 2:
         raise ValueError(f"{name} is {list(shape)}: two dimensions in C order are needed")
@@ -134,11 +131,11 @@ def _npy_chunks(file, name):
     def chunks():
         left, step = shape[0] * shape[1], (1 << 22) // width * width
         while left:
-            raw = data.read(min(step, left) * dtype.itemsize)
-            if len(raw) < min(step, left) * dtype.itemsize:
+            raw = np.frombuffer(data.read(min(step, left) * dtype.itemsize), dtype)
+            if len(raw) < min(step, left):
                 raise ValueError(f"{name} ends early")
-            yield np.frombuffer(raw, dtype).reshape(-1, width)
-            left -= min(step, left)
+            yield raw.reshape(-1, width)
+            left -= len(raw)
 
     return shape, dtype, chunks()
 
@@ -163,17 +160,14 @@ def planetoid(name, root) -> dict:
             parts[part] = np.loadtxt(file, np.int64, ndmin=1) if "." in part else _unpickled(file)
     train, test, known = len(parts["y"]), parts["test.index"], len(parts["allx"])
     num_nodes = max(known + len(test), len(parts["graph"]))
-    if test.min() < 0 or test.max() >= num_nodes:
-        bad = test.min() if test.min() < 0 else test.max()
+    for bad in test[(test < 0) | (test >= num_nodes)]:
         raise StoreError(f"ind.{name}.test.index holds {bad}: its nodes lie in [0, {num_nodes})")
 
     def joined(first, second):
         for part, rows in ((first, known), (second, len(test))):
             if parts[part].ndim != 2 or len(parts[part]) != rows:
                 shape = list(parts[part].shape)
-                raise StoreError(
-                    f"ind.{name}.{part} is {shape}: {rows} rows are needed, as elsewhere"
-                )
+                raise StoreError(f"ind.{name}.{part} is {shape}: {rows} rows are needed")
         return np.concatenate([parts[first], parts[second]])
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.

@@ -41,9 +41,8 @@ def found(arrays, count, choice=None):
     rows = {p: _rows(arrays, names[p], v, count, turned) for p, v in values.items()}
     several = sorted({len(splits) for splits in rows.values()} - {1})
     if len(several) > 1:
-        raise arrays.error(
-            f"it has {' and '.join(map(str, several))} splits in {', '.join(names.values())}: the same number is needed"
-        )
+        numbers, names = " and ".join(map(str, several)), ", ".join(names.values())
+        raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
     if choice is not None and not several:
         few = "one" if names else "no"
         raise arrays.error(f"split={choice} has no effect: it has {few} split")
@@ -87,9 +86,8 @@ def _rows(arrays, name, values, count, turned):
 def drawn_per_class(labels, random) -> dict:
     """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
     if labels.ndim == 2:
-        raise StoreError(
-            "nodes with several labels each need a split of their own: train_idx, val_idx, test_idx"
-        )
+        what = "train_idx, val_idx, test_idx"
+        raise StoreError(f"nodes with several labels each need a split of their own: {what}")
     order = np.argsort(labels, kind="stable")
     order = order[np.searchsorted(labels[order], 0) :]
     classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)

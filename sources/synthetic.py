@@ -11,8 +11,8 @@ import collections
 
 import numpy as np
 
-from disk.files import SPLITS, StoreError
-from disk.sort import Rows, ahead
+from disk.files import SPLITS, Rows, StoreError
+from features import prefetch
 
 SYNTHETIC = dict(
     nodes=100_000,  # V
@@ -57,7 +57,7 @@ def synthetic(parameters) -> dict:
     centroids = stream(4).standard_normal((p.classes, p.features), np.float32)
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
 
-    def edges(first):
+    def edges(first, _):
         v = np.arange(first, min(first + nodes_per_chunk, p.nodes)).astype(np.uint64)
         start = v // np.uint64(size) * np.uint64(size)
         v = np.stack([start, np.minimum(np.uint64(size), np.uint64(p.nodes) - start)])
@@ -69,10 +69,13 @@ def synthetic(parameters) -> dict:
         far = (low * position >> np.uint64(32)) * np.uint64(p.nodes) >> np.uint64(32)
         return np.where(choice < np.uint64(p.local * (1 << 32)), near, far).astype(np.int64)
 
-    def features(first):
+    def features(first, _):
         rows = centroids[labels[first : first + rows_per_chunk]]
         rows += p.noise * stream(6, first).standard_normal(rows.shape, np.float32)
         return rows
+
+    def ahead(make, step):
+        return prefetch(make, range(0, p.nodes, step), depth=4, threads=4)
 
     nodes_per_chunk = max(1, int((1 << 20) / p.degree))
     rows_per_chunk = max(1, (1 << 22) // p.features)
@@ -83,8 +86,8 @@ def synthetic(parameters) -> dict:
     parts = np.split(stream(7).permutation(p.nodes), np.cumsum(counts))
     return dict(
         indptr=indptr,
-        indices=Rows([int(indptr[-1])], np.int64, ahead(edges, p.nodes, nodes_per_chunk)),
-        features=Rows([p.nodes, p.features], np.float32, ahead(features, p.nodes, rows_per_chunk)),
+        indices=Rows([int(indptr[-1])], np.int64, ahead(edges, nodes_per_chunk)),
+        features=Rows([p.nodes, p.features], np.float32, ahead(features, rows_per_chunk)),
         labels=labels,
         num_classes=p.classes,
         split={name: np.sort(ids) for name, ids in zip(SPLITS, parts)},

@@ -31,17 +31,20 @@ HEAD = 1 << 20  # bytes of text from which the layout is guessed
 BLOCK = 1 << 23  # bytes of text parsed at once: the longest line
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+TYPES = {int: "int64", float: "float64", str: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # in no header
-# names of columns, as `forms` has them
-SOURCES = {"source", "src", "from", "u"}
-DESTINATIONS = {"destination", "dest", "dst", "target", "to", "v"}
-LABELS = {"label", "labels", "class", "category", "target", "y"}
-IDS = {"id", "node", "nodeid", "nid", "index", "unnamed0", "indexlevel0"}  # the last are pandas'
-KNOWN = SOURCES | DESTINATIONS | LABELS | IDS | {"weight", "w", "time", "timestamp", "t"}
+MEANINGS = {  # what a column's name says that it holds
+    "source": "source src from u",
+    "destination": "destination dest dst target to v",
+    "label": "label labels class category target y",
+    "leak": "label labels class",  # a feature of that name would tell what is to be learnt
+    "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'
+    "more of an edge": "weight w time timestamp t",
+}
 
 
 class Table:
@@ -82,19 +85,14 @@ class Table:
         Yields:
             (number of the batch's first row, {column: int64, float64 or list of str [r]}).
         """
-        import pyarrow
-
-        types = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
         # whole numbers may be written as floats
         real = {j: float for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
-        types = [types[real.get(j, kinds[j])] for j in range(self.width)]
+        types = [TYPES[real.get(j, kinds[j])] for j in range(self.width)]
         with reading(self.name):
             for batch in self._batches(types):
                 first, self.rows = self.rows, self.rows + len(batch[0])
-                yield (
-                    first,
-                    {j: self._values(first, j, k, batch[j], missing) for j, k in kinds.items()},
-                )
+                values = {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds}
+                yield first, values
         if not self.rows:
             raise StoreError(f"{self.name} has a header and no rows")
 
@@ -111,30 +109,27 @@ class Table:
                 cells = [re.sub('^"(.*)"$', r"\1", cell) for cell in cells]
             return cells
         values = cells.to_numpy(zero_copy_only=False)  # of a missing cell NaN
-        if not missing:
-            what = "is empty, nan or infinite: a number is needed"
-            self._refuse(first, j, ~np.isfinite(values), what)
+        bad = ~np.isfinite(values) & (not missing)
+        self._refuse(first, j, bad, "is empty, nan or infinite: a number is needed")
         if kind is int and values.dtype.kind == "f":
             bad = (values != np.floor(values)) | (abs(values) >= 1 << 53)
-            self._refuse(first, j, bad, f"is {(*values[bad], '')[0]}, which is no whole number")
+            self._refuse(first, j, bad, "is {}, which is no whole number", values)
             values = values.astype(np.int64)
         return values
 
-    def _refuse(self, first, j, bad, what):
+    def _refuse(self, first, j, bad, what, values=None):
         if bad.any():
-            raise self.error(first + int(bad.argmax()), f"{self.column(j)} {what}")
+            row = int(bad.argmax())
+            what = what.format(None if values is None else values[row])
+            raise self.error(first + row, f"{self.column(j)} {what}")
 
     def column(self, j) -> str:
         """What messages call a column."""
         return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
 
-    def named(self, words) -> list[int]:
-        """The columns with one of these names."""
-        return [j for j, name in enumerate(self.names or ()) if forms(name) & words]
-
-    def id_column(self) -> int | None:
-        """The first column whose name says that it holds ids."""
-        return next((j for j, name in enumerate(self.names or ()) if names_ids(name, j)), None)
+    def named(self, what) -> list[int]:
+        """The columns whose names say that they hold one of MEANINGS."""
+        return [j for j, name in enumerate(self.names or ()) if what in meanings(name, j)]
 
     def error(self, row, what) -> StoreError:
         """An error to raise, which names the file and the line of a row."""
@@ -154,16 +149,13 @@ class Table:
                 for batch in self._file.iter_batches(max(1, (1 << 20) // self.width)):
                     yield [batch.column(j).cast(types[j]) for j in range(self.width)]
                 return
-            names = list(map(str, range(self.width)))
+            types = {str(j): kind for j, kind in enumerate(types)}
+            read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
             for batch in pyarrow.csv.open_csv(
                 self._stream,
-                pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=BLOCK, skip_rows=self._skipped, column_names=names
-                ),
+                pyarrow.csv.ReadOptions(**read, column_names=[*types]),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
-                pyarrow.csv.ConvertOptions(
-                    column_types=dict(zip(names, types)), null_values=list(MISSING)
-                ),
+                pyarrow.csv.ConvertOptions(column_types=types, null_values=[*MISSING]),
             ):
                 yield batch.columns
         except ValueError as error:
@@ -207,16 +199,15 @@ class Table:
             self._skipped += 1
         elif self._skipped and above.startswith("#"):  # numpy writes a header as a comment
             names = cells_of(above.lstrip("# "), self._separator)
-            if len(names) == self.width and any(map(is_known, names, range(self.width))):
+            if len(names) == self.width and any(map(meanings, names, range(self.width))):
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (self.width > 1)
         header = f"header {short(self._separator.join(self.names or []), '')}"
         numbered = self._separator.join(map(str, range(self.width)))
-        if not self.names:
-            header = "no header"
-            if self.width > 1 and lines[0] == numbered:
-                header += f" ({numbered} is a row: if pandas wrote it, put names in its place)"
+        hint = f" ({numbered} is a row: if pandas wrote it, put names in its place)"
+        hint = hint if self.width > 1 and lines[0] == numbered else ""
+        header = header if self.names else f"no header{hint}"
         self.notes = [plural(self.width, "column") + by, header]
         return rows
 
@@ -227,9 +218,8 @@ class Table:
         if len(head) >= HEAD:  # without the line that is cut off
             head = head[: head.rfind(b"\n") + 1] or head
         if b"\0" in head:
-            raise StoreError(
-                f"{self.name} is no text in UTF-8: unpack archives, save tables as csv"
-            )
+            what = "is no text in UTF-8: unpack archives, save tables as csv"
+            raise StoreError(f"{self.name} {what}")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
         if len(lines[0]) > BLOCK:
             raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
@@ -246,38 +236,29 @@ def is_header(rows) -> bool:
         )
         return len(first) > 2 or len(first) == 2 and fractions
     # "" for the index
-    if len(first) > 1 and first[1:] == numbered[:-1] and is_known(first[0], 0) and rest:
+    if len(first) > 1 and first[1:] == numbered[:-1] and meanings(first[0], 0) and rest:
         index = [row[0] for row in rest]
         in_order = index == [str(i) for i in range(len(index))]
         return bool(first[0]) or in_order or not any(map(like_number, index))
-    if any(map(like_number, first[1:])):
-        return False
-    if like_number(first[0]) and (first[0] or len(first) == 1):
+    named = first[1:] if len(first) > 1 and not first[0] else first
+    if any(map(like_number, named)):
         return False
     if all(cell[:1] in "0123456789.+-" for cell in first):  # damaged numbers
         return False
     if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
         return True
-    known = any(map(is_known, first, range(len(first))))
+    known = any(map(meanings, first, range(len(first))))
     return known and not set(first) & {cell for row in rest for cell in row}
 
 
-def forms(name) -> set[str]:
-    """A column's name in small letters, and without a final "id" or "node": `from_node_id`, `Source ID`."""
+def meanings(name, j) -> set[str]:
+    """Those of MEANINGS that the name of column j may have, perhaps with "id" or "node" behind it: `from_node_id`. The
+    first column's name means ids if it is empty or ends in id, too."""
     word = re.sub("[^a-z0-9]", "", name.lower())
-    return {word, word.removesuffix("id").removesuffix("node")} - {""}
-
-
-def names_ids(name, j) -> bool:
-    """Whether the name of column j says that it holds ids; the first column's may be empty, or end in id."""
-    word = re.sub("[^a-z0-9]", "", name.lower())
-    ends = word == "" or word.endswith("id") and not forms(name) & LABELS
-    return word in IDS or j == 0 and ends
-
-
-def is_known(name, j) -> bool:
-    """Whether a header names column j by a word that is understood, or as ids."""
-    return bool(forms(name) & KNOWN) or names_ids(name, j)
+    forms = {word, word.removesuffix("id").removesuffix("node")}
+    found = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
+    ends = word == "" or word.endswith("id") and "label" not in found
+    return found | {"id"} if j == 0 and ends else found
 
 
 def guess_separator(lines) -> tuple[str, int]:

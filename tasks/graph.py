@@ -15,6 +15,7 @@ from features import CudaCopies, Fetched
 from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, roc_auc
+from tasks.task import LINK_FLAGS, Task
 
 
 class EdgeGatedConv(nn.Module):
@@ -35,9 +36,8 @@ class EdgeGatedConv(nn.Module):
         gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
         weight = gate.sigmoid()
         both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
-        total, weights = (
-            both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both).chunk(2, 1)
-        )
+        sums = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both)
+        total, weights = sums.chunk(2, 1)
         h = h + F.silu(self.node_norm(own + total / (weights + 1e-6)))
         return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
 
@@ -107,17 +107,22 @@ class Regressor(nn.Module):
         return self.head(pooled / sizes.unsqueeze(1)) * self.std + self.mean
 
 
-class GraphTask:
-    """Learn numbers, or 0 and 1, for whole graphs; see `NodeTask`. A batch of seeds is a batch of graphs.
+class GraphTask(Task):
+    """Learn numbers, or 0 and 1, for whole graphs. A batch of seeds is a batch of graphs.
 
     Attributes:
         binary: True where every training target is 0 or 1: then outputs are logits and the loss is cross-entropy.
         mean, std: [T] of the training targets, which losses are measured in.
     """
 
-    examples, placed, prior, draw, metric = "graphs", False, 0.0, None, None
-    static_steps, timed_inference, title, weights = False, False, "scores", "last"
-    widths = ("node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype")
+    name, examples, placed = "graph", "graphs", False
+    widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"
+    unused = {
+        "is for --task link, --task is graph": LINK_FLAGS,
+        "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
+        "checkpoint_activations backend mode cache lookahead",
+        "is for --task node": "sampler temporal early_stop weights split predict runs",
+    }
 
     def __init__(self, args, path, say=print):
         self.store = graphs = GraphDataset.open(path)
@@ -127,24 +132,22 @@ class GraphTask:
         say_empty_parts(graphs.split, "graphs", say)
 
     @staticmethod
+    def refuse(args):
+        return "--precision fp64 is for --task node" if args.precision == "fp64" else None
+
+    @staticmethod
     def network(args, widths, own=None):
-        """See `NodeTask`."""
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
-        return Regressor(
-            widths["node_dim"],
-            widths["edge_dim"],
-            args.hidden,
-            widths["target_dim"],
-            num_layers=args.num_layers,
-            dropout=args.dropout,
-            **dtypes,
-        )
+        sizes = widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"]
+        return Regressor(*sizes, num_layers=args.num_layers, dropout=args.dropout, **dtypes)
+
+    @classmethod
+    def compared(cls, args):
+        return cls.widths
 
     def attach(self, ranks, args, *_):
         """Learn the scale of the targets; on a GPU prepare to copy batches there."""
-        self.copies = None
-        if ranks.gpus:
-            self.copies = CudaCopies(ranks.device, args.sample_threads)
+        self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
         graphs = self.store
         y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
         self.binary = bool(((y == 0) | (y == 1)).all())
@@ -152,7 +155,6 @@ class GraphTask:
         self.scale = self.std.to(ranks.device)
 
     def prepare(self, network):
-        """See `NodeTask`: the scale of the targets."""
         if not self.binary:
             network.mean.copy_(self.mean), network.std.copy_(self.std)
 
@@ -184,10 +186,9 @@ class GraphTask:
             return None
         run.model.eval()
         options = {"depth": args.prefetch, "threads": args.sample_threads, "load": self.load}
+        options |= {"batch_size": args.batch_size, "shuffle": False}
         output, y = [], []
-        for batch in NodeLoader(
-            None, ids, [], batch_size=args.batch_size, shuffle=False, **options
-        ):
+        for batch in NodeLoader(None, ids, [], **options):
             output.append(run.model(batch.blocks[0]).float().cpu())
             y.append(batch.y.float().cpu())
         output, y = torch.cat(output), torch.cat(y)
@@ -196,18 +197,12 @@ class GraphTask:
         return errors(output, y, self.mean)
 
     def validate(self, run):
-        """See `NodeTask`."""
         return {"valid": self.scores(run, "valid")}, None
 
     def finish(self, run, report):
-        """Report the scores of every part."""
-        scores = {part: self.scores(run, part) for part in self.store.split}
-        if run.ranks.leads:
-            report.scores(scores)
+        return report.scores({part: self.scores(run, part) for part in self.store.split})
 
     def lines(self, args, split, parameters):
-        """What is trained, in lines."""
-        return (
-            f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}",
-            f"model   edge-gated regressor, {args.num_layers} layers, hidden {args.hidden}, {parameters}",
-        )
+        yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"
+        layers = f"{args.num_layers} layers, hidden {args.hidden}"
+        yield f"model   edge-gated regressor, {layers}, {parameters}"

@@ -21,18 +21,19 @@ P pairs of a batch have K negatives each; D is the width of an embedding.
 import argparse
 import copy
 import re
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.files import SPLITS, StoreError
+from disk.counts import edge_line
+from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
 from sampler import DamagedGraph, mix, number_before, random_bits
+from store import GraphStore
 from tasks.metrics import average_precision, ranking, roc_auc
-from tasks.node import NodeTask, described, gnn, open_graph
+from tasks.task import Task, described, gnn
 
 RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
 SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
@@ -132,17 +133,15 @@ def split_edges(store, how, seed=0, timed=False):
         A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
         without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
         pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
-        graph.
-
-    It takes about 60 bytes of memory for each edge, and the view holds a copy of the edges.
+        graph. It takes about 60 bytes of memory for each edge.
 
     Raises:
         StoreError: where that cannot be done. DamagedGraph: for a list or a node outside of the graph.
     """
-    if timed and getattr(store, "edge_time", None) is None:
-        raise StoreError(
-            f"--temporal goes by the times of edges, and {getattr(store, 'path', 'the graph')} has none"
-        )
+    name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
+    if edge_time is None and (timed or how.startswith("time:")):
+        flag = "--temporal" if timed else f"--edge-split {how}"
+        raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
     check_graph(store)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     if how.endswith(".npz"):
@@ -151,8 +150,8 @@ def split_edges(store, how, seed=0, timed=False):
         pairs = drawn_pairs(store, edges, how, seed)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
-    for source, destination in (held.unbind(1), held.flip(1).unbind(1)):
-        keep[edges.ids(source, destination)] = False
+    for ends in (held, held.flip(1)):
+        keep[edges.ids(*ends.unbind(1))] = False
     graph.known = edges
     # given, and not in the graph: no negative is to be one of them
     if not edges.has(*held.unbind(1)).all():
@@ -162,34 +161,30 @@ def split_edges(store, how, seed=0, timed=False):
         graph.indptr = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[store.indptr]
         graph.indices, graph.num_edges = store.indices[keep], int(graph.indptr[-1])
         graph.sampled_indices, graph.sampling_threads = graph.indices, None
-        for name in EDGE_COLUMNS:
-            if getattr(store, name, None) is not None:
-                setattr(graph, name, getattr(store, name)[keep])
+        for column in EDGE_COLUMNS:
+            if getattr(store, column, None) is not None:
+                setattr(graph, column, getattr(store, column)[keep])
+    left = Edges(graph.indptr, graph.indices)
     if "train" not in pairs:
-        rest = positives(graph.indptr, Edges(graph.indptr, graph.indices))
-        pairs["train"] = turned(*rest, seed)
-    elif not Edges(graph.indptr, graph.indices).has(*pairs["train"].unbind(1)).all():
+        pairs["train"] = turned(*positives(graph.indptr, left), seed)
+    elif not left.has(*pairs["train"].unbind(1)).all():
         raise StoreError(
             f"--edge-split {how}: `train` has pairs that are no edges of the graph, or in valid or test"
         )
     if not len(pairs["train"]):
-        raise StoreError(
-            f"--edge-split {how}: {getattr(store, 'path', 'the graph')} has no edges left to train on"
-        )
-    graph.pairs, graph.pair_times = {name: pairs[name] for name in SPLITS}, None
+        raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
+    graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
     if timed:
-        graph.pair_times = {
-            name: times_of(edges, store.edge_time, pairs[name], how) for name in SPLITS
-        }
-    graph.split = {name: torch.arange(len(pairs[name])) for name in SPLITS}
+        graph.pair_times = {p: times_of(edges, edge_time, pairs[p], how) for p in SPLITS}
+    graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
     return graph
 
 
 def check_graph(store):
     """Raise DamagedGraph unless the lists of a store are lists of its nodes: all of them are read for a split."""
-    rise, indices = store.indptr.diff() >= 0, store.indices
-    if not rise.all():
-        v = int((~rise).nonzero()[0])
+    falls, indices = (store.indptr.diff() < 0).nonzero(), store.indices
+    if len(falls):
+        v = int(falls[0])
         raise DamagedGraph(
             f"indptr falls from {store.indptr[v]} to {store.indptr[v + 1]} at node {v}"
         )
@@ -212,10 +207,8 @@ def positives(indptr, edges):
 
 def times_of(edges, edge_time, pairs, how):
     """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
-    times, known = (
-        torch.full((len(pairs),), torch.iinfo(torch.int64).max),
-        torch.zeros(len(pairs), dtype=torch.bool),
-    )
+    never = torch.iinfo(torch.int64).max
+    times, known = torch.full((len(pairs),), never), torch.zeros(len(pairs), dtype=torch.bool)
     for ends in (pairs, pairs.flip(1)):
         place, found = edges.first(*ends.unbind(1))  # of edges alike the first: lists rise in time
         place = place[found] if edges.order is None else edges.order[place[found]]
@@ -243,43 +236,26 @@ def turned(pairs, both, seed):
 def drawn_pairs(store, edges, how, seed):
     """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for "none"."""
     if how == "none":
-        return {
-            "valid": torch.zeros(0, 2, dtype=torch.int64),
-            "test": torch.zeros(0, 2, dtype=torch.int64),
-        }
+        return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
     pairs, percent = turned(*positives(store.indptr, edges), seed), shares(how)
-    if how.startswith("time:"):
-        if getattr(store, "edge_time", None) is None:
-            where = getattr(store, "path", "the graph")
-            raise StoreError(f"--edge-split {how} goes by the time of edges, and {where} has none")
-        order = times_of(edges, store.edge_time, pairs, how).argsort(stable=True)
-    else:
-        order = bits_of(pairs, mix(seed)).argsort(stable=True)
+    by_time = how.startswith("time:")
+    key = times_of(edges, store.edge_time, pairs, how) if by_time else bits_of(pairs, mix(seed))
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
-    train, valid, test = pairs[order].split([len(pairs) - valid - test, valid, test])
-    return {"train": train, "valid": valid, "test": test}
+    parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
+    return dict(zip(SPLITS, parts))
 
 
 def given_pairs(file, num_nodes):
     """The pairs of an .npz file -> {part: int64 [n, 2]}; "train" only where it is there."""
-    try:
-        with np.load(file, allow_pickle=False) as content:
-            arrays = {name: content[name] for name in content.files}
-    except (OSError, ValueError) as error:
-        raise StoreError(
-            f"--edge-split {file} cannot be read: {str(error).splitlines()[0]}"
-        ) from error
+    name, none = f"--edge-split {file}", np.zeros((0, 2), np.int64)
+    with reading(name), np.load(file, allow_pickle=False) as content:
+        arrays = {"valid": none, "test": none, **content}
     if unknown := set(arrays) - set(SPLITS):
         known = ", ".join(SPLITS)
         raise StoreError(
-            f"--edge-split {file} has an array {min(unknown)!r}: its arrays are {known}, each [n, 2]"
+            f"{name} has an array {min(unknown)!r}: its arrays are {known}, each [n, 2]"
         )
-    none = np.zeros((0, 2), np.int64)
-    arrays = {"valid": none, "test": none, **arrays}
-    return {
-        name: checked_pairs(f"--edge-split {file}: {name}", pairs, num_nodes)
-        for name, pairs in arrays.items()
-    }
+    return {part: checked_pairs(f"{name}: {part}", arrays[part], num_nodes) for part in arrays}
 
 
 def checked_pairs(name, pairs, num_nodes):
@@ -290,18 +266,15 @@ def checked_pairs(name, pairs, num_nodes):
         raise StoreError(f"{name} is {found}: integers [n, 2] are needed, source and destination")
     bad = np.argwhere((pairs < 0) | (pairs >= num_nodes))
     if len(bad):
-        raise StoreError(
-            f"{name}[{bad[0][0]}] is {pairs[bad[0][0]].tolist()}: node ids lie in [0, {num_nodes})"
-        )
+        at = bad[0][0]
+        raise StoreError(f"{name}[{at}] is {pairs[at].tolist()}: node ids lie in [0, {num_nodes})")
     return torch.from_numpy(pairs.astype(np.int64))
 
 
 def read_pairs(file, num_nodes):
     """The pairs of --pairs FILE.npy -> int64 [n, 2]."""
-    try:
-        pairs = np.load(Path(file), allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"--pairs {file} cannot be read: {str(error).splitlines()[0]}") from error
+    with reading(f"--pairs {file}"):
+        pairs = np.load(file, allow_pickle=False)
     return checked_pairs(f"--pairs {file}", pairs, num_nodes)
 
 
@@ -335,8 +308,7 @@ class Negatives:
         return torch.searchsorted(self.upto, place, right=True)
 
     def _bad(self, source, node):
-        same = source == node
-        return same if self.edges is None else same | self.edges.has(source, node)
+        return source == node if not self.edges else (source == node) | self.edges.has(source, node)
 
     def draw(self, key, numbers, source, count):
         """Destinations for `count` negatives of each pair.
@@ -351,10 +323,7 @@ class Negatives:
             StoreError: for a source that has an edge to every node.
         """
         which = torch.arange(count, device=source.device).expand(len(source), count)
-        numbers, source = (
-            numbers.unsqueeze(1).expand_as(which),
-            source.unsqueeze(1).expand_as(which),
-        )
+        numbers, source = (ids.unsqueeze(1).expand_as(which) for ids in (numbers, source))
         node = self._node(key, numbers, which)
         bad = self._bad(source, node)
         for attempt in range(1, TRIES + self.num_nodes):
@@ -366,9 +335,9 @@ class Negatives:
             else:
                 node[places] = (node[places] + 1) % self.num_nodes
             bad[places] = self._bad(source[places], node[places])
-        at = int(source[bad][0])
         raise StoreError(
-            f"node {at} has an edge to every node, so it has no negative: --unchecked-negatives takes any"
+            f"node {int(source[bad][0])} has an edge to every node, so it has no negative: "
+            "--unchecked-negatives takes any"
         )
 
     def pairs(self, key, count):
@@ -400,24 +369,21 @@ class Scorer(nn.Module):
     def __init__(self, kind, width):
         super().__init__()
         self.kind = kind
-        if kind == "distmult":
-            self.relation = nn.Parameter(torch.ones(width))
-        elif kind == "mlp":
+        self.relation = nn.Parameter(torch.ones(width)) if kind == "distmult" else 1.0
+        if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, source, destination):
         """source [..., D] and destination [..., D], which broadcast -> logits [...]."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
-        return ((source * self.relation if self.kind == "distmult" else source) * destination).sum(
-            -1
-        )
+        return (source * self.relation * destination).sum(-1)
 
     def against_all(self, source, table):
         """Logits [n, V] of source [n, D] with every row of a table [V, D]."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
-        return (source * self.relation if self.kind == "distmult" else source) @ table.t()
+        return source * self.relation @ table.t()
 
 
 class Links:
@@ -512,13 +478,9 @@ class Evaluation:
         self.timed = graph.pair_times is not None
         self.fixed, self.asked, self.lists = {}, {}, None
         if graph.num_nodes <= SMALL and not self.timed:  # destinations of each source
-            order = graph.known.sources.long().argsort(stable=True)
-            counts = graph.known.sources.long().bincount(minlength=graph.num_nodes)
-            self.lists = (
-                counts,
-                counts.cumsum(0) - counts,
-                torch.repeat_interleave(graph.known.indptr.diff())[order],
-            )
+            destinations = torch.repeat_interleave(graph.known.indptr.diff())
+            reverse = torch.stack([destinations, graph.known.sources.long()])
+            self.lists = from_edge_index(reverse, graph.num_nodes)
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
@@ -531,18 +493,17 @@ class Evaluation:
         if not len(self.graph.pairs[part]):
             return None
         scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
-        pairs, random, others = (
-            self._at_times(part)[2].tensor_split([2, 4], 1) if self.timed else self._nodes(part)
-        )
+        if self.timed:
+            pairs, random, others = self._at_times(part)[2].tensor_split([2, 4], 1)
+        else:
+            pairs, random, others = self._nodes(part)
         mine = ranks.part(len(pairs)) if ranks else slice(None)
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
         found = torch.stack([positive, negative, place], 1)
         positive, negative, place = (ranks.rows(found) if ranks else found).unbind(1)
-        both = (
-            torch.cat([positive, negative]),
-            torch.cat([torch.ones_like(positive), torch.zeros_like(negative)]),
-        )
+        y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+        both = torch.cat([positive, negative]), y
         return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
 
     def seen(self, part):
@@ -593,14 +554,11 @@ class Evaluation:
 
     def _known(self, source):
         """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
-        counts, first, destinations = self.lists
-        counts, first = counts[source], first[source]
-        row = torch.repeat_interleave(counts)
-        place = torch.arange(len(row)) + torch.repeat_interleave(
-            first - (counts.cumsum(0) - counts), counts
-        )
-        rows = torch.arange(len(source))
-        return torch.cat([row, rows]), torch.cat([destinations[place], source])
+        indptr, destinations = self.lists
+        counts, rows = indptr.diff()[source], torch.arange(len(source))
+        row = rows.repeat_interleave(counts)
+        place = torch.arange(len(row)) + (indptr[source] - counts.cumsum(0) + counts)[row]
+        return torch.cat([row, rows]), torch.cat([destinations[place].long(), source])
 
 
 @torch.no_grad()
@@ -614,16 +572,20 @@ def score_pairs(scorer, h, pairs):
 # the task
 
 
-class LinkTask(NodeTask):
-    """Learn embeddings of nodes that tell which pairs are edges; see `NodeTask`."""
+class LinkTask(Task):
+    """Learn embeddings of nodes that tell which pairs are edges."""
 
-    examples, timed_inference, prior, title = "edges", False, 0.0, "scores"
-    weights = "last"
-    widths = ("feature_dim", "edge_dim")
-    static_steps = False
+    name, examples, temporal, timed_pairs = "link", "edges", "off", True
+    metrics, widths = ("mrr", "hits@1", "hits@10", "roc_auc", "ap"), ("feature_dim", "edge_dim")
+    unused = {
+        "is for --task node: --task link has --edge-split": "split",
+        "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
+    }
 
     def __init__(self, args, path, say=print):
-        store = open_graph(path, say)
+        store = GraphStore.open(path)
+        if line := edge_line(store):
+            say(f"graph   {line}")
         self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
         self.store.num_classes = args.hidden  # the width of embeddings
         if args.pairs:
@@ -631,8 +593,13 @@ class LinkTask(NodeTask):
         self.metric = args.metric or "mrr"
 
     @staticmethod
+    def refuse(args):
+        if args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
+            goes_by = f"--early-stop {args.early_stop} goes by validation edges"
+            return f"{goes_by}: --edge-split {args.edge_split} has none"
+
+    @staticmethod
     def network(args, widths, own=None):
-        """See `NodeTask`: with a scorer of pairs."""
         network = own or gnn(args, widths, args.hidden)
         network.scorer = Scorer(args.scorer, args.hidden)
         return network
@@ -644,7 +611,6 @@ class LinkTask(NodeTask):
         return torch.arange(self.store.num_nodes)
 
     def attach(self, ranks, args, used, indptr, indices):
-        """See `NodeTask`."""
         self.links = Links(
             self.store,
             indptr,
@@ -658,7 +624,6 @@ class LinkTask(NodeTask):
         self.draw, self.evaluation = self.links.draw, Evaluation(self.store)
 
     def loss(self, network, output, y):
-        """Summed over the pairs of a batch; see `Links.loss`."""
         return self.links.loss(network.scorer, output, y)
 
     def scores(self, run, part, h=None):
@@ -670,7 +635,6 @@ class LinkTask(NodeTask):
         return self.evaluation(run.model.scorer, run.exact() if h is None else h, part, run.ranks)
 
     def validate(self, run):
-        """See `NodeTask`."""
         scores = self.scores(run, "valid")
         return {"valid": scores}, scores and scores[self.metric]
 
@@ -678,29 +642,22 @@ class LinkTask(NodeTask):
         """Report scores, write embeddings or the logits of --pairs -> {"part name": score}."""
         args = run.args
         h = None if self.evaluation.timed and not args.predict else run.exact()
-        scores = {part: self.scores(run, part, h) for part in ("valid", "test")}
-        exact = report.scores(scores)
+        exact = report.scores({part: self.scores(run, part, h) for part in ("valid", "test")})
+        if args.predict and args.pairs:
+            scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
+            h = score_pairs(scorer, h, read_pairs(args.pairs, self.store.num_nodes))
         if args.predict:
-            if args.pairs:
-                scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
-                h = score_pairs(scorer, h, read_pairs(args.pairs, self.store.num_nodes))
             report.write(h)
         return exact
 
     def lines(self, args, split, parameters):
-        """What is trained, in lines."""
-        (graph, network, fanout), pairs = (
-            described(args, self.store),
-            len(self.store.split["train"]),
-        )
-        unchecked = ", unchecked" * args.unchecked_negatives
-        negatives = f"{args.negatives} negatives a pair, {args.negatives_by}{unchecked}"
-        yield (
-            f"{graph} that carry messages, {self.store.feature_dim} features; pairs: {split} ({args.edge_split})"
-        )
-        yield (
-            f"model   {network}, scorer {args.scorer}, {parameters}; {fanout}; {negatives}, {args.link_loss}"
-        )
+        graph, network, fanout = described(args, self.store)
+        pairs, features = len(self.store.split["train"]), self.store.feature_dim
+        negatives = f"{args.negatives} negatives a pair, {args.negatives_by}"
+        negatives += ", unchecked" * args.unchecked_negatives
+        yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"
+        network += f", scorer {args.scorer}, {parameters}"
+        yield f"model   {network}; {fanout}; {negatives}, {args.link_loss}"
         if args.total_batch * 2 > pairs:
             yield (
                 f"advice  a step leaves the {args.total_batch:,} pairs that it is to predict out of the messages, and "

@@ -78,9 +78,7 @@ def _counts(score, y):
     """Counts of targets 1 and 0 at each distinct score, ascending -> two float64 tensors."""
     check_scores(score)
     values, rank = score.double().unique(return_inverse=True)
-    ones = torch.zeros(len(values), dtype=torch.float64, device=score.device).index_add_(
-        0, rank, y.double()
-    )
+    ones = values.new_zeros(len(values)).index_add_(0, rank, y.double())
     return ones, rank.bincount(minlength=len(values)) - ones
 
 
@@ -108,11 +106,8 @@ def average_precision(score, y):
 
 def binary_cross_entropy(logits, y):
     """Cross-entropy of logits [n, C] and targets 0 and 1 [n, C], a mean over C, summed over n."""
-    return (
-        F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none")
-        .mean(1)
-        .sum()
-    )
+    y = y.to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, y, reduction="none").mean(1).sum()
 
 
 def ranking(ranks):

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import types
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,7 @@ def _fork(output, function, *args, cwd="."):
 def _end(process, *codes):
     """Wait until a fork ends, demand one of these exit codes (none given: 0) -> what it printed."""
     try:
-        process.join(240)
+        process.join(600)
     finally:
         process.kill()
         process.join()
@@ -396,6 +396,26 @@ def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
     }
 
 
+def _store(path, num_nodes=200, **changes):
+    """A store of a random graph, with changes -> its path."""
+    return build_store(path, **{**_graph(num_nodes), **changes})
+
+
+@contextmanager
+def _small_disk(folder, size):
+    """A file system of so many bytes, in memory -> its folder."""
+    small = folder / "small"
+    small.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
+    mounted = subprocess.run(words, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
+    try:
+        yield small
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
 def _edges(graph):
     """(source, destination) pairs of an open store, as a sorted list."""
     dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
@@ -584,13 +604,34 @@ def _wait_for(condition, process, seconds=180, pause=0.02):
         time.sleep(pause)
 
 
+def _same_for_any_number_of_processes(folder, words, runs, epochs=3):
+    """Train in fp64 with each (processes, batch size, passes of a step): losses and weights are the same to 1e-9, what
+    is scored to 0.003. Leaves N.pt and logN of run N."""
+    logs, weights = [], []
+    for number, (procs, batch, accumulate) in enumerate(runs):
+        sizes = f"--procs {procs} --batch-size {batch} --accumulate {accumulate} --epochs {epochs}"
+        files = f"--log {folder}/log{number} --checkpoint {folder}/{number}.pt"
+        _train(words, sizes, files, "--gpus 0 --precision fp64")
+        logs.append(_log(folder / f"log{number}"))
+        weights.append(_parameters(folder / f"{number}.pt"))
+    for log, found in zip(logs[1:], weights[1:]):
+        assert len(log) == epochs + 1  # rank 0 alone writes
+        for a, b in zip(logs[0][:epochs], log):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
+        for a, b in zip(logs[0], log):
+            for name in {"valid", "valid_sampled", "exact"}.intersection(a):
+                assert a[name] == pytest.approx(b[name], abs=0.003)
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[0][name], rtol=1e-9, atol=1e-9)
+
+
 def _run_here(tmp_path, *words):
     """Run train.py in this process -> (log entries, the model in its checkpoint)."""
     log, checkpoint = tmp_path / "log", tmp_path / "here.pt"
     log.unlink(missing_ok=True)
-    words += "--log", log, "--checkpoint", checkpoint, "--root", tmp_path
-    assert train.main(_split(words)) == 0
-    return _log(log), torch.load(checkpoint, weights_only=True)["model"]
+    files = f"--log {log} --checkpoint {checkpoint} --root {tmp_path}"
+    assert train.main(_split([*words, files])) == 0
+    return _log(log), _parameters(checkpoint)
 
 
 def _code(*words):

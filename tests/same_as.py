@@ -2,8 +2,7 @@
 
 Runs the same command lines in a worktree of COMMIT and in this tree, on this machine, and compares the
 weights in the checkpoint, the `--predict` array and every printed loss and score. With words, only the
-cases whose name contains one of them. A case that differs on purpose is listed in CHANGED with its
-reason. Ends with 1 where something else differs.
+cases whose name contains one of them. Ends with 1 where something differs.
 """
 
 import os
@@ -80,7 +79,6 @@ CASES = {
 }
 ONE_RUN = ("three seeds", "graph", "graph, two processes")  # without --predict
 NO_CHECKPOINT = ("three seeds",)
-CHANGED = {}  # case -> why it differs
 OWN_MODEL = """
 from torch import nn
 from model import SAGEConv
@@ -129,56 +127,32 @@ def write_inputs(folder):
             shutil.copy(file, folder)
 
 
-def earlier_defaults(tree, words):
-    """Flags that give a tree the defaults that were changed on purpose, where it knows them."""
-    flags = tree / "run" / "flags.py"
-    if not flags.exists() or "--weights" not in flags.read_text() or "graph" in words:
-        return []
-    kept = [] if "--early-stop" in words or "link" in words else ["--weights", "last"]
-    averaging = {"gcn", "gat", "gin"} & set(words) and "--residual" not in words
-    return kept + ["--no-residual"] * bool(averaging)
-
-
 def run(tree, folder, name, words):
     """One case in one tree -> what is compared: {what: tensor, array or lines}."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     command = [sys.executable, str(tree / "train.py")]
     words = shlex.split(words)
-    words += earlier_defaults(tree, words)
     if "CC=false" in words:
         words.remove("CC=false")
         environment |= {"CC": "false", "XDG_CACHE_HOME": str(folder / "no cache")}
     files = {"checkpoint": folder / "run.pt", "predict": folder / "out.npy"}
-    for flag, file in files.items():
-        file.unlink(missing_ok=True)
-        if (
-            flag == "checkpoint"
-            and name not in NO_CHECKPOINT
-            or flag == "predict"
-            and name not in ONE_RUN
-        ):
-            words += [f"--{flag}", str(file)]
+    for flag, without in (("checkpoint", NO_CHECKPOINT), ("predict", ONE_RUN)):
+        files[flag].unlink(missing_ok=True)
+        if name not in without:
+            words += [f"--{flag}", str(files[flag])]
+    options = {"cwd": folder, "env": environment}
     if name.startswith("resumed"):
-        process = subprocess.Popen(
-            [*command, *words], cwd=folder, env=environment, stdout=subprocess.DEVNULL
-        )
+        process = subprocess.Popen([*command, *words], **options, stdout=subprocess.DEVNULL)
         while not files["checkpoint"].exists() and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.wait()
         words += ["--resume", "auto"]
     if "csv_store" in words and not (folder / "csv_store").exists():
-        build = "build edges.csv csv_store --features x.csv --labels y.csv --symmetrize --drop-duplicates"
-        subprocess.run(
-            [sys.executable, str(tree / "store.py"), *build.split()],
-            cwd=folder,
-            env=environment,
-            check=True,
-            capture_output=True,
-        )
-    done = subprocess.run(
-        [*command, *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
+        build = [sys.executable, str(tree / "store.py"), "build", "edges.csv", "csv_store"]
+        build += "--features x.csv --labels y.csv --symmetrize --drop-duplicates".split()
+        subprocess.run(build, **options, check=True, capture_output=True)
+    done = subprocess.run([*command, *words], **options, capture_output=True, text=True)
     found = {"exit code": done.returncode}
     if done.returncode:
         found["output"] = (done.stdout + done.stderr)[-500:]
@@ -207,23 +181,11 @@ def differences(before, after):
 
 def main(commit, *words):
     """Compare all cases -> exit code."""
-    unexpected = 0
+    differ = 0
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        subprocess.run(
-            [
-                "git",
-                "-C",
-                str(TREE),
-                "worktree",
-                "add",
-                "-q",
-                "--detach",
-                str(scratch / "tree"),
-                commit,
-            ],
-            check=True,
-        )
+        git, tree = ["git", "-C", str(TREE), "worktree"], str(scratch / "tree")
+        subprocess.run([*git, "add", "-q", "--detach", tree, commit], check=True)
         try:
             trees = {"before": scratch / "tree", "after": TREE}
             for side in trees:
@@ -237,22 +199,15 @@ def main(commit, *words):
                         lambda side: run(trees[side], scratch / side, name, line), trees
                     )
                     found = sorted(differences(before, after))
-                    reason = CHANGED.get(name)
-                    unexpected += bool(found) and not reason
-                    what = "same" if not found else f"changed ({reason})" if reason else "DIFFERS"
+                    differ += bool(found)
+                    what = "DIFFERS" if found else "same"
                     if before["exit code"]:
                         what += f", both end with {before['exit code']}: {before['output'][-200:]}"
-                    print(
-                        f"{what:8} {name}: {len(before)} things compared",
-                        *found[:4],
-                        sep="\n    " if found else "",
-                    )
+                    line = f"{what:8} {name}: {len(before)} things compared"
+                    print(line, *found[:4], sep="\n    ", flush=True)
         finally:
-            subprocess.run(
-                ["git", "-C", str(TREE), "worktree", "remove", "--force", str(scratch / "tree")],
-                check=False,
-            )
-    return int(unexpected > 0)
+            subprocess.run([*git, "remove", "--force", tree], check=False)
+    return int(differ > 0)
 
 
 if __name__ == "__main__":

@@ -54,31 +54,51 @@ from tests.common import (
     _wait_for,
 )
 
-# data set: accuracy in ../shared/data/README.md, of which model; epochs, batch size
-PUBLISHED = {
-    "coauthor_cs": (91.3, "sage", 12, 100),
-    "cora": (81.5, "gcn", 20, 35),
-    "citeseer": (70.3, "gcn", 20, 40),
+PAPER = "--fanout 10,10 --hidden 64 --lr 0.01 --weight-decay 5e-4 --runs 3"
+MINES = "--hidden 32 --fanout 8,8 --lr 0.01 --epochs 60 --metric roc_auc"
+# fewer epochs than the default of 25, to spare time: the learning rate is constant, so more of them only help
+ENOUGH = {"sage": 10, "gcn": 8, "gin": 12, "sage-pool": 15, "gat": 9}
+LEARNT = {  # data and what is special: flags, least exact test score, what is printed
+    # 2 % below the accuracy in ../shared/data/README.md
+    "coauthor_cs, published": (f"{PAPER} --model sage --epochs 12 --batch-size 100", 0.893, ""),
+    "cora, published": (f"{PAPER} --model gcn --epochs 20 --batch-size 35", 0.795, ""),
+    "citeseer, published": (f"{PAPER} --model gcn --epochs 20 --batch-size 40", 0.683, ""),
+    # 140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers
+    "cora, defaults": ("", 0.7799, "1 step an epoch, 200 epochs; lr 0.003, weight decay 0.0005"),
+    **{
+        f"built-in, {conv}": (f"--model {conv} --epochs {n}", 0.85, "")
+        for conv, n in ENOUGH.items()
+    },
+    # neighbours of other classes: without residual connections gcn, gat and gin come to 0.68 to 0.72
+    **{
+        f"mines, {conv}": (f"--model {conv} {MINES}", 0.85, "")
+        for conv in ("sage", "gcn", "gat", "gin")
+    },
 }
 
 
-def _trains_three_times(folder, name):
-    _, conv, epochs, batch = PUBLISHED[name]
-    words = f"--root {folder} --fanout 10,10 --hidden 64 --lr 0.01 --weight-decay 5e-4 --runs 3"
-    words += f" --dataset {DATA}/{name}.npz --model {conv} --epochs {epochs} --batch-size {batch}"
-    return _start_fork(folder / "out", words, f"--log {folder}/log")
+def _learns(folder, name):
+    data, path = name.split(",")[0], f"--dataset {folder}/mines.npz"
+    if data == "mines":
+        np.savez(folder / "mines.npz", **minesweeper(24))
+    elif data != "built-in":
+        path = f"--dataset {DATA}/{data}.npz"
+    words = LEARNT[name][0], "" if data == "built-in" else path
+    return _start_fork(folder / "out", *words, f"--root {folder} --gpus 0 --log {folder}/log")
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-@pytest.mark.parametrize("name", PUBLISHED)
-@_beside(_trains_three_times)
-def test_published_accuracy_on_real_graphs(name, beside):
+@pytest.mark.parametrize("name", LEARNT)
+@_beside(_learns)
+def test_accuracy_is_what_papers_and_experience_say(name, beside):
+    if not name.startswith(("built-in", "mines")) and not DATA.is_dir():
+        pytest.skip("../shared/data is not there")
     process, folder = beside
-    _end(process)
-    accuracy = [100 * entry["exact"]["test"] for entry in _log(folder / "log") if "exact" in entry]
-    published = PUBLISHED[name][0]
-    print(f"{name}: {np.mean(accuracy):.2f} +- {np.std(accuracy):.2f} %, published {published}")
-    assert len(accuracy) == 3 and np.mean(accuracy) > published - 2, accuracy
+    output, (_, least, printed) = _end(process), LEARNT[name]
+    scores = [entry["exact"]["test"] for entry in _log(folder / "log") if "exact" in entry]
+    print(f"{name}: {np.mean(scores):.4f} +- {np.std(scores):.4f}")
+    assert len(scores) == (3 if "published" in name else 1) and np.mean(scores) > least, scores
+    assert printed in output and set(ENOUGH) == set(model.CONVS)
+    assert not name.startswith("mines") or (", residual" in output) == (name != "mines, sage")
 
 
 def test_the_synthetic_graph_needs_its_edges(tmp_path):
@@ -114,14 +134,10 @@ def _fails(ranks, how):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        ("raise", "ValueError: rank one gives up"),
-        ("kill", "rank 1 was killed by SIGKILL, as the system does when memory runs out"),
-    ],
-)
-def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how, words):
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
+    words = "rank 1 was killed by SIGKILL, as the system does when memory runs out"
+    words = words if how == "kill" else "ValueError: rank one gives up"
     output = _end(_fork(tmp_path / "out", ddp.launch, _fails, 3, how), 1, 128 + signal.SIGKILL)
     took = time.time() - float(re.search(r"dies at ([\d.]+)", output)[1])
     assert words in output, output
@@ -262,7 +278,7 @@ BAD_FLAGS = r"""
 --task graph --residual => --residual has no effect with --task graph
 --task graph --heads 3 => --heads 3 is for --model gat, --model is sage
 --model gin --heads 4 => --heads 4 is for --model gat, --model is gin
---backend lmdb => --backend lmdb has no effect on .*: it is a store already
+--backend lmdb => --backend lmdb has no effect on .*: it is a store
 --gpu x => --gpu
 --bogus => --bogus
 --layer-dependency => --layer-dependency is for --sampler labor, --sampler is uniform
@@ -302,25 +318,23 @@ def test_no_metric_takes_a_score_that_is_not_finite(number):
                 metric(broken, y)
 
 
-DIVERGE = {
-    "node": (
-        [],
-        "the loss is (nan|inf) in epoch 2, step 2 of 6: the largest weight is [0-9.]*e.2[45], ",
-    ),
-    "scores": (["--batch-size", 600], "240 of 240 scores are not finite in epoch 2, step 1 of 1"),
-    "bf16": (["--precision", "bf16"], "the loss is (nan|inf) in epoch 2, step 2 of 6"),
-    "fp64": (["--precision", "fp64"], "the loss is (nan|inf) in epoch 2, step [23] of 6"),
-    "accumulate": (["--accumulate", 3], "the loss is (nan|inf) in epoch 2, step 2 of 2"),
-    "link": (["--task link --early-stop 5"], "the loss is (nan|inf) in epoch 2, step 2 of"),
-    "graph": (["--task", "graph"], "the loss is (nan|inf) in epoch 2, step 2 of"),
-    "two": (["--procs 2 --batch-size 50"], "the loss is (nan|inf) in epoch 2, step [23] of 6"),
+DIVERGE = {  # flags, where the loss is not finite
+    "node": ("", "step 2 of 6: the largest weight is [0-9.]*e.2[45], "),
+    "scores": ("--batch-size 600", "240 of 240 scores are not finite in epoch 2, step 1 of 1"),
+    "bf16": ("--precision bf16", "step 2 of 6"),
+    "fp64": ("--precision fp64", "step [23] of 6"),
+    "accumulate": ("--accumulate 3", "step 2 of 2"),
+    "link": ("--task link --early-stop 5", "step 2 of"),
+    "graph": ("--task graph", "step 2 of"),
+    "two": ("--procs 2 --batch-size 50", "step [23] of 6"),
 }
 
 
 @pytest.mark.parametrize("name", DIVERGE)
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(name, tiny, tmp_path, capsys):
     words, said = DIVERGE[name]
-    words = [f"--root {tmp_path} --gpus 0 --hidden 16 --batch-size 100", *words]
+    said = said if name == "scores" else f"the loss is (nan|inf) in epoch 2, {said}"
+    words = [f"--root {tmp_path} --gpus 0 --hidden 16 --batch-size 100", words]
     if name == "graph":
         _molecules(tmp_path / "m.npz", count=300)
         words += [f"--dataset {tmp_path}/m.npz --num-layers 2"]
@@ -352,12 +366,7 @@ def test_runs_name_the_seed_whose_loss_is_not_finite(tiny, tmp_path, capsys):
 def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend, tmp_path, capsys):
     words = ["--epochs 1", *COMMON]
     for number, dtype, code, said in (
-        (
-            1e40,
-            "float64",
-            2,
-            "the largest feature is 1e.40, and float32, .* ends at 3.4e.38: scale",
-        ),
+        (1e40, "float64", 2, "the largest feature is 1e.40, and float32, .* ends at 3.4e.38: sc"),
         (1e12, "int64", 0, "data    the largest feature is 1e.12: scale each column"),
         (-3e4, "float16", 0, "data    the largest feature is 3e.04"),
         (255, "uint8", 0, None),
@@ -376,10 +385,10 @@ def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend
 
 
 def _regresses(folder):
-    words = [
+    words = (
         f"--task graph --dataset {DATA}/esol.npz --root {folder} --gpus 0 --dropout 0 --hidden 64"
-    ]
-    return _start_fork(folder / "out", *words, f"--batch-size 32 --epochs 25 --log {folder}/log")
+    )
+    return _start_fork(folder / "out", words, f"--batch-size 32 --epochs 25 --log {folder}/log")
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
@@ -406,9 +415,8 @@ def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path):
         assert torch.equal(one[name], half[name]), name
         torch.testing.assert_close(one[name], two[name], rtol=1e-2, atol=1e-3)
     a, b = (_log(tmp_path / name) for name in ("one", "two"))
-    assert a[-1]["scores"]["test"]["rmse"] == pytest.approx(
-        b[-1]["scores"]["test"]["rmse"], rel=1e-2
-    )
+    mine, theirs = (log[-1]["scores"]["test"]["rmse"] for log in (a, b))
+    assert mine == pytest.approx(theirs, rel=1e-2)
     assert a[3]["loss"] < a[0]["loss"] and a[0]["valid"]["mae"] > 0
     refused = _train(f"--dataset {tmp_path}/m.npz --root {tmp_path}", code=2)
     assert "holds many small graphs" in refused and "--task graph" in refused
@@ -427,48 +435,6 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path):
     words += f" --num-layers 2 --batch-size 32 --log {tmp_path}/log --gpus 0"
     output = _train(words)
     assert 0 <= _log(tmp_path / "log")[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in output
-
-
-# epochs; by default there are 25
-ENOUGH = {"sage": 10, "gcn": 8, "gin": 12, "sage-pool": 15, "gat": 9}
-
-
-def _learns_by_default(folder, name):
-    return _start_fork(
-        folder / "out",
-        f"--model {name} --root {folder} --gpus 0 --epochs {ENOUGH[name]} --log {folder}/log",
-    )
-
-
-@pytest.mark.parametrize("name", ENOUGH)
-@_beside(_learns_by_default)
-def test_every_model_learns_the_built_in_graph_with_its_defaults(name, beside):
-    """In fewer epochs than the default takes, to spare time: the learning rate is constant, so more of them only
-    help."""
-    process, folder = beside
-    _end(process)
-    exact = _log(folder / "log")[-1]["exact"]
-    print(f"{name}: {exact}")
-    assert exact["test"] > 0.85 and set(ENOUGH) == set(model.CONVS)
-
-
-def _learns_mines(folder, name):
-    np.savez(folder / "mines.npz", **minesweeper(24))
-    words = (
-        f"--model {name} --gpus 0 --hidden 32 --fanout 8,8 --lr 0.01 --epochs 60 --metric roc_auc"
-    )
-    files = "--dataset", folder / "mines.npz", "--root", folder, "--log", folder / "log"
-    return _start_fork(folder / "out", *words.split(), *files)
-
-
-@pytest.mark.parametrize("name", ["sage", "gcn", "gat", "gin"])
-@_beside(_learns_mines)
-def test_defaults_learn_a_graph_whose_neighbours_are_of_other_classes(name, beside):
-    """Without residual connections gcn, gat and gin come to 0.68 to 0.72."""
-    process, folder = beside
-    output, exact = _end(process), _log(folder / "log")[-1]["exact"]
-    assert exact["test"] > 0.85, exact
-    assert (", residual" in output) == (name != "sage")
 
 
 @pytest.mark.parametrize(
@@ -490,35 +456,20 @@ def test_residual_connections_of_gcn_go_by_the_classes_of_neighbours(
 
 
 @pytest.mark.parametrize(
-    "words, kept", [([], True), (["--weights", "last"], False), (["--early-stop", 9], True)]
+    "words, kept", [("", True), ("--weights last", False), ("--early-stop 9", True)]
 )
 def test_the_best_epochs_weights_are_kept(words, kept, tiny, tmp_path, capsys):
-    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 5 --lr 0.05", *words)
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 5 --lr 0.05", words)
     state = torch.load(tmp_path / "here.pt", weights_only=True)
     said = "best    weights of epoch " in capsys.readouterr().out
     assert said == kept == (state["best"]["model"] is not None)
     valid = [entry["valid_sampled"] for entry in _log(tmp_path / "log") if "valid_sampled" in entry]
     assert not kept or state["best"]["epoch"] == 1 + valid.index(max(valid))
-    del state["flags"][
-        "weights"
-    ]  # as earlier versions wrote it, with --early-stop alone keeping them
+    # as earlier versions wrote it, with --early-stop alone keeping them
+    del state["flags"]["weights"]
     torch.save(state, tmp_path / "old.pt")
     args = train.parse_args(["--resume", str(tmp_path / "old.pt")])
     assert args.weights == ("best" if "--early-stop" in words else "last")
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-@_beside(
-    lambda folder: _start_fork(
-        folder / "out", f"--dataset {DATA}/cora.npz --root {folder} --gpus 0 --log {folder}/log"
-    )
-)
-def test_a_small_graph_comes_out_right_with_nothing_but_its_name(beside):
-    """140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers."""
-    process, folder = beside
-    output, log = _end(process), _log(folder / "log")
-    assert "1 step an epoch, 200 epochs; lr 0.003, weight decay 0.0005" in output
-    assert log[-1]["exact"]["test"] >= 0.78, log[-1]
 
 
 def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
@@ -530,9 +481,9 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny):
         ("--epochs 3", 1, (3, 1)),
     ):
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words.split()])
-        data.settle_steps(ddp.Ranks(world=world), args, NodeTask, 600)
-        assert (args.epochs, args.steps) == expected
-        assert args.weight_decay == pytest.approx(0.07 / 600)
+        given = data.settle_steps(ddp.Ranks(world=world), args, NodeTask, 600)
+        assert (given["epochs"], given["steps"]) == expected
+        assert given["weight_decay"] == pytest.approx(0.07 / 600)
     parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731
     norms = {name: parse(name).norm for name in model.CONVS}
     layer = dict.fromkeys(["sage-pool", "gat", "gin"], "layer")

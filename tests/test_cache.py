@@ -5,7 +5,6 @@ import itertools
 import mmap
 import os
 import re
-import sys
 import threading
 import time
 import types
@@ -24,24 +23,26 @@ from disk.files import StoreError
 from features import FeatureRing
 from native import build
 from sampler import NeighborSampler
-from store import GraphStore, build_store
-from tests.common import _graph, _in_child
+from store import GraphStore
+from tests.common import _in_child, _store
 
 # -------------------------------------------------------------------------------------------------
 # disk/reader.py
 
 
-def _table(tmp_path, rows, row_bytes, offset=4096, seed=0):
-    """A file with a table of random bytes behind `offset` others -> (path, uint8 [rows, row_bytes])."""
-    table = np.random.default_rng(seed).integers(0, 256, (rows, row_bytes), np.uint8)
+def _table(tmp_path, rows, row_bytes, offset=4096, **options):
+    """A reader of a table of random bytes behind `offset` others -> (its file, uint8 [rows, row_bytes], reader)."""
+    table = np.random.default_rng(0).integers(0, 256, (rows, row_bytes), np.uint8)
     path = tmp_path / "table"
     path.write_bytes(bytes(offset) + table.tobytes())
-    return path, torch.from_numpy(table)
+    opened = reader.open_rows(path, offset, row_bytes, rows, **options)
+    if opened is None:
+        pytest.skip("no C code: a Linux with a C compiler is needed")
+    return path, torch.from_numpy(table), opened
 
 
-def _opened(path, table, offset=4096, **options):
-    opened = reader.open_rows(path, offset, table.shape[1], len(table), **options)
-    return opened or pytest.skip("no C code: a Linux with a C compiler is needed")
+def _empty(rows, row_bytes):
+    return torch.zeros(rows, row_bytes, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -50,37 +51,35 @@ def _opened(path, table, offset=4096, **options):
     [(1, 128), (400, 128), (512, 4096), (1000, 4096), (4096, 128), (70_000, 4096)],
 )
 def test_rows_are_read_from_the_disk_as_they_lie_there(row_bytes, offset, direct, tmp_path):
-    path, table = _table(tmp_path, max(40, 500_000 // row_bytes), row_bytes, offset)
-    rows, rng = _opened(path, table, offset, direct=direct), np.random.default_rng(1)
-    for ids in (
-        rng.integers(0, len(table), 700),
-        np.arange(len(table))[::-1][:300],
-        [0, len(table) - 1, 0],
-        [],
-    ):
+    size = max(40, 500_000 // row_bytes)
+    _, table, rows = _table(tmp_path, size, row_bytes, offset, direct=direct)
+    rng = np.random.default_rng(1)
+    for ids in (rng.integers(0, size, 700), np.arange(size)[::-1][:300], [0, size - 1, 0], []):
         ids = torch.as_tensor(np.array(ids, np.int64))
-        out = torch.zeros(len(ids), row_bytes, dtype=torch.uint8)
+        out = _empty(len(ids), row_bytes)
         assert rows.read(ids, out) is out and torch.equal(out, table[ids])
         places = torch.from_numpy(rng.permutation(2 * len(ids))[: len(ids)])
-        out = torch.zeros(2 * len(ids), row_bytes, dtype=torch.uint8)
+        out = _empty(2 * len(ids), row_bytes)
         assert torch.equal(rows.read(ids.int(), out, places)[places], table[ids])
         assert out.any(1).sum() <= len(ids)  # and no other row was touched
-    for bad in (-1, len(table)):
+    for bad in (-1, size):
         with pytest.raises(IndexError, match=f"node {bad} is out of range"):
-            rows.read(torch.tensor([0, bad]), torch.zeros(2, row_bytes, dtype=torch.uint8))
+            rows.read(torch.tensor([0, bad]), _empty(2, row_bytes))
+    for out in (_empty(1, row_bytes), _empty(2, row_bytes + 1), _empty(2, 2 * row_bytes)[:, ::2]):
+        with pytest.raises(ValueError, match=f"2 rows of {row_bytes} bytes, without gaps"):
+            rows.read(torch.tensor([0, 1]), out)
 
 
 def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
-    path, table = _table(tmp_path, 1000, 1024)
-    rows = _opened(path, table)
+    _, _, rows = _table(tmp_path, 1000, 1024)
     if not rows.direct:
         pytest.skip("this file system has no direct reads")
     ids = torch.randperm(1000)[:150]
-    rows.read(ids, torch.empty(150, 1024, dtype=torch.uint8))
+    rows.read(ids, _empty(150, 1024))
     needed, gaps = ids.sort().values, ids.sort().values.diff() - 1
     assert 0 < int((gaps > 4).sum()) < 149 and rows.bytes_read == 1024 * _rows_read(needed.tolist())
     before = rows.bytes_read
-    rows.read(torch.tensor([7, 8, 9, 8, 500, 9]), torch.empty(6, 1024, dtype=torch.uint8))
+    rows.read(torch.tensor([7, 8, 9, 8, 500, 9]), _empty(6, 1024))
     assert rows.bytes_read - before == 4 * 1024  # whole blocks, each once
 
 
@@ -95,36 +94,33 @@ def _rows_read(rows, gap=4, most=64):
 
 
 def test_many_threads_and_forked_processes_read_with_one_reader(tmp_path):
-    path, table = _table(tmp_path, 3000, 600)
-    rows, failed = _opened(path, table), []
+    _, table, rows = _table(tmp_path, 3000, 600)
+    failed = []
 
-    def read(seed, times=20):
+    def read(seed):
         rng = np.random.default_rng(seed)
-        for _ in range(times):
+        for _ in range(20):
             ids = torch.from_numpy(rng.integers(0, 3000, 100))
-            if not torch.equal(
-                rows.read(ids, torch.empty(100, 600, dtype=torch.uint8)), table[ids]
-            ):
+            if not torch.equal(rows.read(ids, _empty(100, 600)), table[ids]):
                 failed.append(seed)
+
+    def in_child():
+        read(9)
+        assert not failed
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
     [thread.start() for thread in threads]
-    assert [
-        _in_child(lambda: (read(9), sys.exit(bool(failed)) if failed else None)) for _ in range(3)
-    ] == [0] * 3
+    assert [_in_child(in_child) for _ in range(3)] == [0] * 3
     [thread.join() for thread in threads]
     assert not failed
 
 
 def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(tmp_path):
-    path, table = _table(tmp_path, 1000, 1000)
-    rows, whole = _opened(path, table), path.read_bytes()
-    out = torch.empty(100, 1000, dtype=torch.uint8)
+    path, table, rows = _table(tmp_path, 1000, 1000)
+    whole, out = path.read_bytes(), _empty(100, 1000)
     for length in (4096 + 900_500, 4096 + 500, 0):
         os.truncate(path, length)
-        with pytest.raises(
-            StoreError, match="table ends at byte [0-9,]+ in the middle of its rows"
-        ):
+        with pytest.raises(StoreError, match="cannot be read at byte [0-9,]+: it was cut short"):
             rows.read(torch.arange(901, 1000), out)
     assert torch.equal(rows.read(torch.arange(0), out[:0]), out[:0])
     path.write_bytes(whole)
@@ -144,22 +140,18 @@ static ssize_t flaky(int file, void *to, size_t count, off_t offset) {
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(
-    direct, tmp_path, monkeypatch
-):
+def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp_path, monkeypatch):
     """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
-    path, table = _table(tmp_path, 1000, 3000)
     text = build.read_source("rows.c").replace("typedef int64_t i64;", FLAKY, 1)
     monkeypatch.setattr(build, "read_source", lambda file: text)
     reader.library.cache_clear()
     try:
-        rows = _opened(path, table, direct=direct)
-        ids, out = torch.randint(900, (2000,)), torch.empty(2000, 3000, dtype=torch.uint8)
+        _, table, rows = _table(tmp_path, 1000, 3000, direct=direct)
+        ids, out = torch.randint(900, (2000,)), _empty(2000, 3000)
         assert torch.equal(rows.read(ids, out), table[ids])
+        said = r"table cannot be read at byte [0-9,]+: Input/output error"
         for _ in range(3):
-            with pytest.raises(
-                StoreError, match=r"table cannot be read at byte [0-9,]+: Input/output error"
-            ):
+            with pytest.raises(StoreError, match=said):
                 rows.read(torch.randint(1000, (2000,)), out)
             assert torch.equal(rows.read(ids, out), table[ids])
     finally:
@@ -167,7 +159,7 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_one_sentence(
 
 
 # -------------------------------------------------------------------------------------------------
-# disk/cache.py
+# disk/cache.py: what is planned
 
 
 def _fewest_reads(trace, places):
@@ -185,14 +177,19 @@ def _fewest_reads(trace, places):
     return min(states.values())
 
 
+def _planner(pages, row_bytes, places, window, offset=0):
+    """KeptPages of a table of so many rows."""
+    if cache.library() is None:
+        pytest.skip("no C compiler")
+    table = types.SimpleNamespace(path="t", offset=offset, rows=pages, row_bytes=row_bytes)
+    return cache.KeptPages(table, places, window)
+
+
 class _Pages:
     """Carries out what KeptPages decides; row i of the table is page i."""
 
     def __init__(self, pages, places, window):
-        if cache.library() is None:
-            pytest.skip("no C compiler")
-        table = types.SimpleNamespace(path="t", offset=0, rows=pages, row_bytes=mmap.PAGESIZE)
-        self.planner, self.places = cache.KeptPages(table, places, window), places
+        self.planner, self.places = _planner(pages, mmap.PAGESIZE, places, window), places
         # what is there, read in order before training starts
         self.kept, self.misses, self.waiting = set(range(places)), 0, deque()
 
@@ -221,9 +218,8 @@ class _Pages:
 def test_what_is_kept_is_what_reads_least():
     rng = np.random.default_rng(0)
     for _ in range(150):
-        trace = [
-            set(rng.permutation(7)[: rng.integers(5)].tolist()) for _ in range(rng.integers(9))
-        ]
+        sizes = [rng.integers(5) for _ in range(rng.integers(9))]
+        trace = [set(rng.permutation(7)[:size].tolist()) for size in sizes]
         places, window = int(rng.integers(5)), int(rng.integers(10))
         pages, fewest = _Pages(7, places, window), _fewest_reads(trace, places)
         pages.run(trace, window)
@@ -233,17 +229,14 @@ def test_what_is_kept_is_what_reads_least():
 def test_a_longer_window_reads_less_down_to_min_on_long_traces():
     """Beside a plain MIN: after each batch the pages whose next use is nearest stay."""
     rng, pages = np.random.default_rng(0), 300
-    trace = [
-        set((pages * rng.random(rng.integers(1, 40)) ** 2).astype(int).tolist()) for _ in range(400)
-    ]
+    draws = [rng.random(rng.integers(1, 40)) for _ in range(400)]
+    trace = [set((pages * draw**2).astype(int).tolist()) for draw in draws]
     for places in (0, 1, 30, 150, 300):
         kept, misses = set(range(places)), 0
         for t, batch in enumerate(trace):
             misses += len(batch - kept)
-            next_use = {
-                page: next((u for u in range(t + 1, 400) if page in trace[u]), 1000)
-                for page in kept | batch
-            }
+            rest = range(t + 1, 400)
+            next_use = {p: next((u for u in rest if p in trace[u]), 1000) for p in kept | batch}
             kept = set(sorted(next_use, key=next_use.get)[:places])
         reads = []
         for window in (0, 3, 50, 400):
@@ -272,26 +265,42 @@ def test_what_is_forgotten_is_not_planned():
     "offset, row_bytes", [(4096, 1024), (128, 400), (4096, 4096), (192, 5000), (0, 1)]
 )
 def test_the_pages_of_rows(offset, row_bytes):
-    if cache.library() is None:
-        pytest.skip("no C compiler")
-    table = types.SimpleNamespace(path="t", offset=offset, rows=300, row_bytes=row_bytes)
-    ids, pages = torch.randint(300, (50,)), cache.KeptPages(table, 0, 1)
+    ids, pages = torch.randint(300, (50,)), _planner(300, row_bytes, 0, 1, offset)
     ends = [(offset + i * row_bytes, offset + (i + 1) * row_bytes - 1) for i in ids.tolist()]
     expected = {page for first, last in ends for page in range(first // 4096, last // 4096 + 1)}
     pages.expect(ids.int())
     assert [pages.tolist() for pages in pages.plan()] == [sorted(expected)] * 2
 
 
+# -------------------------------------------------------------------------------------------------
+# disk/cache.py: what is read
+
+
 def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
     """A store whose features stay on disk -> GraphStore; `.x` is what they are."""
     x = torch.randn(num_nodes, width, generator=torch.Generator().manual_seed(0))
-    path = build_store(tmp_path / "g", **dict(_graph(num_nodes, 12 * num_nodes), features=x))
+    edges = np.random.default_rng(0).integers(0, num_nodes - 3, (2, 12 * num_nodes))
+    path = _store(tmp_path / "g", num_nodes, features=x, edge_index=edges)
     monkeypatch.setattr(store, "free_host_bytes", lambda: 1000)
     graph = GraphStore.open(path)
     graph.x = x
     if graph.features.reader() is None or cache.library() is None:
         pytest.skip("no C compiler, or no Linux")
     return graph
+
+
+def _loader(graph, features=None, batch_size=2, depth=2, nodes=None, **options):
+    """Batches of the training nodes, fanout 3,3, their features through `features`."""
+    ring = features and FeatureRing(features, graph.labels, slots=depth + 1)
+    nodes, options = graph.split["train"][:nodes], {**options, "depth": depth, "ring": ring}
+    return loader.NodeLoader(graph, nodes, [3, 3], batch_size=batch_size, **options)
+
+
+def _right(batches, graph):
+    """The batches, after a look at their features."""
+    for batch in batches:
+        assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+        yield batch
 
 
 def _advice(tensor):
@@ -313,9 +322,8 @@ def test_a_graph_on_disk_is_sampled_by_many_threads_to_the_same_blocks(tmp_path,
     assert drawn.sampler.indices.data_ptr() == graph.sampled_indices.data_ptr()
     for batch in drawn:
         alone = NeighborSampler(graph.indptr.clone(), graph.indices.clone(), [3, 3])
-        for block, other in zip(
-            batch.blocks, alone.sample(batch.seeds, batch.global_step), strict=True
-        ):
+        expected = alone.sample(batch.seeds, batch.global_step)
+        for block, other in zip(batch.blocks, expected, strict=True):
             assert all(torch.equal(*pair) for pair in zip(block[:3], other[:3], strict=True))
     monkeypatch.undo()
     graph = GraphStore.open(graph.path)
@@ -327,14 +335,18 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
     table, edges = graph.x.nbytes, graph.indptr.nbytes + graph.indices.nbytes
     if not graph.features.reader().direct:
         pytest.skip("this file system has no direct reads")
+
+    def opened(free):
+        monkeypatch.setattr(store, "free_host_bytes", lambda: free)
+        return GraphStore.open(graph.path).features
+
     for free, beside, direct in (
         (edges + table // 2, 0, False),
         (edges + table // 2 - 1, 0, True),
         (edges + table // 2, 1, True),
         (edges + table, table // 2, False),
     ):
-        monkeypatch.setattr(store, "free_host_bytes", lambda free=free: free)
-        features = GraphStore.open(graph.path).features
+        features = opened(free)
         features.beside += beside
         assert features.reader().direct is direct
     for free, share in (
@@ -342,45 +354,32 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
         (8 * (edges + table // 2) // 7 + 8, 8),
         (edges + table // 2, 2),
     ):
-        monkeypatch.setattr(store, "free_host_bytes", lambda free=free: free)
-        assert GraphStore.open(graph.path).features.default_cache() == free // share
+        assert opened(free).default_cache() == free // share
 
 
 @pytest.mark.parametrize(
     "budget, window", [(0, 3), (96 * 50, 0), (96 * 50, 1), (96 * 200, None), (10**6, 100)]
 )
-def test_batches_through_a_cache_that_looks_ahead_are_the_same(
-    budget, window, tmp_path, monkeypatch
-):
-    graph = _large(tmp_path, monkeypatch)
-    threads_before = threading.active_count()
+def test_batches_through_a_lookahead_cache_are_the_same(budget, window, tmp_path, monkeypatch):
+    graph, threads_before, found = _large(tmp_path, monkeypatch), threading.active_count(), []
+    hot = torch.rand(600, generator=torch.Generator().manual_seed(0))
     for depth, threads in ((0, 1), (2, 1), (3, 4)):
-        rows = LookaheadCache(graph.features, budget, window)
-        ring = FeatureRing(rows, graph.labels, slots=depth + 1)
-        batches = loader.NodeLoader(
-            graph,
-            graph.split["train"],
-            [3, 3],
-            batch_size=4,
-            ring=ring,
-            depth=depth,
-            threads=threads,
-        )
-        asked = []
-        for epoch in range(3):
-            for i, batch in enumerate(batches):
-                assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
-                asked.append(batch.blocks[0].src_nodes)
-                if epoch == 1 and i == 5:
-                    break  # what was planned and not fetched is given up
-        counts = rows.counts()
-        assert counts["rows"] >= sum(map(len, asked)) and counts["hits"] <= counts["rows"]
+        rows = LookaheadCache(graph.features, budget, window, hot)
+        batches = _loader(graph, rows, 4, depth, threads=threads)
+        for _ in range(2):
+            asked = sum(batch.blocks[0].num_src for batch in _right(batches, graph))
+        found.append(counts := rows.counts())
+        assert counts["rows"] > asked and counts["hits"] <= counts["rows"]
         assert (counts["hits"] > 0) is (budget > 0)
         if budget == 10**6:  # all rows, read once
             assert counts["bytes_read"] < 600 * 96 + 4096 and counts["hits"] == counts["rows"]
+        for _ in itertools.islice(_right(batches, graph), 5):
+            pass  # what was planned and not fetched is given up
+        assert len([*_right(batches, graph)]) == len(batches) - 5
         # beside the batches
         assert torch.equal(rows.gather(torch.tensor([5, 5, 0])), graph.x[[5, 5, 0]])
     assert threading.active_count() == threads_before
+    assert found[0] == found[1] == found[2]  # whatever the threads
 
 
 def _resident(file):
@@ -389,12 +388,9 @@ def _resident(file):
     with open(file, "rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
         found = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
         view = np.frombuffer(memory, np.uint8)
-        arguments = (
-            ctypes.c_void_p(view.ctypes.data),
-            ctypes.c_size_t(len(memory)),
-            ctypes.c_void_p(found.ctypes.data),
-        )
-        assert libc.mincore(*arguments) == 0
+        size, pointers = ctypes.c_size_t(len(memory)), (view.ctypes.data, found.ctypes.data)
+        first, flags = map(ctypes.c_void_p, pointers)
+        assert libc.mincore(first, size, flags) == 0
         del view
     return (found & 1).astype(bool)
 
@@ -431,14 +427,6 @@ def _read_first(monkeypatch, file, pages):
     assert _resident(file)[:pages].all()
 
 
-def _when_filled():
-    """Wait until the thread that has a table read in order has asked for all of it."""
-    for thread in threading.enumerate():
-        if thread.name == "in order":
-            thread.join(60)
-            assert not thread.is_alive()
-
-
 def _told(monkeypatch):
     """(pages that plans give up, pages that the kernel is told to drop), of a batch each, as they come."""
     planned, dropped, plan, advise = [], [], cache.KeptPages.plan, cache.KeptPages.advise
@@ -464,56 +452,38 @@ def _told(monkeypatch):
 def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, width)
     rows = LookaheadCache(graph.features, budget, 40)
-    ring, places = FeatureRing(rows, graph.labels, slots=1), -(-rows.room // 4096)
+    places = -(-rows.room // 4096)
     _read_first(monkeypatch, file, places)
     _, dropped = _told(monkeypatch)
-    batches = loader.NodeLoader(
-        graph, graph.split["train"], [3, 3], batch_size=2, ring=ring, depth=0, threads=1
-    )
-    most = 0
-    for batch in itertools.chain(batches, batches):
-        assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
-        most = max(most, int(_resident(file).sum()))
+    batches = _loader(graph, rows, depth=0, threads=1)
+    twice = itertools.chain(_right(batches, graph), _right(batches, graph))
+    most = max(int(_resident(file).sum()) for _ in twice)
     # pages of the batches that are read ahead, at most
     in_flight = 6 * 2 * 16 * {256: 1, 100: 1.2, 1300: 3}[width]
-    assert (
-        places / 2 < most <= places + in_flight < len(_resident(file))
-        and sum(map(len, dropped)) > 100
-    )
+    assert places / 2 < most <= places + in_flight < len(_resident(file))
+    assert sum(map(len, dropped)) > 100
 
 
 def test_epochs_that_are_left_early_leave_no_pages_behind(tmp_path, monkeypatch):
-    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    graph, _ = _on_disk(tmp_path, monkeypatch, 256)
     planned, dropped = _told(monkeypatch)
     rows = LookaheadCache(graph.features, 0, 40)
-    ring = FeatureRing(rows, graph.labels, slots=3)
     for seed in range(12):
-        batches = loader.NodeLoader(
-            graph, graph.split["train"], [3, 3], batch_size=2, ring=ring, seed=seed
-        )
-        for batch in itertools.islice(batches, 6):
-            assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
-    given_up = torch.cat(planned).tolist()
-    assert (
-        sorted(given_up)
-        == sorted(torch.cat([*dropped, *(pages for _, pages in rows.given_up)]).tolist())
-        and len(planned) > 12 * 6
-    )
+        assert len([*itertools.islice(_right(_loader(graph, rows, seed=seed), graph), 6)]) == 6
+    waiting = [pages for _, pages in rows.given_up]
+    told = sorted(torch.cat([*dropped, *waiting]).tolist())
+    assert sorted(torch.cat(planned).tolist()) == told and len(planned) > 12 * 6
 
 
-def test_processes_of_a_machine_share_the_reading_and_leave_the_rest_to_the_kernel(
-    tmp_path, monkeypatch
-):
+def test_processes_of_a_machine_share_the_reading_alone(tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, 256)
     for rank in (0, 1):
         rows = LookaheadCache(graph.features, 1024 * 300, None, share=(rank, 2))
-        ring = FeatureRing(rows, graph.labels, slots=1)
-        batches = loader.NodeLoader(
-            graph, graph.split["train"][:20], [3, 3], batch_size=20, ring=ring, depth=0
-        )
-        for batch in batches:
-            assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
-        _when_filled()
+        assert [*_right(_loader(graph, rows, 20, 0, nodes=20), graph)]
+        for thread in threading.enumerate():
+            if thread.name == "in order":  # it has asked for all of its part then
+                thread.join(60)
+                assert not thread.is_alive()
         half, deadline = len(_resident(file)) // 2 // 2, time.monotonic() + 60
         # the kernel was asked to read them
         while not _resident(file)[rank * half : (rank + 1) * half - 1].all():
@@ -524,53 +494,17 @@ def test_processes_of_a_machine_share_the_reading_and_leave_the_rest_to_the_kern
 
 
 def test_few_batches_do_not_pay_for_pages(tmp_path, monkeypatch):
-    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    graph, _ = _on_disk(tmp_path, monkeypatch, 256)
     for batches, kept in ((1, False), (1000, True)):
         rows = LookaheadCache(graph.features, 1024 * 300, batches=batches)
-        ring = FeatureRing(rows, graph.labels, slots=1)
-        next(
-            iter(
-                loader.NodeLoader(
-                    graph, graph.split["train"], [3, 3], batch_size=20, ring=ring, depth=0
-                )
-            )
-        )
+        next(iter(_loader(graph, rows, 20, 0)))
         assert (rows.pages is not None) is kept is bool(rows.room)
-
-
-def test_counts_do_not_depend_on_threads(tmp_path, monkeypatch):
-    graph, found = _large(tmp_path, monkeypatch), []
-    for depth, threads in ((0, 1), (2, 1), (4, 3)):
-        rows = LookaheadCache(
-            graph.features, 96 * 100, 4, torch.rand(600, generator=torch.Generator().manual_seed(0))
-        )
-        ring = FeatureRing(rows, graph.labels, slots=depth + 1)
-        batches = loader.NodeLoader(
-            graph,
-            graph.split["train"],
-            [3, 3],
-            batch_size=4,
-            ring=ring,
-            depth=depth,
-            threads=threads,
-        )
-        for _ in range(2):
-            trace = [set(batch.blocks[0].src_nodes.tolist()) for batch in batches]
-        found.append(rows.counts())
-    assert found[0] == found[1] == found[2] and 0 < found[0]["hits"] < found[0]["rows"] and trace
 
 
 def test_a_failing_disk_leaves_the_cache_right(tmp_path, monkeypatch):
     graph = _large(tmp_path, monkeypatch)
     rows = LookaheadCache(graph.features, 96 * 300, 20)
-    batches = loader.NodeLoader(
-        graph,
-        graph.split["train"],
-        [3, 3],
-        batch_size=2,
-        ring=FeatureRing(rows, graph.labels, slots=3),
-    )
-    read, turn = rows.reader.read, itertools.count()
+    batches, read, turn = _loader(graph, rows), rows.reader.read, itertools.count()
 
     def fails(ids, out, places=None):
         if next(turn) % 7 == 5:
@@ -580,8 +514,7 @@ def test_a_failing_disk_leaves_the_cache_right(tmp_path, monkeypatch):
     rows.reader.read, failures = fails, 0
     for _ in range(20):
         try:
-            for batch in batches:
-                assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
+            assert [*_right(batches, graph)]
         except StoreError:
             failures += 1
     assert failures > 10 and rows.hit_rate > 0

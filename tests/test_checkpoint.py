@@ -48,9 +48,6 @@ from tests.common import (
 
 SMALL = " ".join(map(str, COMMON))
 
-# -------------------------------------------------------------------------------------------------
-# what a checkpoint keeps, what it may be used for, and what it may not do
-
 
 def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path, capsys):
     kept = {"lr": 0.02, "lr_schedule": "cosine", "weight_decay": 1e-4, "early_stop": 30}
@@ -201,7 +198,7 @@ def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_p
     others.gather = lambda number: [1 << 28, number]
     words = f"--dataset {tiny} --checkpoint {tmp_path}/none.pt --resume auto --lr 0.04"
     args = train.parse_args(words.split())
-    state, path = checkpoint.common_state(others, args)
+    state, path, args = checkpoint.common_state(others, args)
     assert state["epoch"] == 1 and path == str(tmp_path / "none.pt")
     kept = args.precision, args.lr, args.hidden, args.batch_size, args.dataset
     assert kept == ("bf16", 0.04, 16, 100, tiny)
@@ -276,12 +273,10 @@ def _forged(random, state, good):
             action = random.integers(6)
             if action == 0 and len(place) > 1:
                 del place[key]
-            elif action == 1:
-                place[["x", 3, "root", "checkpoint"][random.integers(4)]] = weird[
-                    random.integers(len(weird))
-                ]
             else:
-                place[key] = weird[random.integers(len(weird))]
+                names = ["x", 3, "root", "checkpoint"] if action == 1 else [key]
+                name = names[random.integers(len(names))]
+                place[name] = weird[random.integers(len(weird))]
         file = io.BytesIO()
         torch.save(forged, file)
         return file.getvalue()
@@ -301,17 +296,14 @@ def _forged(random, state, good):
         ][random.integers(3)]
     else:  # bytes missing, changed or compressed
         if random.random() < 0.5:
-            damaged = bytearray(
-                good[: random.integers(len(good))] if random.random() < 0.5 else good
-            )
+            end = random.integers(len(good)) if random.random() < 0.5 else len(good)
+            damaged = bytearray(good[:end])
             for _ in range(5):
                 damaged[random.integers(max(len(damaged), 1)) - 1 :][:1] = b"\xff"
             return bytes(damaged)
         entries[name] = pickle.dumps(state["flags"], 2) if random.random() < 0.5 else entries[name]
-    file = io.BytesIO()
-    with zipfile.ZipFile(
-        file, "w", zipfile.ZIP_DEFLATED if how == 9 else zipfile.ZIP_STORED
-    ) as archive:
+    file, kind = io.BytesIO(), zipfile.ZIP_DEFLATED if how == 9 else zipfile.ZIP_STORED
+    with zipfile.ZipFile(file, "w", kind) as archive:
         for name, data in entries.items():
             archive.writestr(name, data)
     return file.getvalue()
@@ -320,9 +312,8 @@ def _forged(random, state, good):
 def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
     """120 of them, mutated from good ones of all tasks with a fixed seed: trained on, or refused in one sentence."""
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
-    many = build_graphs(
-        tmp_path / "many", [_graphs(40)], split={"train": range(30), "valid": range(30, 40)}
-    )
+    split = {"train": range(30), "valid": range(30, 40)}
+    many = build_graphs(tmp_path / "many", [_graphs(40)], split=split)
     good = []
     for words in (
         [f"--dataset {path} --norm batch --early-stop 5", *COMMON],
@@ -339,30 +330,19 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
         forged.write_bytes(_forged(random, states[which], good[which]))
         capsys.readouterr()
         codes.append(_code(f"--resume {forged} --epochs 2 --checkpoint {tmp_path}/new.pt --gpus 0"))
-        errors = [
-            line for line in capsys.readouterr().err.splitlines() if not line.startswith("usage:")
-        ]
-        if codes[-1]:
-            assert (
-                codes[-1] == 2
-                and len(errors) == 1
-                and errors[0].isprintable()
-                and len(errors[0]) < 600
-            ), (i, errors)
-        else:
+        lines = capsys.readouterr().err.splitlines()
+        errors = [line for line in lines if not line.startswith("usage:")]
+        if not codes[-1]:
             checkpoint.load_model(forged)
+            continue
+        assert codes[-1] == 2 and len(errors) == 1, (i, errors)
+        assert errors[0].isprintable() and len(errors[0]) < 600, (i, errors)
     print(f"{codes.count(0)} of 120 were trained on")
     assert 2 < codes.count(0) < 40
     # KiB: no size in a file is believed
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 19
-    assert {p.name for p in tmp_path.iterdir()} <= {
-        "g",
-        "many",
-        "here.pt",
-        "log",
-        "forged.pt",
-        "new.pt",
-    }
+    there = set("g many here.pt log forged.pt new.pt".split())
+    assert {p.name for p in tmp_path.iterdir()} <= there
 
 
 def _same_zip(state, zip64):
@@ -404,9 +384,8 @@ def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
         arrays[what] = np.load(file)
     kinds = [(np.int64, (3000,)), (np.float32, (3000, 4)), (np.float32, (3000, 16))]
     assert [(array.dtype, array.shape) for array in arrays.values()] == kinds
-    assert (arrays["logits"].argmax(1) == arrays["classes"]).all() and (
-        arrays["embeddings"] >= 0
-    ).all()
+    assert (arrays["logits"].argmax(1) == arrays["classes"]).all()
+    assert (arrays["embeddings"] >= 0).all()
     np.testing.assert_array_equal(arrays["logits"], np.load(tmp_path / "trained.npy"))
     graph, net = GraphStore.open(tiny), checkpoint.load_model(tmp_path / "here.pt")
     assert not net.training
@@ -428,18 +407,18 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
     file.chmod(0o600)
     for name in (f".run.pt.{'0' * 16}.part", ".run.pt.notes", f".run.pt2.{'0' * 16}.part"):
         (tmp_path / name).touch()  # the first is what a writer that was killed has left
+
+    def fails(out):
+        out.write(b"half")
+        raise RuntimeError("no more")
+
     with pytest.raises(StoreError, match="run.pt could not be written: no more"):
-        disk.write_whole(
-            file, lambda out: (out.write(b"half"), (_ for _ in ()).throw(RuntimeError("no more")))
-        )
+        disk.write_whole(file, fails)
     assert file.read_bytes() == b"one"
     disk.write_whole(file, lambda out: out.write(b"two"))
     assert file.read_bytes() == b"two" and file.stat().st_mode & 0o777 == 0o600
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".run.pt.notes",
-        f".run.pt2.{'0' * 16}.part",
-        "run.pt",
-    ]
+    left = [".run.pt.notes", f".run.pt2.{'0' * 16}.part", "run.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
 
     def meanwhile(out):  # another writer of the same file leaves this one's part alone
         disk.write_whole(file, lambda inner: inner.write(b"inner"))

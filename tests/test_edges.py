@@ -1,7 +1,6 @@
 """Tests: what edges carry: features in the layers, weights and times in what is drawn."""
 
 import copy
-import itertools
 import re
 
 import numpy as np
@@ -11,61 +10,74 @@ import torch
 import ddp
 import train
 from model import inference
+from run.evaluate import open_run
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from run.evaluate import open_run
-from tests.common import OWN_LAYERS, TINY, _graph, _log, _same_weights, _told_by_the_future, _train
+from tests.common import (
+    OWN_LAYERS,
+    TINY,
+    _log,
+    _same_for_any_number_of_processes,
+    _same_weights,
+    _store,
+    _told_by_the_future,
+    _train,
+)
 
 
-def _pointed_store(path):
+@pytest.fixture
+def pointed(tmp_path):
     """Every node has six in-neighbours with a sign each, and its class is the sign of the one whose edge is marked."""
     rng = np.random.default_rng(0)
     sign = rng.integers(0, 2, 600)
     src = np.stack([rng.permutation(599)[:6] for _ in range(600)])
     src += src >= np.arange(600)[:, None]
     marked = rng.integers(0, 6, 600)
+    marks = np.eye(6, dtype=np.float32)[:, :1][(np.arange(6) - marked[:, None]).ravel() % 6]
     return build_store(
-        path,
+        tmp_path / "g",
         edge_index=np.stack([src.ravel(), np.repeat(np.arange(600), 6)]),
         labels=sign[src[np.arange(600), marked]],
         features=np.stack([2 * sign - 1, rng.standard_normal(600)], 1).astype(np.float32),
-        edge_features=np.eye(6, dtype=np.float32)[:, :1][
-            (np.arange(6) - marked[:, None]).ravel() % 6
-        ]
-        * [1, 0.5],
+        edge_features=marks * [1, 0.5],
         split={"train": np.arange(300), "valid": np.arange(300, 400), "test": np.arange(400, 600)},
     )
+
+
+def _plain(folder):
+    """A store whose edges carry nothing."""
+    return prepare(TINY, folder, progress=False)
+
+
+def _test_accuracy(log):
+    return _log(log)[-1]["exact"]["test"]
 
 
 @pytest.mark.parametrize(
     "name, least, most", [("gat", 0.95, 1), ("gine", 0.95, 1), ("gin", 0, 0.75)]
 )
-def test_train_learns_from_the_features_of_edges(name, least, most, tmp_path):
+def test_train_learns_from_the_features_of_edges(name, least, most, pointed, tmp_path):
     """And resumes, predicts, and says what it does with them."""
-    path = _pointed_store(tmp_path / "g")
-    words = f"--dataset {path} --gpus 0 --model {name} --fanout 6 --hidden 16 --dropout 0 --lr 0.02"
-    words += f" --norm none --batch-size 100 --log {tmp_path}/log"
+    words = f"--dataset {pointed} --gpus 0 --model {name} --fanout 6 --hidden 16 --dropout 0"
+    words += f" --lr 0.02 --norm none --batch-size 100 --log {tmp_path}/log"
     first = _train(words, f"--epochs 60 --checkpoint {tmp_path}/c.pt")
     said = "not used by --model gin: gat and gine take them"
     said = "the model sees the features of edges, 2 x float64" if most == 1 else said
     assert first.count("edges   ") == 1 and said in first
-    assert least <= _log(tmp_path / "log")[-1]["exact"]["test"] <= most
+    accuracy = _test_accuracy(tmp_path / "log")
+    assert least <= accuracy <= most
     _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0")
-    graph = GraphStore.open(path)
-    wide = build_store(
-        tmp_path / "wide",
-        **{name: getattr(graph, name) for name in ("indptr", "indices", "labels", "split")},
-        features=graph.features.tensor,
-        edge_features=np.ones((3600, 3)),
-    )
-    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset {wide}"
-    other = _train(words, code=2 * (most == 1))
+    graph = GraphStore.open(pointed)
+    wide = {name: getattr(graph, name) for name in ("indptr", "indices", "labels", "split")}
+    wide |= {"features": graph.features.tensor, "edge_features": np.ones((3600, 3))}
+    build_store(tmp_path / "wide", **wide)
+    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0"
+    other = _train(words, f"--dataset {tmp_path}/wide", code=2 * (most == 1))
     assert "trained on a graph with edge_dim 2, " in other or most < 1
     right = np.load(tmp_path / "p.npy") == graph.labels.numpy()
-    assert right[400:].mean() == pytest.approx(_log(tmp_path / "log")[-1]["exact"]["test"])
+    assert right[400:].mean() == pytest.approx(accuracy)
     if name == "gine":
-        plain = prepare(TINY, tmp_path, progress=False)
-        said = _train(f"--dataset {plain} --gpus 0 --model gine", code=2)
+        said = _train(f"--dataset {_plain(tmp_path)} --gpus 0 --model gine", code=2)
         assert "--model gine takes features of edges, and" in said
 
 
@@ -102,54 +114,44 @@ def wrong(in_dim, num_classes, edge_dim=0):
 """
 
 
-def test_own_model_gets_the_features_of_edges_that_it_can_take(tmp_path):
-    path, file = _pointed_store(tmp_path / "g"), tmp_path / "net.py"
+def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tmp_path):
+    file, log, plain = tmp_path / "net.py", tmp_path / "log", _plain(tmp_path)
     file.write_text(OWN_EDGES)
-    words = f"--gpus 0 --fanout 6 --lr 0.02 --batch-size 100 --log {tmp_path}/log"
+    words = f"--gpus 0 --fanout 6 --lr 0.02 --batch-size 100 --log {log}"
     sees = "the model sees the features of edges, 2 x float64"
     blind = f"not used by --model {file}:Blind: its forward has no argument `edges`"
-    for name, least, most, said in (
-        ("Net", 0.95, 1, sees),
-        ("Must", 0.95, 1, sees),
-        ("made", 0.95, 1, sees),
-        ("Blind", 0, 0.75, blind),
-    ):
-        assert said in _train(words, f"--dataset {path} --model {file}:{name} --epochs 60")
-        assert least <= _log(tmp_path / "log")[-1]["exact"]["test"] <= most, name
-    plain = prepare(TINY, tmp_path, progress=False)
+    for name in ("Net", "Must", "made", "Blind"):
+        least, most, said = (0, 0.75, blind) if name == "Blind" else (0.95, 1, sees)
+        assert said in _train(words, f"--dataset {pointed} --model {file}:{name} --epochs 60")
+        assert least <= _test_accuracy(log) <= most, name
     for name, dataset, code, complaint in (
         ("Net", plain, 0, "exact accuracy"),
         ("made", plain, 0, "exact accuracy"),
         ("Must", plain, 2, "and .* has none; give that argument a default to go without"),
-        ("wrong", path, 2, "wrong takes edge_dim, and the forward of what it returned takes no"),
+        ("wrong", pointed, 2, "wrong takes edge_dim, and the forward of what it returned takes no"),
     ):
         said = _train(words, f"--dataset {dataset} --model {file}:{name} --epochs 1", code=code)
         assert re.search(complaint, said) and "Traceback" not in said, said
     must = "def forward(self, blocks, x, edges):"
     file.write_text(OWN_EDGES.replace(must, f"{must}\n        raise ValueError('no')"))
-    said = _train(words, f"--dataset {path} --model {file}:Must --epochs 1", code=1)
+    said = _train(words, f"--dataset {pointed} --model {file}:Must --epochs 1", code=1)
     given = r"with 1 blocks, .* and x \[\d+, 2\], and for each block edges \[E, 2\]: no"
     assert re.search(given, said), said
 
 
 @pytest.mark.parametrize("name", ["gine", "own"])
-def test_train_with_edge_features_is_the_same_for_any_number_of_processes_and_after_a_stop(
-    name, tmp_path
+def test_train_with_edge_features_is_the_same_by_processes_and_after_a_stop(
+    name, pointed, tmp_path
 ):
-    path = _pointed_store(tmp_path / "g")
     (tmp_path / "net.py").write_text(OWN_EDGES)
     own = f"--model {tmp_path}/net.py:Net --fanout 4"
     model = own if name == "own" else f"--model {name} --fanout 4,3 --hidden 16 --norm layer"
-    common = f"--dataset {path} --gpus 0 --lr 0.01 --precision fp64 {model}"
-    for procs in (1, 3):
-        files = f"--log {tmp_path}/{procs} --checkpoint {tmp_path}/{procs}.pt"
-        _train(common, f"--epochs 3 --procs {procs} --batch-size {72 // procs} {files}")
-    losses, expected = ([entry["loss"] for entry in _log(tmp_path / n)[:3]] for n in ("3", "1"))
-    assert losses == pytest.approx(expected, rel=1e-9)
+    common = f"--dataset {pointed} --gpus 0 --lr 0.01 --precision fp64 {model}"
+    _same_for_any_number_of_processes(tmp_path, common, [(1, 72, 1), (3, 24, 1)])
     parts = f"--batch-size 72 --checkpoint {tmp_path}/part.pt --prefetch 0"
     _train(common, "--epochs 1", parts)
     _train(common, "--epochs 3", parts, "--resume auto")
-    assert _same_weights(tmp_path / "1.pt", tmp_path / "part.pt")
+    assert _same_weights(tmp_path / "0.pt", tmp_path / "part.pt")
 
 
 def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
@@ -157,33 +159,27 @@ def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
     weight."""
     rng = np.random.default_rng(0)
     labels, others = rng.integers(0, 2, 500), rng.integers(0, 500, (9, 500))
-    edges = np.stack(
-        [np.concatenate([np.arange(500, 1000), others.ravel()]), np.tile(np.arange(500), 10)]
-    )
+    src = np.concatenate([np.arange(500, 1000), others.ravel()])
     x = np.zeros((1000, 2), np.float32)
     x[np.arange(500, 1000), labels] = 1
     x[:500] = rng.standard_normal((500, 2))
-    y = np.append(labels, np.full(500, -1))
-    split = {"train": np.arange(300), "valid": np.arange(300, 500)}
-    path = build_store(
+    build_store(
         tmp_path / "g",
-        edge_index=edges,
+        edge_index=np.stack([src, np.tile(np.arange(500), 10)]),
         features=x,
-        labels=y,
-        split=split,
+        labels=np.append(labels, np.full(500, -1)),
+        split={"train": np.arange(300), "valid": np.arange(300, 500)},
         edge_weight=np.repeat([1, 0], [500, 4500]),
     )
-    words = f"--dataset {path} --gpus 0 --fanout 1 --dropout 0 --lr 0.05 --epochs 30"
+    words = f"--dataset {tmp_path}/g --gpus 0 --fanout 1 --dropout 0 --lr 0.05 --epochs 30"
     words += f" --log {tmp_path}/log"
     said = _train(words, "--sampler weighted")
     assert "neighbours are drawn by the weights of their edges; exact inference counts" in said
     assert "weights of edges are not used: --sampler weighted draws" in _train(words)
-    weighted, uniform = (
-        entry["valid_sampled"] for entry in _log(tmp_path / "log") if entry.get("epoch") == 30
-    )
+    last = (entry for entry in _log(tmp_path / "log") if entry.get("epoch") == 30)
+    weighted, uniform = (entry["valid_sampled"] for entry in last)
     assert weighted > 0.97 and uniform < 0.8
-    plain = prepare(TINY, tmp_path, progress=False)
-    said = _train(f"--dataset {plain} --gpus 0 --sampler weighted", code=2)
+    said = _train(f"--dataset {_plain(tmp_path)} --gpus 0 --sampler weighted", code=2)
     assert "--sampler weighted draws neighbours by the weights" in said
 
 
@@ -208,7 +204,7 @@ def test_train_sees_no_future(name, blind, tmp_path):
         log = tmp_path / temporal
         output = _train(words, f"--model {model} --temporal {temporal} --log {log}")
         assert output.count("edges   ") == 1 and said[temporal] in output
-        exact, sampled = _log(log)[-1]["exact"]["test"], _log(log)[-2]["valid_sampled"]
+        exact, sampled = _test_accuracy(log), _log(log)[-2]["valid_sampled"]
         if temporal == "off":
             assert exact > 0.97 and sampled > 0.9
         else:  # 120 and 80 nodes: three standard deviations
@@ -219,23 +215,20 @@ def test_train_draws_the_latest_neighbours(tmp_path):
     """The last of the past edges tells the answer, the many before it are noise."""
     rng, nodes = np.random.default_rng(0), 400
     labels, when = rng.integers(0, 2, nodes), rng.integers(100, 200, nodes)
-    noise, sign = (
-        rng.integers(nodes, nodes + 200, (30, nodes)),
-        nodes + 2 * rng.integers(0, 100, nodes) + labels,
-    )
+    noise = rng.integers(nodes, nodes + 200, (30, nodes))
+    sign = nodes + 2 * rng.integers(0, 100, nodes) + labels
     x = np.zeros((nodes + 200, 2), np.float32)
     x[nodes:, 0] = 2 * (np.arange(200) % 2) - 1
-    times = np.concatenate([rng.integers(0, 90, (30, nodes)).ravel(), when])
-    path = build_store(
+    build_store(
         tmp_path / "g",
         features=x,
         labels=np.append(labels, np.full(200, -1)),
-        edge_time=times,
+        edge_time=np.concatenate([rng.integers(0, 90, (30, nodes)).ravel(), when]),
         edge_index=np.stack([np.append(noise.ravel(), sign), np.tile(np.arange(nodes), 31)]),
         split={"train": np.arange(200), "valid": np.arange(200, nodes)},
         node_time=np.append(when, np.full(200, 100)),
     )
-    words = f"--dataset {path} --gpus 0 --fanout 1 --hidden 8 --epochs 20 --lr 0.01"
+    words = f"--dataset {tmp_path}/g --gpus 0 --fanout 1 --hidden 8 --epochs 20 --lr 0.01"
     words += " --batch-size 50 --dropout 0"
     found = {}
     for drawn in ("latest", "uniform"):
@@ -248,20 +241,21 @@ def test_train_draws_the_latest_neighbours(tmp_path):
 
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
     path = _told_by_the_future(tmp_path / "g")
-    common = f"--dataset {path} --gpus 0 --fanout 5,3 --hidden 16 --epochs 3 --precision fp64"
+    words = f"--dataset {path} --gpus 0 --fanout 5,3 --hidden 16 --lr 0.01"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 1), (3, 20, 1)])
     for procs in (1, 3):
-        files = f"--log {tmp_path}/{procs} --predict {tmp_path}/{procs}.npy"
-        sizes = f"--lr 0.01 --procs {procs} --batch-size {60 // procs}"
-        _train(common, sizes, files, "--predict-what embeddings")
-    for a, b in zip(_log(tmp_path / "1")[:3], _log(tmp_path / "3")[:3], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
-        assert a["valid_sampled"] == b["valid_sampled"]
+        predict = f"--predict {tmp_path}/{procs}.npy --predict-what embeddings"
+        _train(f"--resume {tmp_path}/0.pt --gpus 0 --procs {procs}", predict)
     one, three = (np.load(tmp_path / f"{procs}.npy") for procs in (1, 3))
     np.testing.assert_allclose(three, one, rtol=1e-5, atol=1e-6)
     assert one.shape == (600, 16)
 
 
-def test_train_exact_inference_at_its_own_time_is_that_of_the_graph_of_that_time(tmp_path):
+@pytest.mark.parametrize("temporal", ["at", "before"])
+@pytest.mark.parametrize("name", ["sage", "gat", "gin", "gine"])
+def test_train_exact_inference_at_its_own_time_is_of_the_graph_of_that_time(
+    name, temporal, tmp_path
+):
     """Each node's logits are those of the graph that holds nothing but the edges which it may see."""
     rng = np.random.default_rng(3)
     path = build_store(
@@ -276,31 +270,25 @@ def test_train_exact_inference_at_its_own_time_is_that_of_the_graph_of_that_time
     )
     graph = GraphStore.open(path)
     dst = torch.repeat_interleave(graph.indptr.diff())
-    for name, temporal in itertools.product(("sage", "gat", "gin", "gine"), ("at", "before")):
-        sizes = "--gpus 0 --fanout 3,3 --hidden 8 --batch-size 7"
-        words = f"--dataset {path} --model {name} --temporal {temporal} {sizes}"
-        args, ranks = train.parse_args(words.split()), ddp.Ranks()
-        run = open_run(ranks, args, path)
-        net = run.model.eval()
-        found, hidden = run.exact(), run.exact(layers=1)
-        slow = copy.deepcopy(net)
-        slow.degrees = None
-        for v in range(40):
-            before, at = graph.edge_time < graph.node_time[v], graph.edge_time <= graph.node_time[v]
-            keep = before if temporal == "before" else at
-            counts = torch.bincount(dst[keep], minlength=40)
-            indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            arrays = indptr, graph.indices[keep], graph.features.tensor
-            for logits, layers in ((found, None), (hidden, 1)):
-                edges = graph.edge_features[keep]
-                expected = inference(slow, *arrays, edges=edges, layers=layers)
-                torch.testing.assert_close(logits[v], expected[v], rtol=1e-4, atol=1e-5)
+    words = f"--dataset {path} --model {name} --temporal {temporal}"
+    words += " --gpus 0 --fanout 3,3 --hidden 8 --batch-size 7"
+    run = open_run(ddp.Ranks(), train.parse_args(words.split()), path)
+    slow = copy.deepcopy(run.model.eval())
+    found, hidden = run.exact(), run.exact(layers=1)
+    slow.degrees = None
+    for v in range(40):
+        sees = torch.lt if temporal == "before" else torch.le
+        keep = sees(graph.edge_time, graph.node_time[v])
+        indptr = torch.bincount(dst[keep] + 1, minlength=41).cumsum(0)
+        arrays, edges = (indptr, graph.indices[keep]), graph.edge_features[keep]
+        for logits, layers in ((found, None), (hidden, 1)):
+            expected = inference(slow, *arrays, graph.features.tensor, edges=edges, layers=layers)
+            torch.testing.assert_close(logits[v], expected[v], rtol=1e-4, atol=1e-5)
 
 
 def test_train_says_what_times_are_missing(tmp_path):
-    whole, plain = _told_by_the_future(tmp_path / "g"), prepare(TINY, tmp_path, progress=False)
-    args = _graph()
-    edges_alone = build_store(tmp_path / "e", **args, edge_time=np.arange(3000))
+    whole, plain = _told_by_the_future(tmp_path / "g"), _plain(tmp_path)
+    edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (
         (plain, "--temporal at", "needs times of edges and nodes .*: .* has no times of edges"),
         (edges_alone, "--temporal before", "has no times of nodes"),

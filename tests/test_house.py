@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
     "lines of product Python": 15000,
-    "lines of C and CUDA": 1900,
+    "lines of C and CUDA": 2000,
     "lines of bench": 3850,
     "lines of tests": 15650,
     "lines of README": 200,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import ddp
-import train
 from disk.files import StoreError
 from loader import Batch, NodeLoader
 from model import SAGE, inference
@@ -22,14 +21,15 @@ from sources import prepare as datasets
 from store import GraphStore, build_store
 from tasks import link, metrics
 from tests.common import (
+    OWN_LAYERS,
     _chi_square_limit,
     _code,
     _end,
     _log,
     _mix,
-    _parameters,
     _random_graph,
-    _readme_blocks,
+    _same_for_any_number_of_processes,
+    _same_weights,
     _start_fork,
     _train,
     _wait_for,
@@ -42,17 +42,9 @@ def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **change
     edge_index = rng.integers(0, nodes, (2, edges))
     edge_index = np.concatenate([edge_index, edge_index[:, :20]], 1)
     x, y = rng.normal(size=(nodes, 8)).astype(np.float32), rng.integers(0, 3, nodes)
-    return GraphStore.open(
-        build_store(
-            folder / f"links{seed}",
-            edge_index=edge_index,
-            features=x,
-            labels=y,
-            symmetrize=symmetrize,
-            split={"train": [0]},
-            **changes,
-        )
-    )
+    arrays = {"edge_index": edge_index, "features": x, "labels": y, "split": {"train": [0]}}
+    path = build_store(folder / f"links{seed}", **arrays, symmetrize=symmetrize, **changes)
+    return GraphStore.open(path)
 
 
 def _pairs_of(graph):
@@ -65,23 +57,16 @@ def test_edges_are_found_wherever_they_stand(ascending):
     for seed in range(20):
         rng = np.random.default_rng(seed)
         indptr, indices = _random_graph(rng, 40, 6)
-        lists = [
-            sorted(part.tolist(), reverse=not ascending)
-            for part in indices.tensor_split(indptr[1:-1])
-        ]
-        indices = torch.tensor([u for part in lists for u in part], dtype=indices.dtype)
-        edges, all_edges = (
-            link.Edges(indptr, indices),
-            [(u, v) for v, part in enumerate(lists) for u in part],
-        )
+        lists = [part.tolist() for part in indices.tensor_split(indptr[1:-1])]
+        lists = [sorted(part, reverse=not ascending) for part in lists]
+        all_edges = [(u, v) for v, part in enumerate(lists) for u in part]
+        edges = link.Edges(indptr, indices.new_tensor([u for u, _ in all_edges]))
         source, target = torch.arange(40).repeat_interleave(40), torch.arange(40).repeat(40)
         there = [(u, v) in set(all_edges) for u, v in zip(source.tolist(), target.tolist())]
         assert edges.has(source, target).tolist() == there
         some = torch.from_numpy(rng.integers(0, 40, (2, 30)))
         wanted = collections.Counter(zip(*some.tolist()))
-        expected = sorted(
-            place for place, edge in enumerate(all_edges) for _ in range(wanted[edge])
-        )
+        expected = [i for i, edge in enumerate(all_edges) for _ in range(wanted[edge])]
         assert sorted(edges.ids(*some).tolist()) == expected
     empty = link.Edges(torch.zeros(4, dtype=torch.int64), indices[:0])
     assert not empty.has(torch.arange(3), torch.arange(3)).any()
@@ -112,21 +97,20 @@ def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
 
 def test_link_split_by_time_and_from_a_file(tmp_path):
     graph = _link_graph(tmp_path, symmetrize=False)
-    with pytest.raises(
-        StoreError, match="time:80/10/10 goes by the time of edges, and .* has none"
-    ):
+    with pytest.raises(StoreError, match="80/10/10 goes by the times of edges, and .* has none"):
         link.split_edges(graph, "time:80/10/10")
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
     at = {}
     for edge, when in zip(_pairs_of(graph), graph.edge_time.tolist()):
         at.setdefault(frozenset(edge), []).append(when)
-    when = {
-        name: [at[frozenset(pair)] for pair in pairs.tolist()] for name, pairs in view.pairs.items()
-    }
+    train, valid, test = (
+        [at[frozenset(pair)] for pair in view.pairs[part].tolist()]
+        for part in ("train", "valid", "test")
+    )
     # of several edges one counts
-    once = {name: [times[0] for times in some if len(times) == 1] for name, some in when.items()}
-    assert max(once["train"]) < min(once["valid"]) and max(once["valid"]) < min(once["test"])
+    train, valid, test = ([t[0] for t in some if len(t) == 1] for some in (train, valid, test))
+    assert max(train) < min(valid) and max(valid) < min(test)
     assert len(view.edge_time) == view.num_edges == len(view.indices)
     whole, file = _pairs_of(graph), tmp_path / "split.npz"
     given = {"valid": [whole[5], whole[9]], "test": [whole[200], (0, 0)]}
@@ -135,9 +119,8 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     assert {name: [tuple(pair) for pair in view.pairs[name].tolist()] for name in given} == given
     held = {frozenset(pair) for pairs in given.values() for pair in pairs}
     assert _pairs_of(view) == [edge for edge in whole if frozenset(edge) not in held]
-    assert view.known.has(torch.tensor([0]), torch.tensor([0])).all(), (
-        "no negative is to be a pair of the file"
-    )
+    # no negative is to be a pair of the file
+    assert view.known.has(torch.tensor([0]), torch.tensor([0])).all()
     for message, arrays in (
         (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test\[1\] is \[0, 300\]: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
@@ -152,17 +135,14 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
 def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
     """Plain Python: draw again, `count` draws further on, for as long as there is an edge or it is the node itself."""
     edges, found = set(_pairs_of(graph)), []
-    for number, source in zip(numbers, sources):
+    for number, source in zip(numbers.tolist(), sources.tolist()):
         for which in range(count):
-            while True:
+            node = source
+            while node == source or (source, node) in edges:
                 bits = _mix(_mix(key ^ number) ^ which) >> 11
                 node = (bits >> 21) * graph.num_nodes >> 32
                 if upto:
-                    node = next(
-                        v for v, end in enumerate(upto) if end > int(bits * (upto[-1] / 2**53))
-                    )
-                if node != source and (source, node) not in edges:
-                    break
+                    node = sum(end <= int(bits * (upto[-1] / 2**53)) for end in upto)
                 which += count
             found.append(node)
     return torch.tensor(found).view(-1, count)
@@ -170,60 +150,49 @@ def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
 
 @pytest.mark.parametrize("by_degree", [False, True])
 def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
-    graph = _link_graph(tmp_path, nodes=60, edges=600)
-    edges, degrees = (
-        link.Edges(graph.indptr, graph.indices),
-        graph.indptr.diff() if by_degree else None,
-    )
+    graph, upto, degrees = _link_graph(tmp_path, nodes=60, edges=600), None, None
+    if by_degree:
+        degrees = graph.indptr.diff()
+        upto = list(itertools.accumulate(int(d**0.75 * 1024) for d in degrees.tolist()))
+    edges = link.Edges(graph.indptr, graph.indices)
     numbers, sources = torch.randint(0, 1 << 40, (200,)), torch.randint(0, 60, (200,))
-    drawn = link.Negatives(edges, 60, degrees).draw(12345, numbers, sources, 7)
-    upto = (
-        list(itertools.accumulate(int(d**0.75 * 1024) for d in degrees.tolist()))
-        if by_degree
-        else None
-    )
-    assert torch.equal(
-        drawn, _negatives_by_the_law(graph, 12345, numbers.tolist(), sources.tolist(), 7, upto)
-    )
-    assert not edges.has(sources.unsqueeze(1).expand_as(drawn), drawn).any()
-    assert not (drawn == sources.unsqueeze(1)).any()
-    part = link.Negatives(edges, 60, degrees).draw(12345, numbers[50:70], sources[50:70], 7)
+    negatives = link.Negatives(edges, 60, degrees)
+    drawn, each = negatives.draw(12345, numbers, sources, 7), sources.unsqueeze(1).expand(200, 7)
+    expected = _negatives_by_the_law(graph, 12345, numbers, sources, 7, upto)
+    assert torch.equal(drawn, expected)
+    assert not edges.has(each, drawn).any() and not (drawn == each).any()
+    part = negatives.draw(12345, numbers[50:70], sources[50:70], 7)
     assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
     unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, sources, 7)
-    assert edges.has(sources.unsqueeze(1).expand_as(drawn), unchecked).any()
-    assert not (unchecked == sources.unsqueeze(1)).any()
+    assert edges.has(each, unchecked).any() and not (unchecked == each).any()
 
 
 def test_negatives_are_spread_as_they_should_be():
     """Chi-square over 50 nodes: uniform, and by degree^0.75."""
-    degrees = torch.arange(1, 51)
-    for given, share in ((None, torch.ones(50)), (degrees, degrees.double().pow(0.75))):
-        negatives = link.Negatives(
-            None,
-            51,
-            None if given is None else torch.cat([given, torch.zeros(1, dtype=torch.int64)]),
-        )
-        drawn = (
-            negatives.draw(1, torch.arange(100_000), torch.full((100_000,), 50), 1)
-            .flatten()
-            .bincount(minlength=50)
-            .double()
-        )
+    degrees, numbers = torch.arange(1, 51), torch.arange(100_000)
+    with_none = torch.cat([degrees, torch.zeros(1, dtype=torch.int64)])
+    for given, share in ((None, torch.ones(50)), (with_none, degrees.double().pow(0.75))):
+        drawn = link.Negatives(None, 51, given).draw(1, numbers, torch.full_like(numbers, 50), 1)
+        counts = drawn.flatten().bincount(minlength=50).double()
         expected = 100_000 * share / share.sum()
-        assert float(((drawn - expected) ** 2 / expected).sum()) < _chi_square_limit(49)
+        assert float(((counts - expected) ** 2 / expected).sum()) < _chi_square_limit(49)
 
 
 def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
     nodes = 500  # node 0 has an edge to all but the last
     indptr = torch.cat([torch.tensor([0]), torch.arange(nodes - 1) + 1, torch.tensor([nodes - 1])])
-    edges, zeros = (
-        link.Edges(indptr, torch.zeros(nodes - 1, dtype=torch.int32)),
-        torch.zeros(20, dtype=torch.int64),
-    )
+    edges = link.Edges(indptr, torch.zeros(nodes - 1, dtype=torch.int32))
+    zeros = torch.zeros(20, dtype=torch.int64)
     assert (link.Negatives(edges, nodes).draw(7, torch.arange(20), zeros, 3) == nodes - 1).all()
     full = link.Edges(torch.arange(nodes + 1), torch.zeros(nodes, dtype=torch.int32))
     with pytest.raises(StoreError, match="node 0 has an edge to every node.*--unchecked-negatives"):
         link.Negatives(full, nodes).draw(7, torch.arange(20), zeros, 3)
+
+
+def _some_of(graph, step, count):
+    """Numbers of training pairs."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randperm(len(graph.pairs["train"]), generator=generator)[:count]
 
 
 def _sampled(links, draw, seeds, step, step_seeds=None):
@@ -234,6 +203,14 @@ def _sampled(links, draw, seeds, step, step_seeds=None):
     return draw.sample(nodes, step, **options), y
 
 
+def _edges_of(block):
+    """The edges of a block without their directions."""
+    targets = block.src_nodes[torch.repeat_interleave(block.indptr.diff().long())]
+    return set(
+        map(frozenset, zip(block.src_nodes[block.indices.long()].tolist(), targets.tolist()))
+    )
+
+
 @pytest.mark.parametrize("exclude", [True, False])
 def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
     """Those of other processes neither: a step takes its pairs from all of them. Without exclusion nearly all do."""
@@ -241,9 +218,7 @@ def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
     draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], edge_ids=True)
     links = link.Links(graph, graph.indptr, graph.indices, negatives=2, exclude=exclude)
     for step in range(20):
-        everyone = torch.randperm(
-            len(graph.pairs["train"]), generator=torch.Generator().manual_seed(step)
-        )[:60]
+        everyone = _some_of(graph, step, 60)
         blocks, y = _sampled(links, draw, everyone[20:40], step, everyone)
         nodes = blocks[-1].src_nodes[: blocks[-1].num_dst]
         assert nodes.numel() == nodes.unique().numel() and y.shape == (20, 4)
@@ -251,11 +226,7 @@ def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
         held = {frozenset(pair) for pair in graph.pairs["train"][everyone].tolist()}
         taken = set()
         for block in blocks:
-            targets = block.src_nodes[torch.repeat_interleave(block.indptr.diff().long())]
-            taken |= {
-                frozenset(edge)
-                for edge in zip(block.src_nodes[block.indices.long()].tolist(), targets.tolist())
-            }
+            taken |= _edges_of(block)
         assert bool(held & taken) != exclude
     assert torch.equal(_sampled(links, draw, everyone, 3)[1], _sampled(links, draw, everyone, 3)[1])
 
@@ -264,9 +235,7 @@ def _scores_while_training(graph, exclude, steps=150):
     """Train GraphSAGE to predict the edges of a graph -> ROC-AUC of the last steps' own pairs and negatives."""
     torch.manual_seed(0)
     links = link.Links(graph, graph.indptr, graph.indices, exclude=exclude)
-    loader = NodeLoader(
-        graph, torch.arange(len(graph.pairs["train"])), [-1], batch_size=512, draw=links.draw
-    )
+    loader = NodeLoader(graph, graph.split["train"], [-1], batch_size=512, draw=links.draw)
     net = SAGE(graph.features.shape[1], 16, 16, num_layers=1, dropout=0.0)
     scorer, found = link.Scorer("dot", 16), []
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -276,15 +245,13 @@ def _scores_while_training(graph, exclude, steps=150):
         (links.loss(scorer, h, batch.y) / batch.total).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found += (
-            [scorer(h[batch.y[:, :1]], h[batch.y[:, 1:]]).detach()] if step >= steps - 20 else []
-        )
+        if step >= steps - 20:
+            found.append(scorer(h[batch.y[:, :1]], h[batch.y[:, 1:]]).detach())
     scores = torch.cat(found)
     y = torch.zeros_like(scores)
     y[:, 0] = 1
-    valid = link.Evaluation(graph)(
-        scorer, inference(net, graph.indptr, graph.indices, graph.features), "valid"
-    )
+    h = inference(net, graph.indptr, graph.indices, graph.features)
+    valid = link.Evaluation(graph)(scorer, h, "valid")
     return metrics.roc_auc(scores.flatten(), y.flatten()), valid["roc_auc"]
 
 
@@ -301,6 +268,16 @@ def test_a_random_graph_cannot_be_predicted_unless_positives_leak(tmp_path):
     assert abs(trained - 0.5) < 0.03 and abs(valid - 0.5) < 4 * error and leaky > 0.7
 
 
+def _place(own, scores):
+    """The rank of a score among others, from 1; of equal ones the mean."""
+    near = [abs(score - own) < 1e-12 for score in scores]
+    return 1 + sum(s > own and not same for s, same in zip(scores, near)) + sum(near) / 2
+
+
+def _auc(positive, negative):
+    return np.mean([(a > b) + (a == b) / 2 for a in positive for b in negative])
+
+
 @pytest.mark.parametrize("kind", ["dot", "distmult", "mlp"])
 @pytest.mark.parametrize("small", [True, False])
 def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monkeypatch):
@@ -309,12 +286,8 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     whole = _link_graph(tmp_path, nodes=80, edges=300, symmetrize=False)
     graph = link.split_edges(whole, "70/10/20")
     torch.manual_seed(0)
-    # with ties
-    scorer, h, known = (
-        link.Scorer(kind, 6).double(),
-        torch.randint(-3, 4, (80, 6)).double(),
-        set(_pairs_of(whole)),
-    )
+    scorer, known = link.Scorer(kind, 6).double(), set(_pairs_of(whole))
+    h = torch.randint(-3, 4, (80, 6)).double()  # with ties
     if kind == "distmult":
         torch.nn.init.normal_(scorer.relation)
     evaluation = link.Evaluation(graph)
@@ -322,22 +295,15 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
 
     def logit(u, v):
         product = h[u] * h[v]
-        return (
-            scorer.mlp(product)
-            if kind == "mlp"
-            else (product * scorer.relation if kind == "distmult" else product).sum()
-        ).item()
+        relation = scorer.relation if kind == "distmult" else 1
+        return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
     pairs, places = [tuple(pair) for pair in graph.pairs["test"].tolist()], []
     random, others = evaluation.fixed["test"]
     for number, (u, v) in enumerate(pairs):
         against = [w for w in range(80) if w not in (u, v) and (u, w) not in known]
         against = against if small else others[number].tolist()
-        scores, own = [logit(u, w) for w in against], logit(u, v)
-        near = [abs(s - own) < 1e-12 for s in scores]
-        places.append(
-            1 + sum(s > own and not same for s, same in zip(scores, near)) + sum(near) / 2
-        )
+        places.append(_place(logit(u, v), [logit(u, w) for w in against]))
     assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
     assert found["hits@1"] == pytest.approx(np.mean([place <= 1 for place in places]))
     assert found["hits@10"] == pytest.approx(np.mean([place <= 10 for place in places]))
@@ -345,18 +311,14 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     if not small:
         assert not known & {(u, w) for (u, _), row in zip(pairs, others.tolist()) for w in row}
     positive, negative = ([logit(u, v) for u, v in some] for some in (pairs, random.tolist()))
-    assert found["roc_auc"] == pytest.approx(
-        np.mean([(a > b) + (a == b) / 2 for a in positive for b in negative])
-    )
+    assert found["roc_auc"] == pytest.approx(_auc(positive, negative))
     again = link.Evaluation(link.split_edges(whole, "70/10/20"))
     again(scorer, h, "test")
     assert torch.equal(again.fixed["test"][0], random)
-    parts = [ddp.Ranks(rank, 3).part(len(pairs)) for rank in range(3)]
     rows = []
-    for part in parts:
-        ranks = types.SimpleNamespace(
-            part=lambda n, part=part: part, rows=lambda t: rows.append(t) or t
-        )
+    for rank in range(3):
+        part = ddp.Ranks(rank, 3).part
+        ranks = types.SimpleNamespace(part=part, rows=lambda t: rows.append(t) or t)
         evaluation(scorer, h, "test", ranks)
     assert len(torch.cat(rows)) == len(pairs)
     assert link.ranking(torch.cat(rows)[:, 2])["mrr"] == pytest.approx(found["mrr"])
@@ -364,7 +326,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
 
 
-@pytest.mark.parametrize("kind", ["dot", "distmult", "mlp"])
+@pytest.mark.parametrize("kind", ["dot", "mlp"])
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("number", [math.nan, math.inf, 1e30])
 def test_link_evaluation_takes_no_score_that_is_not_finite(
@@ -410,7 +372,7 @@ def test_a_damaged_graph_is_a_sentence_for_links(tmp_path, capsys):
     for name in ("indptr.npy", "indices.npy"):
         whole = (path / name).read_bytes()
         (path / name).write_bytes(whole[:-64] + b"\x7f" * 56 + whole[-8:])
-        assert _code(*LINK, "--dataset", path) == 2
+        assert _code(LINK, f"--dataset {path}") == 2
         assert "python store.py verify names the file" in capsys.readouterr().err
         (path / name).write_bytes(whole)
 
@@ -430,9 +392,8 @@ def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, tmp
     for how in ("70/20/10", "time:70/20/10"):
         view = link.split_edges(graph, how, seed=3, timed=True)
         for part, pairs in view.pairs.items():
-            assert view.pair_times[part].tolist() == [
-                first[frozenset(pair)] for pair in pairs.tolist()
-            ]
+            expected = [first[frozenset(pair)] for pair in pairs.tolist()]
+            assert view.pair_times[part].tolist() == expected
     # the last view is split by that time: no pair that is predicted is earlier than one that is learnt from
     train, valid, test = (view.pair_times[part] for part in ("train", "valid", "test"))
     assert train.max() <= valid.min() and valid.max() <= test.min()
@@ -443,27 +404,16 @@ def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, tmp
 def test_links_at_their_times_see_no_later_edge_and_not_their_own(strict, tmp_path):
     """Neither do their negatives, which have the time of the pair; a node may be sampled for at several times."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "80/10/10", timed=True)
-    draw = NeighborSampler(
-        graph.indptr,
-        graph.indices,
-        [-1, -1],
-        edge_ids=True,
-        edge_times=graph.edge_time,
-        strict=strict,
-    )
+    options = {"edge_ids": True, "edge_times": graph.edge_time, "strict": strict}
+    draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], **options)
     links = link.Links(graph, graph.indptr, graph.indices, negatives=3)
     for step in range(10):
-        seeds = torch.randperm(
-            len(graph.pairs["train"]), generator=torch.Generator().manual_seed(step)
-        )[:50]
+        seeds = _some_of(graph, step, 50)
         blocks, y = _sampled(links, draw, seeds, step)
-        nodes, times = (
-            blocks[-1].src_nodes[: blocks[-1].num_dst].long(),
-            blocks[-1].src_times[: blocks[-1].num_dst],
-        )
-        assert torch.equal(nodes[y[:, :2]], graph.pairs["train"][seeds]) and len(nodes) > len(
-            nodes.unique()
-        )
+        last = blocks[-1]
+        nodes, times = last.src_nodes[: last.num_dst].long(), last.src_times[: last.num_dst]
+        assert torch.equal(nodes[y[:, :2]], graph.pairs["train"][seeds])
+        assert len(nodes) > len(nodes.unique())
         assert (times[y] == graph.pair_times["train"][seeds].unsqueeze(1)).all()
         assert not links.edges.has(nodes[y[:, :1]].expand(-1, 3), nodes[y[:, 2:]]).any()
         held, seen = {frozenset(pair) for pair in graph.pairs["train"][seeds].tolist()}, 0
@@ -471,10 +421,7 @@ def test_links_at_their_times_see_no_later_edge_and_not_their_own(strict, tmp_pa
             target = torch.repeat_interleave(block.indptr.diff().long())
             edge, until = graph.edge_time[block.edge_ids], block.src_times[target]
             assert bool((edge < until).all() if strict else (edge <= until).all())
-            ends = zip(
-                block.src_nodes[block.indices.long()].tolist(), block.src_nodes[target].tolist()
-            )
-            assert not held & {frozenset(pair) for pair in ends}
+            assert not held & _edges_of(block)
             seen += len(target)
         assert seen > 200
 
@@ -482,38 +429,28 @@ def test_links_at_their_times_see_no_later_edge_and_not_their_own(strict, tmp_pa
 def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, monkeypatch):
     """A node's embedding is here a function of node and time, which figures counted slowly are compared with."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
-    evaluation, scorer, whole = (
-        link.Evaluation(graph),
-        link.Scorer("dot", 2).double(),
-        set(_pairs_of(graph)),
-    )
-    nodes, times = evaluation.seen("test")
+    evaluation, scorer = link.Evaluation(graph), link.Scorer("dot", 2).double()
+    whole, (nodes, times) = set(_pairs_of(graph)), evaluation.seen("test")
     assert len(torch.stack([nodes, times]).unique(dim=1).T) == len(nodes)
 
-    def row(node, time_):
-        return torch.tensor(
-            [math.sin(7 * node + time_), math.cos(3 * node - time_)], dtype=torch.float64
-        )
+    def row(v, t):
+        return torch.tensor([math.sin(7 * v + t), math.cos(3 * v - t)], dtype=torch.float64)
 
-    found = evaluation(
-        scorer, torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())]), "test"
-    )
+    def logit(u, v, t):
+        return float(row(u, t) @ row(v, t))
+
+    h = torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())])
+    found = evaluation(scorer, h, "test")
     random, others = evaluation.fixed["test"]
     pairs, when, places = graph.pairs["test"].tolist(), graph.pair_times["test"].tolist(), []
     for (u, v), t, against in zip(pairs, when, others.tolist()):
-        own, scores = row(u, t) @ row(v, t), [row(u, t) @ row(w, t) for w in against]
-        same = [abs(score - own) < 1e-12 for score in scores]
-        places.append(
-            1 + sum(bool(s > own) and not e for s, e in zip(scores, same)) + sum(map(int, same)) / 2
-        )
+        places.append(_place(logit(u, v, t), [logit(u, w, t) for w in against]))
         assert not whole & {(u, w) for w in against}
     assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
     positive, negative = (
-        [row(u, t) @ row(v, t) for (u, v), t in zip(some, when)]
-        for some in (pairs, random.tolist())
+        [logit(*pair, t) for pair, t in zip(some, when)] for some in (pairs, random.tolist())
     )
-    expected = np.mean([float(a > b) + float(a == b) / 2 for a in positive for b in negative])
-    assert found["roc_auc"] == pytest.approx(expected, abs=1e-9)
+    assert found["roc_auc"] == pytest.approx(_auc(positive, negative), abs=1e-9)
 
 
 def _links_told_by_the_future(path, pairs=400):
@@ -522,374 +459,145 @@ def _links_told_by_the_future(path, pairs=400):
     u, v, third = np.arange(3 * pairs).reshape(3, pairs)
     noise, when = 3 * pairs + rng.integers(0, 100, (2, pairs)), rng.integers(100, 200, pairs)
     src, dst = np.concatenate([u, v, third, third, *noise]), np.concatenate([v, u, u, v, u, v])
-    times = np.concatenate(
-        [when, when, when + 1, when + 1, *(when - rng.integers(1, 90, (2, pairs)))]
-    )
+    before = when - rng.integers(1, 90, (2, pairs))
+    times = np.concatenate([when, when, when + 1, when + 1, *before])
     x = np.zeros((3 * pairs + 100, 16), np.float32)
     x[third], x[3 * pairs :] = rng.standard_normal((pairs, 16)), rng.standard_normal((100, 16))
     order, both = rng.permutation(pairs), np.stack([u, v], 1)
-    np.savez(
-        path.with_suffix(".npz"),
-        train=both[order[:200]],
-        valid=both[order[200:280]],
-        test=both[order[280:]],
-    )
-    return build_store(
-        path,
-        edge_index=np.stack([src, dst]),
-        features=x,
-        labels=np.zeros(len(x), np.int64),
-        split={"train": [0]},
-        edge_time=times,
-    )
+    parts = dict(zip(("train", "valid", "test"), np.split(both[order], [200, 280])))
+    np.savez(path.with_suffix(".npz"), **parts)
+    arrays = {"edge_index": np.stack([src, dst]), "features": x, "edge_time": times}
+    labels = np.zeros(len(x), np.int64)
+    return build_store(path, **arrays, labels=labels, split={"train": [0]})
 
 
 def test_links_see_no_future(tmp_path):
     """The future gives the answer away: before their own time pairs cannot be told from others, without it they can."""
     path = _links_told_by_the_future(tmp_path / "g")
-    words = [
-        "--task",
-        "link",
-        "--dataset",
-        path,
-        "--edge-split",
-        tmp_path / "g.npz",
-        "--gpus",
-        0,
-        "--fanout",
-        "10",
-        "--hidden",
-        16,
-        "--epochs",
-        30,
-        "--batch-size",
-        50,
-        "--lr",
-        0.02,
-        "--dropout",
-        0,
-    ]
-    found = {}
+    words = f"--task link --dataset {path} --edge-split {tmp_path}/g.npz --gpus 0 --fanout 10"
+    words += " --hidden 16 --epochs 30 --batch-size 50 --lr 0.02 --dropout 0"
+    found, ends = {}, "the ends of a pair and its negatives see edges"
     for temporal, what in (
-        ("before", "the ends of a pair and its negatives see edges before their own time"),
-        ("at", "the ends of a pair and its negatives see edges at their own time or before"),
+        ("before", f"{ends} before their own time"),
+        ("at", f"{ends} at their own time or before"),
         ("off", "times of edges are not used: --temporal off"),
     ):
-        assert what in _train(*words, "--temporal", temporal, "--log", tmp_path / temporal)
+        assert what in _train(words, f"--temporal {temporal} --log {tmp_path}/{temporal}")
         scores = _log(tmp_path / temporal)[-1]["scores"]
-        found[temporal] = scores["valid"]["roc_auc"], scores["test"]["roc_auc"]
-    error = 1 / math.sqrt(6 * 80)
+        found[temporal] = [scores[part]["roc_auc"] for part in ("valid", "test")]
     assert min(found["off"]) > 0.9, found
-    assert all(
-        abs(figure - 0.5) < 4 * error for temporal in ("before", "at") for figure in found[temporal]
-    ), found
+    error = 1 / math.sqrt(6 * 80)
+    assert all(abs(f - 0.5) < 4 * error for f in found["before"] + found["at"]), found
+
+
+LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"
+
+
+def _same_after_kills(folder, words, kills, epochs, **entries):
+    """A run that was killed in these epochs ends as the one that was not -> the checkpoints of both."""
+    words = f"{words} --epochs {epochs}"
+    _train(words, f"--checkpoint {folder}/straight.pt --log {folder}/straight")
+    words += f" --checkpoint {folder}/killed.pt --checkpoint-every 3 --resume auto"
+    for number, epoch in enumerate(kills):
+        process = _start_fork(folder / f"out{number}", words, f"--prefetch {number}")
+        begun = f"epoch {epoch:>3}/{epochs}"
+        _wait_for(lambda: begun in process.output.read_text(), process)  # noqa: B023
+        process.kill()
+        _end(process, -signal.SIGKILL)
+    _train(words, f"--log {folder}/killed --predict {folder}/h.npy")
+    assert _same_weights(folder / "straight.pt", folder / "killed.pt")
+    logs = [_log(folder / name)[-1]["scores"] for name in ("straight", "killed")]
+    assert logs[0] == logs[1] and np.isfinite(np.load(folder / "h.npy")).all()
+    return [
+        torch.load(folder / f"{name}.pt", weights_only=True)["best"]
+        for name in ("straight", "killed")
+    ]
 
 
 def test_links_at_their_times_are_the_same_for_any_number_of_processes_and_after_a_kill(tmp_path):
     path = _timed_links(tmp_path, nodes=120, edges=400).path
-    common = [
-        *LINK,
-        "--dataset",
-        path,
-        "--epochs",
-        3,
-        "--precision",
-        "fp64",
-        "--dropout",
-        0.5,
-        "--model",
-        "gin",
-        "--temporal",
-        "before",
-        "--negatives",
-        2,
-    ]
-    for procs in (1, 2, 3):
-        _train(
-            *common,
-            "--procs",
-            procs,
-            "--batch-size",
-            90 // procs,
-            "--log",
-            tmp_path / f"{procs}",
-            "--checkpoint",
-            tmp_path / f"{procs}.pt",
-        )
-    expected = _log(tmp_path / "1")
-    for procs in (2, 3):
-        log = _log(tmp_path / f"{procs}")
-        found, wanted = ([entry["loss"] for entry in entries[:3]] for entries in (log, expected))
-        assert found == pytest.approx(wanted, rel=1e-9)
-        for a, b in zip(expected[:3], log):
-            assert a["valid"] == pytest.approx(b["valid"], abs=1e-3)
-        assert log[-1]["scores"]["test"] == pytest.approx(expected[-1]["scores"]["test"], abs=1e-3)
-    words = [*common, "--batch-size", 40, "--epochs", 12]
-    _train(*words, "--checkpoint", tmp_path / "straight.pt", "--log", tmp_path / "straight")
-    words += ["--checkpoint", tmp_path / "killed.pt", "--checkpoint-every", 3, "--resume", "auto"]
-    process = _start_fork(tmp_path / "out", *words)
-    _wait_for(lambda: "epoch   5/12" in process.output.read_text(), process)
-    process.kill()
-    _end(process, -signal.SIGKILL)
-    _train(*words, "--log", tmp_path / "killed", "--predict", tmp_path / "h.npy")
-    straight, killed = _parameters(tmp_path / "straight.pt"), _parameters(tmp_path / "killed.pt")
-    assert all(torch.equal(straight[name], value) for name, value in killed.items())
-    assert _log(tmp_path / "straight")[-1]["scores"] == _log(tmp_path / "killed")[-1]["scores"]
-    assert np.isfinite(np.load(tmp_path / "h.npy")).all() and np.load(tmp_path / "h.npy").shape == (
-        120,
-        16,
-    )
+    words = f"{LINK} --dataset {path} --model gin --temporal before --dropout 0.5 --negatives 2"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 90, 1), (2, 45, 1), (3, 30, 1)])
+    _same_after_kills(tmp_path, f"{words} --batch-size 40 --precision fp64", [5], 12)
 
 
 def test_links_at_their_times_are_refused_in_a_sentence(tmp_path):
     timed, plain = _timed_links(tmp_path).path, _link_graph(tmp_path, seed=1).path
     np.savez(tmp_path / "none.npz", test=[[0, 0]])
+    gcn = "--model gcn divides by the degrees of the whole graph"
+    no_edge = r"none.npz: the pair \[0, 0\] has no time, for it is no edge; --temporal off takes it"
     for path, words, complaint in (
-        (plain, ["--temporal", "at"], "--temporal goes by the times of edges, and .* has none"),
-        (
-            timed,
-            ["--temporal", "before", "--model", "gcn"],
-            "--model gcn divides by the degrees of the whole graph",
-        ),
-        (timed, ["--sampler", "latest"], "--sampler latest takes the last edges .* here off"),
-        (
-            timed,
-            ["--temporal", "at", "--edge-split", tmp_path / "none.npz"],
-            r"none.npz: the pair \[0, 0\] has no time, for it is no edge; --temporal off takes it",
-        ),
+        (plain, "--temporal at", "--temporal goes by the times of edges, and .* has none"),
+        (timed, "--temporal before --model gcn", gcn),
+        (timed, "--sampler latest", "--sampler latest takes the last edges .* here off"),
+        (timed, f"--temporal at --edge-split {tmp_path}/none.npz", no_edge),
     ):
-        assert re.search(complaint, _train(*LINK, "--dataset", path, *words, code=2))
-    said = _train(
-        *LINK, "--dataset", timed, "--temporal", "before", "--sampler", "latest", "--epochs", 1
-    )
+        assert re.search(complaint, _train(LINK, "--dataset", path, words, code=2))
+    words = "--temporal before --sampler latest --epochs 1"
+    said = _train(LINK, "--dataset", timed, words)
     assert "neighbours are the latest" in said and "times of edges are not used" not in said
-
-
-LINK = [
-    "--task",
-    "link",
-    "--gpus",
-    0,
-    "--fanout",
-    "4,4",
-    "--hidden",
-    16,
-    "--lr",
-    0.01,
-    "--edge-split",
-    "80/10/10",
-]
 
 
 def test_link_task_is_the_same_for_any_number_of_processes(tmp_path):
     """In fp64 to 1e-9, dropout and the last, smaller step included: exclusion goes by the pairs of all processes."""
     path = _link_graph(tmp_path, nodes=500, edges=1000).path
-    common = [
-        *LINK,
-        "--dataset",
-        path,
-        "--epochs",
-        3,
-        "--precision",
-        "fp64",
-        "--dropout",
-        0.5,
-        "--negatives",
-        2,
-        "--scorer",
-        "mlp",
-    ]
-    for name, (procs, batch, accumulate) in {
-        "one": [1, 300, 1],
-        "two": [2, 150, 1],
-        "three": [3, 100, 1],
-        "accumulated": [1, 100, 3],
-    }.items():
-        _train(
-            *common,
-            "--procs",
-            procs,
-            "--batch-size",
-            batch,
-            "--accumulate",
-            accumulate,
-            "--log",
-            tmp_path / name,
-            "--checkpoint",
-            tmp_path / f"{name}.pt",
-        )
-    expected, parameters = _log(tmp_path / "one"), _parameters(tmp_path / "one.pt")
-    for name in ("two", "three", "accumulated"):
-        log = _log(tmp_path / name)
-        found, wanted = ([entry["loss"] for entry in entries[:3]] for entries in (log, expected))
-        assert found == pytest.approx(wanted, rel=1e-9)
-        for a, b in zip(expected[:3], log):
-            assert a["valid"] == pytest.approx(b["valid"], abs=1e-3)
-        for key, value in _parameters(tmp_path / f"{name}.pt").items():
-            torch.testing.assert_close(value, parameters[key], rtol=1e-9, atol=1e-9)
+    runs = [(1, 300, 1), (2, 150, 1), (3, 100, 1), (1, 100, 3)]
+    words = f"{LINK} --dataset {path} --scorer mlp --dropout 0.5 --negatives 2"
+    _same_for_any_number_of_processes(tmp_path, words, runs)
 
 
 def test_link_task_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path):
     path = _link_graph(tmp_path, nodes=500, edges=1000).path
-    common = [
-        *LINK,
-        "--dataset",
-        path,
-        "--epochs",
-        40,
-        "--batch-size",
-        100,
-        "--scorer",
-        "distmult",
-        "--early-stop",
-        40,
-    ]
-    _train(*common, "--checkpoint", tmp_path / "straight.pt", "--log", tmp_path / "straight")
-    words = [
-        *common,
-        "--checkpoint",
-        tmp_path / "killed.pt",
-        "--checkpoint-every",
-        3,
-        "--resume",
-        "auto",
-    ]
-    for kills in range(3):
-        process = _start_fork(tmp_path / f"out{kills}", *words, "--prefetch", kills)
-        _wait_for(lambda: f"epoch  {8 * (kills + 1):>2}/40" in process.output.read_text(), process)  # noqa: B023
-        process.kill()
-        _end(process, -signal.SIGKILL)
-    _train(*words, "--log", tmp_path / "killed")
-    straight, killed = (
-        torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("straight", "killed")
-    )
-    assert all(
-        torch.equal(straight["model"][name], value) for name, value in killed["model"].items()
-    )
-    assert (
-        straight["best"]["score"] == killed["best"]["score"]
-        and straight["best"]["epoch"] == killed["best"]["epoch"]
-    )
-    assert _log(tmp_path / "straight")[-1]["scores"] == _log(tmp_path / "killed")[-1]["scores"]
+    words = f"{LINK} --dataset {path} --batch-size 100 --scorer distmult --early-stop 40"
+    straight, killed = _same_after_kills(tmp_path, words, [8, 16, 24], 40)
+    assert (straight["score"], straight["epoch"]) == (killed["score"], killed["epoch"])
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "mymodel.py:Net"])
 def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
     """On a graph of communities, whose edges can be told from their ends."""
-    own = next(block for block in _readme_blocks("python") if block.startswith("# mymodel.py"))
-    (tmp_path / "mymodel.py").write_text(own)
-    model_of = tmp_path / name if ":" in name else name
-    path = datasets.prepare(
-        "synthetic:nodes=1000,degree=10,features=16,classes=4,train=100", tmp_path, progress=False
-    )
-    common = [
-        "--task",
-        "link",
-        "--gpus",
-        0,
-        "--dataset",
-        path,
-        "--model",
-        model_of,
-        "--fanout",
-        "10,10",
-        "--hidden",
-        16,
-    ]
-    _train(
-        *common,
-        "--lr",
-        0.01,
-        "--epochs",
-        6,
-        "--batch-size",
-        300,
-        *([] if ":" in name else ["--dropout", 0]),
-        "--metric",
-        "roc_auc",
-        "--early-stop",
-        6,
-        "--scorer",
-        "mlp",
-        "--checkpoint",
-        tmp_path / "l.pt",
-        "--log",
-        tmp_path / "log",
-        "--predict",
-        tmp_path / "h.npy",
-    )
+    (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
+    own = ":" in name
+    network = f"--model {tmp_path / name if own else name}"
+    spec = "synthetic:nodes=1000,degree=10,features=16,classes=4,train=100"
+    path = datasets.prepare(spec, tmp_path, progress=False)
+    words = f"--task link --gpus 0 --dataset {path} {network} --fanout 10,10 --hidden 16 --lr 0.01"
+    words += " --epochs 6 --batch-size 300 --metric roc_auc --early-stop 6 --scorer mlp"
+    files = f"--checkpoint {tmp_path}/l.pt --log {tmp_path}/log --predict {tmp_path}/h.npy"
+    _train(words, files, "" if own else "--dropout 0")
     log = _log(tmp_path / "log")
     assert log[-2]["loss"] < log[0]["loss"] and log[-1]["scores"]["test"]["roc_auc"] > 0.6, log[-1]
     h, graph = np.load(tmp_path / "h.npy"), GraphStore.open(path)
     assert h.shape == (1000, 16) and h.dtype == np.float32
-    again = [
-        "--resume",
-        tmp_path / "l.pt",
-        "--gpus",
-        0,
-        *(["--model", model_of] if ":" in name else []),
-    ]
+    again = f"--resume {tmp_path}/l.pt --gpus 0 {network if own else ''}"
     pairs = np.random.default_rng(0).integers(0, 1000, (50, 2))
     np.save(tmp_path / "pairs.npy", pairs)
-    _train(
-        *again,
-        "--pairs",
-        tmp_path / "pairs.npy",
-        "--predict",
-        tmp_path / "s.npy",
-        "--log",
-        tmp_path / "again",
-    )
+    scored = f"--pairs {tmp_path}/pairs.npy --predict {tmp_path}/s.npy"
+    _train(again, scored, f"--log {tmp_path}/again")
     assert _log(tmp_path / "again")[-1]["scores"] == log[-1]["scores"]
     state = torch.load(tmp_path / "l.pt", weights_only=True)["best"]["model"]
     scorer = link.Scorer("mlp", 16)
-    scorer.load_state_dict(
-        {
-            key.removeprefix("scorer."): value
-            for key, value in state.items()
-            if key.startswith("scorer.")
-        }
-    )
+    scorer.load_state_dict({k[7:]: value for k, value in state.items() if k.startswith("scorer.")})
     expected = link.score_pairs(scorer, torch.from_numpy(h), torch.from_numpy(pairs))
     assert torch.allclose(torch.from_numpy(np.load(tmp_path / "s.npy")), expected, atol=1e-5)
-    # all edges carry messages
-    _train(*again, "--edge-split", "none", "--predict", tmp_path / "all.npy")
-    assert not np.allclose(np.load(tmp_path / "all.npy"), h)
-    if ":" not in name:
+    _train(again, f"--edge-split none --predict {tmp_path}/all.npy")  # all edges carry messages
+    every = np.load(tmp_path / "all.npy")
+    assert not np.allclose(every, h)
+    if not own:
         net = checkpoint.load_model(tmp_path / "l.pt")
-        assert np.allclose(
-            inference(net, graph.indptr, graph.indices, graph.features),
-            np.load(tmp_path / "all.npy"),
-            atol=1e-4,
-        )
+        exact = inference(net, graph.indptr, graph.indices, graph.features)
+        assert np.allclose(exact, every, atol=1e-4)
     np.save(tmp_path / "pairs.npy", pairs + 990)
-    assert re.search(
-        r"--pairs .*: node ids lie in \[0, 1000\)",
-        _train(*again, "--pairs", tmp_path / "pairs.npy", "--predict", tmp_path / "s.npy", code=2),
-    )
+    refused = _train(again, scored, code=2)
+    assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", refused)
 
 
 def test_link_runs_give_mean_and_standard_deviation(tmp_path, capsys):
-    path = _link_graph(tmp_path, nodes=200, edges=600).path
-    common = [
-        "--dataset",
-        str(path),
-        "--task",
-        "link",
-        "--fanout",
-        "3",
-        "--epochs",
-        "1",
-        "--gpus",
-        "0",
-        "--hidden",
-        "8",
-    ]
-    assert train.main([*common, "--runs", "3", "--log", str(tmp_path / "log")]) == 0
-    figures = [
-        entry["scores"]["test"]["roc_auc"] for entry in _log(tmp_path / "log") if "scores" in entry
-    ]
+    path, log = _link_graph(tmp_path, nodes=200, edges=600).path, tmp_path / "log"
+    words = f"--dataset {path} --task link --fanout 3 --epochs 1 --gpus 0 --hidden 8 --runs 3"
+    assert _code(words, f"--log {log}") == 0
+    figures = [entry["scores"]["test"]["roc_auc"] for entry in _log(log) if "scores" in entry]
     assert len(set(figures)) == 3
-    assert _log(tmp_path / "log")[-1]["mean"]["test roc_auc"] == pytest.approx(np.mean(figures))
+    assert _log(log)[-1]["mean"]["test roc_auc"] == pytest.approx(np.mean(figures))
     said = f"test roc_auc {100 * np.mean(figures):.2f} +- {100 * np.std(figures, ddof=1):.2f}%"
     assert said in capsys.readouterr().out

@@ -10,7 +10,8 @@ import train
 from disk import files as disk
 from disk.files import StoreError
 from features import MODES
-from run import data, plan
+from run import data
+from run.estimate import estimate_lines
 from run.evaluate import open_run
 from run.plan import choose_mode, estimate
 from sampler import NeighborSampler
@@ -118,9 +119,9 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
             )
             assert tables == 2 * frame.table.nbytes
             assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
-    lines = plan.estimate_lines(tmp_path / "g", gpus=1, **options, **ROOM)
+    lines = estimate_lines(tmp_path / "g", gpus=1, **options, **ROOM)
     assert of(2)["cuda-cuda"].line in lines and "of static shapes" in lines
-    wide = plan.estimate_lines(tmp_path / "g", gpus=1, **{**options, "fanout": [3, 49]}, **ROOM)
+    wide = estimate_lines(tmp_path / "g", gpus=1, **{**options, "fanout": [3, 49]}, **ROOM)
     assert "of the shapes of their batches" in wide
 
 
@@ -194,7 +195,7 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
         (ARRAYS - 1, "behind --cache"),
         (GraphStore.open(path).indices.nbytes, "neighbour lists as they are sampled"),
     ):
-        lines = plan.estimate_lines(path, fanout=[2], free_host=free_host)
+        lines = estimate_lines(path, fanout=[2], free_host=free_host)
         assert said in lines and "mode           none fits" in lines
 
 

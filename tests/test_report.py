@@ -1,5 +1,6 @@
 """Tests: what a run tells."""
 
+import importlib.util
 import json
 import resource
 import signal
@@ -51,14 +52,17 @@ def test_a_trace_that_cannot_be_written_is_no_success(tiny, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
 
 
-def test_a_trace_names_the_stages_on_every_thread(tiny, tmp_path):
-    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, f"--epochs 2 --profile {tmp_path}/trace.json")
+def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, tmp_path):
+    words = f"--dataset {tiny} --fanout 5,5 --hidden 16 --epochs 3 --lr 0.01 --batch-size 100"
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    files = f"--profile {tmp_path}/trace.json" + f" --timeline {tmp_path}/timeline.png" * drawn
+    log, _ = _run_here(tmp_path, words, "--precision bf16", files)
+    assert log[2]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
     events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
-    threads = {
-        event["name"]: event["tid"] for event in events if event.get("cat") == "user_annotation"
-    }
+    threads = {e["name"]: e["tid"] for e in events if e.get("cat") == "user_annotation"}
     assert {"sample", "fetch", "forward", "backward", "optimizer"} <= set(threads)
     assert threads["sample"] == threads["fetch"] != threads["forward"] == threads["optimizer"]
+    assert not drawn or (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_line_of_an_epoch_fits_the_screen():

@@ -103,11 +103,8 @@ class _Order(TorchDispatchMode):
         patch.setattr(torch.Tensor, "record_stream", lambda t, s: self._of(t).recorded.add(s.name))
         patch.setattr(common._EmulatedKernels, "stream", lambda kernels: self.current.cuda_stream)
         patch.setattr(common._EmulatedKernels, "wait", lambda kernels: self.current.synchronize())
-        patch.setattr(
-            common._EmulatedKernels,
-            "seen",
-            lambda kernels, *launch: self._launched(kernels, *launch),
-        )
+        seen = lambda kernels, *launch: self._launched(kernels, *launch)  # noqa: E731
+        patch.setattr(common._EmulatedKernels, "seen", seen)
         begin = sampler_gpu.Frame.__init__
 
         def frame(frame, backend):
@@ -129,15 +126,10 @@ class _Order(TorchDispatchMode):
 
     def _add(self, tensor, kind):
         storage = tensor.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        use = dict(gone=StorageWeakRef(storage), written={}, read={}, recorded=set())
         self.memory[storage._cdata] = types.SimpleNamespace(
-            kind=kind,
-            home=self.current,
-            start=storage.data_ptr(),
-            end=storage.data_ptr() + storage.nbytes(),
-            gone=StorageWeakRef(storage),
-            written={},
-            read={},
-            recorded=set(),
+            kind=kind, home=self.current, start=start, end=end, **use
         )
 
     def _of(self, tensor):
@@ -148,9 +140,8 @@ class _Order(TorchDispatchMode):
         return memory is not None and memory.kind == "gpu"
 
     def _to(self, tensor, *args, **options):
-        device = options.get(
-            "device", next((a for a in args if isinstance(a, (str, torch.device))), None)
-        )
+        devices = (a for a in args if isinstance(a, (str, torch.device)))
+        device = options.get("device", next(devices, None))
         if device is None or not self._on_gpu(tensor):
             return _TO(tensor, *args, **options)
         if torch.device(device).type == "cuda":
@@ -186,11 +177,8 @@ class _Order(TorchDispatchMode):
                 home = {**memory.home.clock}
                 _join(home, self.host)
                 for who, number in {**memory.read, **memory.written}.items():
-                    if (
-                        memory.kind == "gpu"
-                        and who not in memory.recorded
-                        and number > home.get(who, 0)
-                    ):
+                    late = number > home.get(who, 0) and who not in memory.recorded
+                    if memory.kind == "gpu" and late:
                         self.faults.append(f"memory goes that {who} may still use")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -291,11 +279,10 @@ def _sampled_on_gpu(order, folder, fanouts=(4, 3)):
     for name in ("indptr", "indices"):
         s.engine.task = s.engine.task._replace(**{name: order.gpu(getattr(s.engine.task, name))})
     backend = _emulated(s, folder)
-    draw = (
-        lambda seeds, step, relabel_outer=True: [  # noqa: E731
-            Block(*fields[:4]) for fields in reversed(backend.sample(seeds, step, relabel_outer))
-        ]
-    )
+
+    def draw(seeds, step, relabel_outer=True):
+        return [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
+
     return types.SimpleNamespace(engine=backend, indices=indices, sample=draw)
 
 
@@ -320,22 +307,12 @@ def test_streams_of_a_ring_are_in_order(order, features, cached, blocks, streams
         options = dict(seed=3, backend="torch", edge_ids=True)
         sample = on_host = NeighborSampler(indptr, indices, [4, 3], **options).sample
     if blocks == "gpu, the caller's":
-        sample = (
-            lambda seeds, step: [  # noqa: E731
-                Block(*map(order.gpu, block[:4])) for block in on_host(seeds, step)
-            ]
-        )
+        put = lambda block: Block(*map(order.gpu, block[:4]))  # noqa: E731
+        sample = lambda seeds, step: list(map(put, on_host(seeds, step)))  # noqa: E731
     if cached:
         table = CachedFeatures(table, torch.arange(200.0), 100 * 16, _CUDA)
-    ring = FeatureRing(
-        table,
-        labels,
-        slots=2,
-        device=_CUDA,
-        streams=streams,
-        edge_features=edges,
-        log=lambda line: None,
-    )
+    options = dict(streams=streams, edge_features=edges, log=lambda line: None)
+    ring = FeatureRing(table, labels, slots=2, device=_CUDA, **options)
     _ahead(ring, torch.randperm(200).split(20), sample, blocks != "gpu, the caller's")
     order._go()
     assert order.faults == []
@@ -369,14 +346,8 @@ def test_streams_of_a_cuda_step_graph_are_in_order(
     optimizer = _Descent(net.parameters(), dict(lr=0.1))
     x, labels = order.gpu(torch.randn(200, 20)), order.gpu(torch.randint(5, (200,)))
     draws = _sampled_on_gpu(order, tmp_path, (4, 3, 3))
-    ring = FeatureRing(
-        x,
-        labels,
-        slots=2,
-        device=_CUDA,
-        aggregate=model.self_and_mean if conv == "sage" else None,
-        gather=model.gather_rows,
-    )
+    options = dict(aggregate=model.self_and_mean if conv == "sage" else None)
+    ring = FeatureRing(x, labels, slots=2, device=_CUDA, gather=model.gather_rows, **options)
     degrees = model.graph_degrees(*_random_graph(np.random.default_rng(1), 200, 6))
     net.degrees = order.gpu(degrees)
     args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, cuda_graph=word)

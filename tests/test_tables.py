@@ -9,9 +9,9 @@ import json
 import lzma
 import os
 import re
+import shutil
 import sys
 import tracemalloc
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from sources import graph_tables, tables
 from sources import prepare as datasets
 from sources.arrays import Arrays
 from store import GraphStore, build_store, verify
-from tests.common import _edges, _run
+from tests.common import _edges
 
 
 def _table_file(path, content):
@@ -31,269 +31,148 @@ def _table_file(path, content):
     return path
 
 
-EDGES, X, Y = (
-    "0,1\n1,2\n2,3\n3,0\n4,2\n5,4\n",
-    "".join(f"{i}.5,{-i}\n" for i in range(6)),
-    "0\n1\n0\n1\n0\n1\n",
-)
-
-
+EDGES = "0,1\n1,2\n2,3\n3,0\n4,2\n5,4\n"
+X = "".join(f"{i}.5,{-i}\n" for i in range(6))
+Y = "0\n1\n" * 3
+GOOD = {"e": EDGES, "x": X, "y": Y, "train": "2\n5\n"}
 EDGES_X_Y = (
     [[0, 1, 2, 3, 4, 5], [1, 2, 3, 0, 2, 4]],
     [[i + 0.5, -i] for i in range(6)],
     [0, 1, 0, 1, 0, 1],
 )
-
-
-# what is written instead of the table -> None: the same graph, a list: these labels, else what refuses it
-DAMAGE = {
-    "short lines": (
+REVERSED = "".join(",".join(line.split(",")[::-1]) + "\n" for line in EDGES.split())
+NUMBERED = "".join(f"{i},{line}\n" for i, line in enumerate(X.split()))
+DISORDER = "a,node_id,b\n" + "".join(f"{i}.5,{i},{-i}\n" for i in (3, 1, 0, 5, 4, 2))
+# (table, what is in it, what is written instead, outcome): None: the same graph, a list: these labels, else what refuses
+CHANGED = [
+    ("e", "2,3", "2\n3", "e.csv, line 3: Expected 2 columns, got 1: 2"),
+    ("x", "2.5,-2", "2.5,-2,1", "x.csv, line 3: Expected 2 columns, got 3: 2.5,-2,1"),
+    ("x", "2.5,-2\n3.5,-3", "2.5\n-2,3.5,-3", "x.csv, line 3: "),
+    ("e", "2,3", "2,", "e.csv, line 3: column 2 is empty, nan or infinite"),
+    ("x", ",", ";", None),
+    ("y", "\n", "\r\n", None),
+    ("y", "\n", "\r", None),
+    ("x", "\n", "\n\n", None),
+    ("e", "\n", ",\n", "e.csv has more columns than are"),
+    ("x", "\n", ",\n", "x.csv, line 1: column 3 is empty, nan or infinite: a number is needed"),
+    ("e", "2,3", "# so far\n2,3", "e.csv, line 3: Expected 2 columns, got 1: # so far"),
+    ("e", "2,3", "2,3.5", "e.csv, line 3: column 2 is 3.5, which is no whole number"),
+    (
         "e",
-        EDGES.replace("2,3", "2\n3"),
-        "e.csv, line 3: Expected 2 columns, got 1: 2",
+        "2,3",
+        f"2,{2**64 + 3}",
+        f"line 3: column 2 is no whole number of 64 bits: .*'{2**64 + 3}'",
     ),
-    "short lines only": ("e", "0,1\n2\n3\n4,5\n", "e.csv, line 2"),
-    "a long line": (
-        "x",
-        X.replace("2.5,-2", "2.5,-2,1"),
-        "x.csv, line 3: Expected 2 columns, got 3: 2.5,-2,1",
-    ),
-    "lines that add up": ("x", X.replace("2.5,-2\n3.5,-3", "2.5\n-2,3.5,-3"), "x.csv, line 3: "),
-    "byte-order mark, labels": ("y", "\ufeff" + Y, None),
-    "byte-order mark, edges": ("e", "\ufeff" + EDGES, None),
-    "empty first label": ("y", '""' + Y[1:], [-1, 1, 0, 1, 0, 1]),
-    "empty cell of an edge": (
-        "e",
-        EDGES.replace("2,3", "2,"),
-        "e.csv, line 3: column 2 is empty, nan or infinite",
-    ),
-    "column id": (
-        "x",
-        "id,a,b\n" + "".join(f"{i},{line}\n" for i, line in enumerate(X.split())),
-        None,
-    ),
-    "column id in disorder": (
-        "x",
-        "a,node_id,b\n" + "".join(f"{i}.5,{i},{-i}\n" for i in (3, 1, 0, 5, 4, 2)),
-        "y.csv has no column of ids",
-    ),
-    "ids without a name": ("x", "".join(f"{i},{line}\n" for i, line in enumerate(X.split())), None),
-    "the index of pandas": (
-        "x",
-        ",0,1\n" + "".join(f"{i},{line}\n" for i, line in enumerate(X.split())),
-        None,
-    ),
-    "semicolons": ("x", X.replace(",", ";"), None),
-    "tabs and a header": ("e", "src\tdst\n" + EDGES.replace(",", "\t"), None),
-    "spaces": ("e", "".join("%3s  %3s\n" % tuple(line.split(",")) for line in EDGES.split()), None),
-    "destination first": (
-        "e",
-        "target;source\n"
-        + "".join(";".join(line.split(",")[::-1]) + "\n" for line in EDGES.split()),
-        None,
-    ),
-    "comments": ("e", "# an edge a line\n" + EDGES, None),
-    "names in a comment": (
-        "e",
-        "# dst,src\n" + "".join(",".join(line.split(",")[::-1]) + "\n" for line in EDGES.split()),
-        None,
-    ),
-    "quotes": ("e", '"source","target"\n' + re.sub(r"(\d)", r'"\1"', EDGES), None),
-    "carriage returns": ("y", Y.replace("\n", "\r\n"), None),
-    "old carriage returns": ("y", Y.replace("\n", "\r"), None),
-    "blank lines": ("x", X.replace("\n", "\n\n"), None),
-    "separators at the end": ("e", EDGES.replace("\n", ",\n"), "e.csv has more columns than are"),
-    "separators at the end of features": (
-        "x",
-        X.replace("\n", ",\n"),
-        "x.csv, line 1: column 3 is empty, nan or infinite: a number is needed",
-    ),
-    "a comment inside": (
-        "e",
-        EDGES.replace("2,3", "# so far\n2,3"),
-        "e.csv, line 3: Expected 2 columns, got 1: # so far",
-    ),
-    "floats as ids": ("e", re.sub(r"(\d)", r"\1.0", EDGES), None),
-    "no whole number": (
-        "e",
-        EDGES.replace("2,3", "2,3.5"),
-        "e.csv, line 3: column 2 is 3.5, which is no whole number",
-    ),
-    "beyond int64": (
-        "e",
-        EDGES.replace("2,3", "2,18446744073709551619"),
-        "e.csv, line 3: column 2 is no whole number of 64 bits: .*'18446744073709551619'",
-    ),
-    "no number": (
-        "e",
-        EDGES.replace("2,3", "2,x"),
-        "e.csv, line 3: column 2 is no whole number of 64 bits: invalid value 'x'",
-    ),
-    "nan as id": (
-        "e",
-        EDGES.replace("2,3", "2,nan"),
-        "e.csv, line 3: column 2 is empty, nan or infinite",
-    ),
-    "a minus alone": (
-        "x",
-        X.replace("2.5,-2", "2.5,-"),
-        "x.csv, line 3: column 2 is no number: invalid value '-'",
-    ),
-    "bars": (
-        "e",
-        EDGES.replace(",", "|"),
-        "e.csv has one column: .*a comma, a semicolon, a tab or a space",
-    ),
-    "no such node": (
-        "e",
-        EDGES.replace("2,3", "2,6"),
-        "e.csv, line 3: there is no node 6: .*x.csv has the nodes 0 to 5",
-    ),
-    "a weight": ("e", EDGES.replace("\n", ",1\n"), "more columns than are understood, column 3"),
-    "a named weight": (
+    ("e", "2,3", "2,x", "line 3: column 2 is no whole number of 64 bits: invalid value 'x'"),
+    ("e", "2,3", "2,nan", "e.csv, line 3: column 2 is empty, nan or infinite"),
+    ("x", "2.5,-2", "2.5,-", "x.csv, line 3: column 2 is no number: invalid value '-'"),
+    ("e", ",", "|", "e.csv has one column: .*a comma, a semicolon, a tab or a space"),
+    ("e", "2,3", "2,6", "e.csv, line 3: there is no node 6: .*x.csv has the nodes 0 to 5"),
+    ("e", "\n", ",1\n", "more columns than are understood, column 3"),
+    ("x", "2.5", "inf", "x.csv, line 3: column 1 is empty, nan or infinite"),
+    ("x", "2.5", "1e39", "features.2, 0. is inf: every value must be finite"),
+    ("y", "1\n0\n1\n0", "NA\n0\n1\n0", "y.csv, line 2: column 1 is no number: invalid value 'NA'"),
+    ("y", "1\n0\n1\n0", ".5\n0\n1\n0", "labels.1. is 0.5: .*node regression, are not supported"),
+    ("y", "1\n0\n1\n0", "nan\n0\n-1\n0", [0, -1, 0, -1, 0, 1]),
+    ("e", "2,3", '2,"3', "e.csv, line 3: column 2 is no whole number of 64 bits"),
+    ("e", "2,3\n3,0", '2,"3\n3",0', "e.csv, line 3: Expected 2 columns"),
+    ("e", "2,3", "2,\0003", "e.csv is no text in UTF-8: unpack archives"),
+    ("e", "2,3", "2,\xe93", "e.csv cannot be read: .* byte 0xe9"),
+]
+# (table, all that is in it, outcome)
+WRITTEN = [
+    ("e", "0,1\n2\n3\n4,5\n", "e.csv, line 2"),
+    ("y", "\ufeff" + Y, None),
+    ("e", "\ufeff" + EDGES, None),
+    ("y", '""' + Y[1:], [-1, 1, 0, 1, 0, 1]),
+    ("x", "id,a,b\n" + NUMBERED, None),
+    ("x", DISORDER, "y.csv has no column of ids"),
+    ("x", NUMBERED, None),
+    ("x", ",0,1\n" + NUMBERED, None),  # the index of pandas
+    ("e", "src\tdst\n" + EDGES.replace(",", "\t"), None),
+    ("e", re.sub("(.),(.)", r"  \1    \2", EDGES), None),
+    ("e", "target;source\n" + REVERSED.replace(",", ";"), None),
+    ("e", "# an edge a line\n" + EDGES, None),
+    ("e", "# dst,src\n" + REVERSED, None),
+    ("e", '"source","target"\n' + re.sub(r"(\d)", r'"\1"', EDGES), None),
+    ("e", re.sub(r"(\d)", r"\1.0", EDGES), None),
+    (
         "e",
         "source,target,weight\n" + EDGES.replace("\n", ",1\n"),
-        "understood, 'weight': leave them out",
+        "understood, 'weight': leave them",
     ),
-    "a label among features": (
-        "x",
-        "a,label\n" + X,
-        "x.csv has a column 'label', and features must not tell",
-    ),
-    "two columns of a name": ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
-    "infinity": ("x", X.replace("2.5", "inf"), "x.csv, line 3: column 1 is empty, nan or infinite"),
-    "beyond float32": (
-        "x",
-        X.replace("2.5", "1e39"),
-        "features.2, 0. is inf: every value must be finite",
-    ),
-    "text as labels": ("y", Y.replace("0", "no").replace("1", "yes"), None),
-    "missing labels": ("y", Y[:2] + "nan\n" + Y[4:6] + "-1\n" + Y[8:], [0, -1, 0, -1, 0, 1]),
-    "labels by id": ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
-    "labels by id, twice": (
+    ("x", "a,label\n" + X, "x.csv has a column 'label', and features must not tell"),
+    ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
+    ("y", "no\nyes\n" * 3, None),
+    ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
+    ("y", "id,label\n5,1\n3,1\n5,1\n", "y.csv, line 4: node 5 is there for the second time"),
+    (
         "y",
-        "id,label\n5,1\n3,1\n5,1\n",
-        "y.csv, line 4: node 5 is there for the second time",
+        "topic\n" + "no\nyes\n" * 3,
+        "y.csv, line 7: .*more rows than the 6 of .*a header is known",
     ),
-    "NA among labels": (
-        "y",
-        Y.replace("1", "NA", 1),
-        "y.csv, line 2: column 1 is no number: invalid value 'NA'",
-    ),
-    "a header too many": (
-        "y",
-        "topic\n" + Y.replace("0", "no").replace("1", "yes"),
-        "y.csv, line 7: there are more rows than the 6 of .*x.csv; a header is known by",
-    ),
-    "a header of an unknown name": ("y", "topic\n" + Y, None),
-    "too few labels": ("y", Y[2:], "y.csv has 5 rows, .*x.csv has 6 rows"),
-    "too many labels": ("y", Y + Y, "y.csv, line 7: there are more rows than the 6 of"),
-    "half a label": (
-        "y",
-        Y.replace("1", "0.5", 1),
-        "labels.1. is 0.5: labels are whole .*node regression, are not supported",
-    ),
-    "several labels": (
+    ("y", "topic\n" + Y, None),
+    ("y", Y[2:], "y.csv has 5 rows, .*x.csv has 6 rows"),
+    ("y", Y + Y, "y.csv, line 7: there are more rows than the 6 of"),
+    (
         "y",
         "0,1,1\n,,\n0,0,0\n-1,-1,-1\n1,1,1\n0,1,0\n",
         [[0, 1, 1], [-1] * 3, [0, 0, 0], [-1] * 3, [1, 1, 1], [0, 1, 0]],
     ),
-    "several labels by id": (
-        "y",
-        "art,id,law\n1,5,1\n0,2,1\n",
-        [[-1, -1], [-1, -1], [0, 1], [-1, -1], [-1, -1], [1, 1]],
-    ),
-    "several labels, one not": (
-        "y",
-        "0,1,1\n0,2,0\n" * 3,
-        "labels.1, 1. is .*: of several labels a",
-    ),
-    "several labels, one empty": (
-        "y",
-        "0,1,1\n0,,0\n" * 3,
-        "labels.1, 1. is .*: of several labels a",
-    ),
-    "no labels": ("y", "-1\n" * 6, "none of the 6 nodes has a label"),
-    "an endless quote": (
-        "e",
-        EDGES.replace("2,3", '2,"3'),
-        "e.csv, line 3: column 2 is no whole number of 64 bits",
-    ),
-    "a quote over two lines": (
-        "e",
-        EDGES.replace("2,3\n3,0", '2,"3\n3",0'),
-        "e.csv, line 3: Expected 2 columns",
-    ),
-    "a zero byte": (
-        "e",
-        EDGES.replace("2,3", "2,\0003"),
-        "e.csv is no text in UTF-8: unpack archives",
-    ),
-    "Latin-1": (
-        "e",
-        EDGES.replace("2,3", "2,\xe9").encode("latin1"),
-        "e.csv cannot be read: .* byte 0xe9",
-    ),
-    "UTF-16": ("e", EDGES.encode("utf-16"), "e.csv is no text in UTF-8"),
-    "gzip by content": ("e", gzip.compress(EDGES.encode()), None),
-    "bzip2": ("x", bz2.compress(X.encode()), None),
-    "xz": ("y", lzma.compress(Y.encode()), None),
-    "gzip cut off": (
-        "e",
-        gzip.compress(EDGES.encode() * 1000)[:-6],
-        "e.csv cannot be read: Compressed file ended",
-    ),
-    "gzip damaged": (
-        "e",
-        gzip.compress(EDGES.encode())[:-8] + bytes(8),
-        "e.csv cannot be read: CRC check failed",
-    ),
-    "zip": ("e", b"PK\3\4" + bytes(30), "e.csv is no text in UTF-8: unpack archives"),
-    "nothing": ("y", "", "y.csv is empty"),
-    "a header only": ("e", "src,dst\n", "e.csv has a header and no rows"),
-    "comments only": ("e", "# 0,1\n\n", "e.csv is empty"),
-}
+    ("y", "art,id,law\n1,5,1\n0,2,1\n", [[-1, -1], [-1, -1], [0, 1], [-1, -1], [-1, -1], [1, 1]]),
+    ("y", "0,1,1\n0,2,0\n" * 3, "labels.1, 1. is .*: of several labels a"),
+    ("y", "0,1,1\n0,,0\n" * 3, "labels.1, 1. is .*: of several labels a"),
+    ("y", "-1\n" * 6, "none of the 6 nodes has a label"),
+    ("e", EDGES.encode("utf-16"), "e.csv is no text in UTF-8"),
+    ("e", gzip.compress(EDGES.encode()), None),
+    ("x", bz2.compress(X.encode()), None),
+    ("y", lzma.compress(Y.encode()), None),
+    ("e", gzip.compress(EDGES.encode() * 1000)[:-6], "e.csv cannot be read: Compressed file ended"),
+    ("e", gzip.compress(EDGES.encode())[:-8] + bytes(8), "e.csv cannot be read: CRC check failed"),
+    ("e", b"PK\3\4" + bytes(30), "e.csv is no text in UTF-8: unpack archives"),
+    ("y", "", "y.csv is empty"),
+    ("e", "src,dst\n", "e.csv has a header and no rows"),
+    ("e", "# 0,1\n\n", "e.csv is empty"),
+]
+WRITTEN += [
+    (part, GOOD[part].encode().replace(old.encode(), new.encode("latin1")), outcome)
+    for part, old, new, outcome in CHANGED
+]
 
 
-@pytest.mark.parametrize("case", DAMAGE)
-def test_tables_of_strangers(tmp_path, capsys, case):
-    name, content, outcome = DAMAGE[case]
-    e, x, y = (
-        _table_file(tmp_path / f"{part}.csv", content if part == name else good)
-        for part, good in (("e", EDGES), ("x", X), ("y", Y))
-    )
-    args = dict(
-        features=x, labels=y, split={"train": _table_file(tmp_path / "train.csv", "2\n5\n")}
-    )
+def _built(folder, **content):
+    """The store of the good tables, some of them with other content."""
+    files = {n: _table_file(folder / f"{n}.csv", text) for n, text in (GOOD | content).items()}
+    args = dict(features=files["x"], labels=files["y"], split={"train": files["train"]})
+    return GraphStore.open(datasets.build(files["e"], folder / "s", **args))
+
+
+@pytest.mark.parametrize("part, content, outcome", WRITTEN)
+def test_tables_of_strangers(tmp_path, capsys, part, content, outcome):
     if isinstance(outcome, str):
         with pytest.raises(StoreError, match=outcome) as error:
-            datasets.build(e, tmp_path / "s", **args)
+            _built(tmp_path, **{part: content})
         assert "\n" not in str(error.value) and len(str(error.value)) < 400
-        assert {path.name for path in tmp_path.iterdir()} == {
-            "e.csv",
-            "x.csv",
-            "y.csv",
-            "train.csv",
-        }
+        assert {path.stem for path in tmp_path.iterdir()} == {*GOOD}
         return
-    graph = GraphStore.open(datasets.build(e, tmp_path / "s", **args))
+    graph = _built(tmp_path, **{part: content})
     edges, features, labels = EDGES_X_Y
     assert _edges(graph) == sorted(zip(*edges)) and graph.features.tensor.tolist() == features
-    assert graph.labels.tolist() == (labels if outcome is None else outcome) and graph.split[
-        "train"
-    ].tolist() == [2, 5]
+    assert graph.labels.tolist() == (labels if outcome is None else outcome)
+    assert graph.split["train"].tolist() == [2, 5]
     printed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(set(printed), key=printed.index) == ["x.csv", "y.csv", "e.csv", "train.csv"]
+    assert set(printed) == {"x.csv", "y.csv", "e.csv", "train.csv"}
 
 
 def test_tables_say_what_was_guessed(tmp_path, capsys):
-    file = _table_file(tmp_path / "e.csv", "# a\n# b\n\nsrc;dst\n0;1\n1;0\n")
-    graph_tables.edges(file, tmp_path / "e", graph_tables.Nodes(2, "x.csv"))
-    _, nodes = graph_tables.features(
-        _table_file(tmp_path / "x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path / "x"
-    )
-    graph_tables.labels(_table_file(tmp_path / "y.csv", "r;b c\np;a\n"), nodes)
-    graph_tables.edges(_table_file(file, EDGES), tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
+    def file(name, text):
+        return _table_file(tmp_path / name, text)
+
+    e = file("e.csv", "# a\n# b\n\nsrc;dst\n0;1\n1;0\n")
+    graph_tables.edges(e, tmp_path / "e", graph_tables.Nodes(2, "x.csv"))
+    _, nodes = graph_tables.features(file("x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path / "x")
+    graph_tables.labels(file("y.csv", "r;b c\np;a\n"), nodes)
+    graph_tables.edges(file("e.csv", EDGES), tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
     assert capsys.readouterr().out == (
         "e.csv: 2 columns by separator ';', header src;dst, 2 rows\n"
         "x.csv: 3 columns by separator ',', no header, column 1 names the nodes, such as p, 3 rows, 2 features\n"
@@ -303,145 +182,89 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
     )
 
 
-def test_tables_nodes_with_names(tmp_path):
+@pytest.mark.parametrize(
+    "names, ids",
+    [(["anna", "bob", "#c", "d, e", "é", "6"], "node"), ([31336, 7, 0, 10**6, 5, 10], "paper_id")],
+)
+def test_tables_nodes_with_names(tmp_path, names, ids):
     """Text, and integers that are not 0 to V-1, are mapped to the rows of the features; the names are kept."""
-    for kind, names in (
-        ("text", ["anna", "bob", "#c", "d, e", "é", "6"]),
-        ("numbers", [31336, 7, 0, 1061127, 5, 10]),
+    quoted = [f'"{name}"' for name in names]
+    rows = zip(quoted if ids == "node" else names, X.split())
+    contents = {
+        "e": "from,to\n" + re.sub(r"\d", lambda at: quoted[int(at[0])], EDGES),
+        "x": f"{ids},a,b\n" + "".join(f"{name},{line}\n" for name, line in rows),
+        "y": "".join(f"{name};{label}\n" for name, label in sorted(zip(quoted, Y.split()))),
+        "train": f"{quoted[0]}\n{quoted[2]}\n",
+    }
+    graph = _built(tmp_path, **contents)
+    path = graph.path
+    assert _edges(graph) == sorted(zip(*EDGES_X_Y[0]))
+    assert graph.features.tensor.tolist() == EDGES_X_Y[1] and graph.labels.tolist() == EDGES_X_Y[2]
+    assert graph.split["train"].tolist() == [0, 2] and verify(path) == []
+    assert (path / "nodes.txt").read_text("utf-8") == "".join(f"{name}\n" for name in names)
+    assert list(map(str, names)) == graph.node_names() and "nodes.txt" in store.info(path)
+    for part, content, complaint in (
+        ("e", "from,to\nzoe,7\n", "line 2"),
+        ("y", Y, "no column of ids"),
+        ("x", X, "line 1: column 1 is no whole number|there is no node"),
     ):
-        quoted = [f'"{name}"' for name in names]
-        e = "from,to\n" + "".join(
-            f"{quoted[int(u)]},{quoted[int(v)]}\n"
-            for u, v in (line.split(",") for line in EDGES.split())
-        )
-        x = (
-            "node,a,b\n" + "".join(f"{name},{line}\n" for name, line in zip(quoted, X.split()))
-            if kind == "text"
-            else "paper_id,a,b\n"
-            + "".join(f"{name},{line}\n" for name, line in zip(names, X.split()))
-        )
-        y = "".join(f"{name};{label}\n" for name, label in sorted(zip(quoted, Y.split())))
-        e, x, y, train = (
-            _table_file(tmp_path / f"{kind}-{part}.csv", content)
-            for part, content in (
-                ("e", e),
-                ("x", x),
-                ("y", y),
-                ("train", f"{quoted[0]}\n{quoted[2]}\n"),
-            )
-        )
-        path = datasets.build(e, tmp_path / kind, features=x, labels=y, split={"train": train})
-        graph = GraphStore.open(path)
-        assert (
-            _edges(graph) == sorted(zip(*EDGES_X_Y[0]))
-            and graph.features.tensor.tolist() == EDGES_X_Y[1]
-        )
-        assert (
-            graph.labels.tolist() == EDGES_X_Y[2]
-            and graph.split["train"].tolist() == [0, 2]
-            and verify(path) == []
-        )
-        assert (path / "nodes.txt").read_text("utf-8") == "".join(f"{name}\n" for name in names)
-        assert list(map(str, names)) == graph.node_names() and "nodes.txt" in store.info(path)
-        for part, content, complaint in (
-            (e, "from,to\nzoe,7\n", "line 2"),
-            (y, Y, "no column of ids"),
-            (x, X, "line 1: column 1 is no whole number|there is no node"),
-        ):
-            good = part.read_bytes()
-            with pytest.raises(StoreError, match=complaint):
-                _table_file(part, content)
-                datasets.build(e, tmp_path / "bad", features=x, labels=y, split={"train": train})
-            part.write_bytes(good)
-    with pytest.raises(
-        StoreError, match="holds the ids of the nodes, but b is there more than once"
-    ):
-        graph_tables.features(_table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n"), tmp_path / "x")
+        with pytest.raises(StoreError, match=complaint):
+            shutil.rmtree(path, ignore_errors=True)
+            _built(tmp_path, **{**contents, part: content})
+    with pytest.raises(StoreError, match="ids of the nodes, but b is there more than once"):
+        x = _table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n")
+        graph_tables.features(x, tmp_path / "x")
 
 
 def test_tables_names_of_nodes_are_guarded(tmp_path):
     """nodes.txt is under the store's checksums; a store from before that, which has it beside them, opens as it did."""
-    x = _table_file(
-        tmp_path / "x.csv", "".join(f"n{i},{line}\n" for i, line in enumerate(X.split()))
-    )
-    e = _table_file(tmp_path / "e.csv", re.sub(r"(\d)", r"n\1", EDGES))
-    y = _table_file(tmp_path / "y.csv", "".join(f"n{i},{i % 2}\n" for i in range(6)))
-    built = datasets.build(
-        e,
-        tmp_path / "s",
-        features=x,
-        labels=y,
-        split={"train": _table_file(tmp_path / "t.csv", "n0\n")},
-    )
-    names = (built / "nodes.txt").read_bytes()
-    for content, opens in (
-        (names.replace(b"n3", b"n9"), True),
-        (names[:-3], False),
-        (names + b"n6\n", False),
-        (None, False),
-    ):
-        (built / "nodes.txt").write_bytes(content) if content is not None else (
-            built / "nodes.txt"
-        ).unlink()
-        problems = verify(built)
+    x = re.sub("(?m)^(.)", r"n\1,\1", X)
+    y = "".join(f"n{i},{i % 2}\n" for i in range(6))
+    path = _built(tmp_path, e=re.sub(r"(\d)", r"n\1", EDGES), x=x, y=y, train="n0\n").path
+    names, meta = (path / "nodes.txt").read_bytes(), path / "meta.json"
+    for content in (names.replace(b"n3", b"n9"), names[:-3], names + b"n6\n", None):
+        (path / "nodes.txt").unlink()
+        if content is not None:
+            (path / "nodes.txt").write_bytes(content)
+        problems = verify(path)
         assert len(problems) == 1 and problems[0].startswith("nodes.txt: "), problems
-        assert _run("store.py", "verify", built).returncode == 1
-        with (
-            nullcontext()
-            if opens
-            else pytest.raises(StoreError, match="nodes.txt .*rebuild the store")
-        ):
-            GraphStore.open(built)
-    (built / "nodes.txt").write_bytes(names)
-    assert verify(built) == []
-    kept = (built / "meta.json").read_bytes()
-    meta = json.loads(kept)
-    del meta["files"]["nodes.txt"]["sha256"]
-    (built / "meta.json").write_bytes(disk.dump_meta(meta))
+        assert store.main(["verify", str(path)]) == 1
+        if content is not None and len(content) == len(names):
+            GraphStore.open(path)
+        else:
+            with pytest.raises(StoreError, match="nodes.txt .*rebuild the store"):
+                GraphStore.open(path)
+        (path / "nodes.txt").write_bytes(names)
+    assert verify(path) == []
+    kept = meta.read_bytes()
+    changed = json.loads(kept)
+    del changed["files"]["nodes.txt"]["sha256"]
+    meta.write_bytes(disk.dump_meta(changed))
     with pytest.raises(StoreError, match="rebuild the store"):
-        GraphStore.open(built)
-    (built / "meta.json").write_bytes(kept)
-    meta = json.loads((built / "meta.json").read_bytes())
-    del meta["files"]["nodes.txt"]
-    (built / "meta.json").write_bytes(disk.dump_meta(meta))
-    assert GraphStore.open(built).node_names() is None and verify(built) == []
+        GraphStore.open(path)
+    del changed["files"]["nodes.txt"]
+    meta.write_bytes(disk.dump_meta(changed))
+    assert GraphStore.open(path).node_names() is None and verify(path) == []
 
 
 def test_store_names_of_nodes(tmp_path):
-    x = np.eye(3, dtype=np.float32)
+    graph = dict(edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype=np.float32))
     for names, complaint in (
         (["a", "b"], "node_names has 2 names: 3 are needed"),
         (["a", "b\nc", "d"], "name 1, 'b.nc', .* line"),
         (["a", "b", "a"], "node_names holds 'a' more than once"),
     ):
         with pytest.raises(StoreError, match=complaint):
-            build_store(tmp_path / "s", edge_index=[[0, 1], [1, 2]], features=x, node_names=names)
+            build_store(tmp_path / "s", **graph, node_names=names)
     assert not (tmp_path / "s").exists()
-    path = build_store(
-        tmp_path / "s", edge_index=[[0, 1], [1, 2]], features=x, node_names=["a", "\u2028b", ""]
-    )
+    path = build_store(tmp_path / "s", **graph, node_names=["a", "\u2028b", ""])
     assert GraphStore.open(path).node_names() == ["a", "\u2028b", ""] and verify(path) == []
 
 
 def test_tables_classes_are_kept(tmp_path):
-    e, x, y = (
-        _table_file(tmp_path / f"{name}.csv", text)
-        for name, text in (
-            ("e", EDGES),
-            ("x", X),
-            (
-                "y",
-                "id,topic\n"
-                + "".join(f"{i},{t}\n" for i, t in enumerate("zoo,art,zoo,,law,art".split(","))),
-            ),
-        )
-    )
-    graph = GraphStore.open(datasets.build(e, tmp_path / "s", features=x, labels=y))
-    assert graph.labels.tolist() == [2, 0, 2, -1, 1, 0] and graph.meta["source"]["classes"] == [
-        "art",
-        "law",
-        "zoo",
-    ]
+    graph = _built(tmp_path, y="id,topic\n0,zoo\n1,art\n2,zoo\n3,\n4,law\n5,art\n")
+    assert graph.labels.tolist() == [2, 0, 2, -1, 1, 0]
+    assert graph.meta["source"]["classes"] == ["art", "law", "zoo"]
 
 
 def test_tables_ids_of_a_split(tmp_path):
@@ -461,68 +284,57 @@ def test_tables_ids_of_a_split(tmp_path):
 
 
 def test_tables_weights_and_times(tmp_path):
-    file = _table_file(
-        tmp_path / "e.csv",
-        "w,dst,Source ID,Timestamp\n1,0,1,1700000000123456789\n.5,1,2,1700000000123456788\n",
-    )
-    nodes = graph_tables.Nodes(3, "x.csv")
-    keep = {"edge_weight": ["w"], "edge_time": ["4"]}
-    edge_index, more = graph_tables.edges(file, tmp_path / "e", nodes, keep)
+    text = "w,dst,Source ID,Timestamp\n1,0,1,1700000000123456789\n.5,1,2,1700000000123456788\n"
+    file, nodes = _table_file(tmp_path / "e.csv", text), graph_tables.Nodes(3, "x.csv")
+
+    def edges(**keep):
+        return graph_tables.edges(file, tmp_path / "e", nodes, keep)
+
+    edge_index, more = edges(edge_weight=["w"], edge_time=["4"])
     assert edge_index.tolist() == [[1, 2], [0, 1]] and list(more) == ["edge_weight", "edge_time"]
     assert more["edge_weight"].tolist() == [1, 0.5]
     assert more["edge_time"].tolist() == [1700000000123456789, 1700000000123456788]
-    _, more = graph_tables.edges(file, tmp_path / "e", nodes, {"edge_features": ["Timestamp", "w"]})
-    assert more["edge_features"].tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
-    for keep, complaint in (
-        (
-            {"edge_weight": ["w"]},
-            "understood, 'Timestamp': leave them out, or say what they are by --w",
-        ),
-        (
-            {"edge_weight": ["W"]},
-            "has no column 'W', and there is no file of that name: it has w, dst",
-        ),
-        ({"edge_weight": ["5"]}, "has no column '5'"),
-        ({"edge_weight": ["dst"]}, "'dst' is taken for two"),
+    more = edges(edge_features=["Timestamp", "w"])[1]["edge_features"]
+    assert more.tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
+    for name, complaint in (
+        ("w", "understood, 'Timestamp': leave them out, or say what they are by --w"),
+        ("W", "has no column 'W', and there is no file of that name: it has w, dst"),
+        ("5", "has no column '5'"),
+        ("dst", "'dst' is taken for two"),
     ):
         with pytest.raises(StoreError, match=complaint):
-            graph_tables.edges(file, tmp_path / "e", nodes, keep)
-    for header in ("source,paper", "dst,src,dst2", "from,u,to"):
+            edges(edge_weight=[name])
+    for text in ("source,paper\n0,1\n", "dst,src,dst2\n0,1,2\n", "from,u,to\n0,1,2\n"):
+        _table_file(file, text)
         with pytest.raises(StoreError, match="call one source|more columns"):
-            text = f"{header}\n" + ",".join("012"[: len(header.split(","))]) + "\n"
-            graph_tables.edges(_table_file(tmp_path / "e.csv", text), tmp_path / "e", nodes)
+            edges()
 
 
 def test_tables_change_far_inside(tmp_path):
     """Pieces of a table are compared with each other, and lines are counted over all of them."""
     good, count = b"1.5,2\n", 300_000
+
+    def features(text):
+        return graph_tables.features(_table_file(tmp_path / "x.csv", text), tmp_path / "x")[0]
+
     for bad, complaint in (
         (b"1,2,3,4\n" * 10, "Expected 2 columns, got 4: 1,2,3,4"),
         (b"1\n2\n", "Expected 2 columns, got 1: 1"),
         (b"1,x\n", "column 2 is no number: invalid value 'x'"),
     ):
         with pytest.raises(StoreError, match=f"line {count + 1}: .*{complaint}"):
-            graph_tables.features(
-                _table_file(tmp_path / "x.csv", good * count + bad), tmp_path / "x"
-            )
-    x, _ = graph_tables.features(
-        _table_file(tmp_path / "x.csv", good * count + b'"3", 4 \n\n' + good * count),
-        tmp_path / "x",
-    )
-    assert (
-        len(x) == 2 * count + 1
-        and x[count].tolist() == [3, 4]
-        and (np.delete(x, count, 0) == [1.5, 2]).all()
-    )
+            features(good * count + bad)
+    x = features(good * count + b'"3", 4 \n\n' + good * count)
+    assert len(x) == 2 * count + 1 and x[count].tolist() == [3, 4]
+    assert (np.delete(x, count, 0) == [1.5, 2]).all()
 
 
 def _read(text, kind, width=2):
     """[r, width] of a table of bytes, all of whose columns are of a kind."""
     table = tables.Table(io.BytesIO(text), "t.csv")
     assert table.width == width
-    return np.concatenate(
-        [np.stack(list(c.values()), 1) for _, c in table.read(dict.fromkeys(range(width), kind))]
-    )
+    read = table.read(dict.fromkeys(range(width), kind))
+    return np.concatenate([np.stack(list(columns.values()), 1) for _, columns in read])
 
 
 def test_tables_numbers_are_those_of_python():
@@ -543,36 +355,14 @@ def test_tables_numbers_are_those_of_python():
             found = _read(text.encode(), kind)[:, 0]
             expected = np.array([python(cell) for cell in cells], found.dtype)
             assert found.tobytes() == expected.tobytes(), (kind, form)
-    cells = [
-        "1_0",
-        "\uff11",
-        "1e",
-        "--1",
-        "1-2",
-        "",
-        "-",
-        ".",
-        "e5",
-        "1 2",
-        "nan",
-        "inf",
-        "1e999",
-        "1,5",
-    ]
-    for cell in [*cells, "9" * 5000]:
+    bad = ["1_0", "\uff11", "1e", "--1", "1-2", "", "-", ".", "e5", "1 2", "nan", "inf", "1e999"]
+    for cell in [*bad, "1,5"]:
         for kind in (float, int):
             with pytest.raises(StoreError, match="line 2: column 2 is "):
-                if cell != "9" * 5000 or kind is int:
-                    _read(f'1,2\n1,"{cell}"\n1,2\n'.encode(), kind)
-                raise StoreError("line 2: column 2 is ")
-    for cell in (
-        "9223372036854775808",
-        "-9223372036854775809",
-        "9007199254740992.0",
-        "1.5",
-        "1e-3",
-    ):
-        with pytest.raises(StoreError, match="line 2: column 2 .* whole number"):
+                _read(f'1,2\n1,"{cell}"\n1,2\n'.encode(), kind)
+    bad = [str(1 << 63), str(-1 - (1 << 63)), "9007199254740992.0", "1.5", "1e-3", "9" * 5000]
+    for cell in bad:
+        with pytest.raises(StoreError, match="line 2: column 2 .* (whole number|infinite)"):
             _read(f"1,2\n1,{cell}\n".encode(), int)
 
 
@@ -614,25 +404,17 @@ def _slow_number(cell, whole):
 
 def _slow_meaning(kind, rows):
     """What the rows of a mutated table mean, in plain Python; None where they mean nothing."""
-
-    def number(cell):
-        return cell == "nan" or re.fullmatch("[-+0-9.][-+0-9.eE]*", cell) is not None
-
     if not rows:
         return None
     names = [re.sub("[^a-z0-9]", "", name.lower()) for name in rows[0]]  # spelt anyhow
     named = names == ["label"]
     if kind != "text":
-        named = (
-            rows[0] != [""]
-            and not any(map(number, rows[0]))
-            and rows[0][0][:1] not in "+-.0123456789"
-        )
-    names = names if named else None
-    rows = rows[1:] if names else rows
+        numbers = any(re.fullmatch("nan|[-+0-9.][-+0-9.eE]*", cell) for cell in rows[0])
+        named = rows[0] != [""] and not numbers and rows[0][0][:1] not in [*"+-.0123456789"]
+    rows = rows[1:] if named else rows
     try:
         if kind == "edges":
-            swapped = names is not None and names[0] in ("dst", "dest") and names[1] == "src"
+            swapped = named and names[0] in ("dst", "dest") and names[1] == "src"
             order = [1, 0] if swapped else [0, 1]
             pairs = [[_slow_number(row[j], True) for j in order] for row in rows]
             return pairs if pairs and all(0 <= v < 30 for pair in pairs for v in pair) else None
@@ -640,13 +422,43 @@ def _slow_meaning(kind, rows):
             return [[_slow_number(cell, False) for cell in row] for row in rows] or None
         if len(rows) != 25:
             return None
+        cells = [cell for (cell,) in rows]
         if kind == "labels":
-            found = [-1 if cell in ("", "nan") else _slow_number(cell, True) for (cell,) in rows]
+            found = [-1 if cell in ("", "nan") else _slow_number(cell, True) for cell in cells]
             return found if min(found) >= -1 else None
-        classes = sorted({cell for (cell,) in rows} - {"", "nan"})
-        return [-1 if cell in ("", "nan") else classes.index(cell) for (cell,) in rows]
+        classes = sorted({*cells} - {"", "nan"})
+        return [-1 if cell in ("", "nan") else classes.index(cell) for cell in cells]
     except (ValueError, OverflowError):
         return None
+
+
+def _mutated_table(random, kind, separator, width):
+    """A good table of 25 rows of a kind, damaged in one or two places, as bytes."""
+    header, quotes = (bool(random.integers(4) == 0) for _ in range(2))
+    if kind == "edges":
+        names, rows = ["src", "dst"][:: random.choice([1, -1])], random.integers(0, 30, (25, 2))
+    elif kind == "features":
+        rows = [[f"{v:.4g}" for v in row] for row in random.standard_normal((25, width))]
+        names = list("pqrst"[:width])
+    else:
+        words = ("cat", "dog", "c d") if kind == "text" else range(3)
+        names, rows = ["label"], [[words[v]] for v in random.integers(0, 3, 25)]
+    lines = [[f'"{cell}"' if quotes else str(cell) for cell in row] for row in [names, *rows]]
+    end = ("\n", "\r\n")[random.integers(2)]
+    lines = [separator.join(line) + end for line in lines[not header :]]
+    content = bytearray("".join(lines).encode())
+    words = [*'07-.e #"\n\r,;\t\0x\ufeffé', separator, "nan", "99999999999"]
+    for _ in range(random.integers(1, 3)):
+        at, what = int(random.integers(len(content))), random.integers(8)
+        if what < 4:  # put something in, or in the place of something
+            content[at : at + int(what < 2)] = words[random.integers(len(words))].encode()
+        elif what < 6:  # take something out
+            del content[at : at + int(random.integers(1, 4))]
+        elif what == 6:  # say something twice
+            content[at:at] = content[at : at + int(random.integers(1, 9))]
+        else:
+            content = content[: max(at, len(content) - 20)]
+    return bytes(content)
 
 
 def test_tables_fuzz(tmp_path, capsys):
@@ -658,62 +470,10 @@ def test_tables_fuzz(tmp_path, capsys):
     nodes, counts = graph_tables.Nodes(30, "x.csv"), collections.Counter()
     for trial in range(int(os.environ.get("RINGBLOCK_FUZZ", 500))):
         kind = ("edges", "features", "labels", "text")[trial % 4]
-        separator = ",;\t "[random.integers(4)] if kind in ("edges", "features") else ","
-        header, quotes = (bool(random.integers(4) == 0) for _ in range(2))
         width = dict(edges=2, features=int(random.integers(1, 6))).get(kind, 1)
-        separator = "," if width == 1 else separator
-        if kind == "edges":
-            rows = random.integers(0, 30, (25, 2)).tolist()
-        elif kind == "features":
-            rows = [["%.4g" % v for v in row] for row in random.standard_normal((25, width))]
-        else:
-            rows = [
-                [("cat", "dog", "c d")[v] if kind == "text" else v]
-                for v in random.integers(0, 3, 25)
-            ]
-        names = dict(
-            edges=[["src", "dst"], ["dst", "src"]][random.integers(2)],
-            features=list("pqrst"[:width]),
-        ).get(kind, ["label"])
-        lines = [
-            [f'"{cell}"' if quotes else str(cell) for cell in row]
-            for row in ([names] if header else []) + rows
-        ]
-        end = ("\n", "\r\n")[random.integers(2)]
-        content = bytearray("".join(separator.join(row) + end for row in lines).encode())
-        for _ in range(random.integers(1, 3)):
-            at, what = int(random.integers(len(content))), random.integers(8)
-            if what < 4:  # put something in, or in the place of something
-                alphabet = [
-                    "0",
-                    "7",
-                    "-",
-                    ".",
-                    "e",
-                    " ",
-                    "#",
-                    '"',
-                    "\n",
-                    "\r",
-                    separator,
-                    ",",
-                    ";",
-                    "\t",
-                    "\0",
-                    "x",
-                    "nan",
-                    "\ufeff",
-                    "é",
-                    "99999999999",
-                ]
-                content[at : at + int(what < 2)] = alphabet[random.integers(len(alphabet))].encode()
-            elif what < 6:  # take something out
-                del content[at : at + int(random.integers(1, 4))]
-            elif what == 6:  # say something twice
-                content[at:at] = content[at : at + int(random.integers(1, 9))]
-            else:
-                content = content[: max(at, len(content) - 20)]
-        file, content = _table_file(tmp_path / "t.csv", bytes(content)), bytes(content)
+        separator = ",;\t "[random.integers(4)] if width > 1 else ","
+        content = _mutated_table(random, kind, separator, width)
+        file = _table_file(tmp_path / "t.csv", content)
         rows = _read_slowly(content, separator, width)
         expected = None if rows is None else _slow_meaning(kind, rows)
         try:
@@ -732,7 +492,9 @@ def test_tables_fuzz(tmp_path, capsys):
             continue
         assert found == expected, (trial, kind, content)
         counts["read"] += 1
-    assert counts["read"] > 90 and counts["refused"] > 200 and counts["needlessly"] < 15, counts
+    assert (
+        counts["read"] > 90 and counts["refused"] > 200 and counts["needlessly"] < 15 * trial / 400
+    ), counts
 
 
 def test_tables_damaged_archives(tmp_path):
@@ -740,37 +502,33 @@ def test_tables_damaged_archives(tmp_path):
     random, nodes = np.random.default_rng(0), graph_tables.Nodes(1000, "x.csv")
     pairs = random.integers(0, 1000, (2000, 2))
     text = "".join(f"{u},{v}\n" for u, v in pairs).encode()
-    outcomes = collections.Counter()
+    half, refused = text.index(b"\n", 9000) + 1, 0
+
+    def edges(content):
+        return graph_tables.edges(_table_file(tmp_path / "e.csv", content), tmp_path / "e", nodes)[
+            0
+        ]
+
     for pack in (gzip.compress, bz2.compress, lzma.compress):
-        good = pack(text)
-        two = _table_file(
-            tmp_path / "e.csv",
-            pack(text[: text.index(b"\n", 9000) + 1]) + pack(text[text.index(b"\n", 9000) + 1 :]),
-        )
         # archives one after the other
-        assert np.array_equal(graph_tables.edges(two, tmp_path / "e", nodes)[0].T, pairs)
+        assert np.array_equal(edges(pack(text[:half]) + pack(text[half:])).T, pairs)
         for trial in range(60):
-            bad = bytearray(good)
+            bad = bytearray(pack(text))
             if trial % 3:
                 bad[random.integers(len(bad))] ^= 1 << random.integers(8)
             else:
                 bad = bad[: random.integers(1, len(bad))]
             try:
-                found = graph_tables.edges(
-                    _table_file(tmp_path / "e.csv", bytes(bad)), tmp_path / "e", nodes
-                )[0].T
+                assert np.array_equal(edges(bytes(bad)).T, pairs)
             except StoreError as error:
                 assert str(tmp_path / "e.csv") in str(error) and "\n" not in str(error)
-                outcomes["refused"] += 1
-            else:
-                assert np.array_equal(found, pairs)
-                outcomes["read"] += 1
-    assert outcomes["refused"] > 120, outcomes
+                refused += 1
+    assert refused > 120
 
 
 def test_tables_take_little_memory(tmp_path):
     """Lines without an end, archives that unpack to a thousand times their size: refused before they are in memory."""
-    nodes = graph_tables.Nodes(10, "x.csv")
+    nodes, file = graph_tables.Nodes(10, "x.csv"), tmp_path / "e.csv"
     endless, labels = b"1," * (1 << 23), gzip.compress(b"1\n" * (1 << 22), 1)
     comments = (b"#" * 999 + b"\n") * (1 << 15)
     tracemalloc.start()
@@ -781,56 +539,50 @@ def test_tables_take_little_memory(tmp_path):
             (comments, "is empty"),
         ):
             with pytest.raises(StoreError, match=complaint):
-                graph_tables.edges(
-                    _table_file(tmp_path / "e.csv", gzip.compress(content, 1)),
-                    tmp_path / "e",
-                    nodes,
-                )
+                _table_file(file, gzip.compress(content, 1))
+                graph_tables.edges(file, tmp_path / "e", nodes)
         with pytest.raises(StoreError, match="zero cannot be read: it is no regular file"):
             graph_tables.features("/dev/zero", tmp_path / "x")
         with pytest.raises(StoreError, match="there are more rows than the 10"):
-            graph_tables.labels(_table_file(tmp_path / "y.csv", labels), nodes)
+            graph_tables.labels(_table_file(file, labels), nodes)
         assert tracemalloc.get_traced_memory()[1] < 90 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_tables_parquet(tmp_path, monkeypatch):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def write(name, **columns):
+        parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+        return tmp_path / f"{name}.parquet"
+
     file = _table_file(tmp_path / "e.parquet", b"PAR1" + bytes(20))
     nodes = graph_tables.Nodes(6, "x.csv")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
-        with pytest.raises(StoreError, match=r"e.parquet cannot be read: .*pyarrow"):
+        patch.setitem(sys.modules, "pyarrow.parquet", None)
+        with pytest.raises(StoreError, match="e.parquet cannot be read: .*pyarrow"):
             graph_tables.edges(file, tmp_path / "e", nodes)
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow import parquet
-
-    with pytest.raises(
-        StoreError, match="e.parquet cannot be read: Invalid|e.parquet cannot be read: Parquet"
-    ):
+    with pytest.raises(StoreError, match="e.parquet cannot be read: (Invalid|Parquet)"):
         graph_tables.edges(file, tmp_path / "e", nodes)
-    random = np.random.default_rng(0)
-    x = random.standard_normal((6, 3)).astype(np.float32)
-    written = {
-        "e": {"dst": pa.array(EDGES_X_Y[0][1], pa.uint8()), "src": EDGES_X_Y[0][0]},
-        "x": {"id": ["#a", 'b"', "c,", " d", "é", ""], **{f"f{j}": x[:, j] for j in range(3)}},
-        "y": {"label": pa.array([2, None, 0, 1, None, 1])},
-    }
-    for name, columns in written.items():
-        parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    write("e", dst=pa.array(EDGES_X_Y[0][1], pa.uint8()), src=EDGES_X_Y[0][0])
     assert graph_tables.edges(file, tmp_path / "e", nodes)[0].tolist() == EDGES_X_Y[0]
-    assert str(graph_tables.labels(tmp_path / "y.parquet", nodes)) == "[ 2. nan  0.  1. nan  1.]"
+    y = write("y", label=pa.array([2, None, 0, 1, None, 1]))
+    assert str(graph_tables.labels(y, nodes)) == "[ 2. nan  0.  1. nan  1.]"
+    x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
+    names, columns = ["#a", 'b"', "c,", " d", "é", ""], {f"f{j}": x[:, j] for j in range(3)}
     with pytest.raises(StoreError, match="a cell is empty"):
-        graph_tables.features(tmp_path / "x.parquet", tmp_path / "x")
-    written["x"]["id"][5] = "f"
-    parquet.write_table(pa.table(written["x"]), tmp_path / "x.parquet")
-    found, nodes = graph_tables.features(tmp_path / "x.parquet", tmp_path / "x")
+        graph_tables.features(write("x", id=names, **columns), tmp_path / "x")
+    names[5] = "f"
+    found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path / "x")
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
-    for columns, complaint in (
-        ({"src": [[1]], "dst": [[2]]}, "e.parquet.* cast"),
-        ({"src": [None, 1], "dst": [1, 2]}, "line 1: 'src' is empty"),
-        ({"src": [1.5], "dst": [2]}, "line 1: 'src' is 1.5, which is no whole"),
+    for src, dst, complaint in (
+        ([[1]], [[2]], "e.parquet.* cast"),
+        ([None, 1], [1, 2], "line 1: 'src' is empty"),
+        ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
     ):
-        parquet.write_table(pa.table(columns), file)
         with pytest.raises(StoreError, match=complaint):
-            graph_tables.edges(file, tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
+            nodes = graph_tables.Nodes(6, "x.csv")
+            graph_tables.edges(write("e", src=src, dst=dst), tmp_path / "e", nodes)

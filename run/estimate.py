@@ -1,0 +1,41 @@
+"""What training takes in each mode: python store.py estimate PATH --gpus 4 --fanout 15,10,5"""
+
+from disk.files import readable_size
+from run.edge_data import edge_data
+from run.flags import make_parser, text_of
+from run.plan import estimate
+from run.step_graph import hops_held
+from store import BACKENDS, GraphStore, free_host_bytes
+from tasks.node import NodeTask
+
+
+def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
+    """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose."""
+    graph = GraphStore.open(path)
+    args = make_parser().parse_args([f"--fanout={text_of(list(fanout))}"])
+    free_host = free_host_bytes() if free_host is None else free_host
+    graphs = hops_held(args, graph, edge_data(args, NodeTask, graph)[0])
+    modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)
+    disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
+    features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
+    lines = [("on disk", f"graph {size(sum(disk.values()))}, features {size(features)}")]
+    for mode, fit in modes.items():
+        lines += [(mode, f"{fit.line}; batches of up to {fit.largest_batch:,} seeds fit")]
+    none = "none fits (--free-gpu GB asks about another machine's GPUs)"
+    shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
+    arrays, where = modes["pinned-cuda"].placement.shared, "the mapped file stays in it"
+    if arrays > free_host:
+        where = "rows are read from the mapped file's disk, behind --cache"
+    if graph.indices.nbytes > free_host // 2:
+        size_of = size(graph.indices.nbytes)
+        where += f", and neighbour lists as they are sampled (all take {size_of})"
+    lines += [
+        ("mode", best or none),
+        ("steps", f"of {shapes if graphs else 'the shapes of their batches'}"),
+        (
+            "features",
+            f"mmap: graph and features take {size(arrays)} and {size(free_host)} of host memory "
+            f"are free: {where}; lmdb is for rows that change while others read them",
+        ),
+    ]
+    return "\n".join(f"{name:<14} {value}" for name, value in lines)
