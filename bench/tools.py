@@ -33,7 +33,8 @@ from store import GraphStore
 
 def hardware(gpu=False):
     """Processor, memory, versions and, with `gpu`, the GPU and its libraries -> dict."""
-    named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    cpuinfo = Path("/proc/cpuinfo")
+    named = cpuinfo.exists() and re.search(r"model name\s*: (.*)", cpuinfo.read_text())
     figures = {
         "cpu": named[1].strip() if named else platform.processor(),
         "cores": os.cpu_count(),

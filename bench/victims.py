@@ -88,12 +88,19 @@ def build_in(path, arrays, backend="lmdb", block_rows=None):
     build_store(path, backend=backend, block_rows=block_rows, split=split, **kept)
 
 
+def take(case, source, target, harm=None):
+    """Copy what is good and, unless nothing is to be wrong, harm it -> the second of what harm(path, random) returned."""
+    good, forged = case.base / source, None
+    (shutil.copytree if good.is_dir() else shutil.copyfile)(good, target)
+    if harm and (random := case.random()):
+        what, forged = harm(Path(target), random)
+        case.note(what=what, forged=bool(forged))
+    return forged
+
+
 def attack_store(case):
     """Verify, read and train on a store."""
-    shutil.copytree(case.base / case.kind, "store")
-    if random := case.random():
-        what, forged = harm_store(Path("store"), random)
-        case.note(what=what, forged=forged)
+    take(case, case.kind, "store", harm_store)
     case.note(verified=exit_code(store.main, ["verify", "store"]))
     train_on(case, "store")
 
@@ -101,26 +108,24 @@ def attack_store(case):
 def attack_input(case):
     """Build a store from files, verify it and train on it. What is read of damaged tables is compared in
     tests/test_tables.py, of arrays here."""
-    is_csv, written = case.kind == "csv", None
-    source = Path("csv" if is_csv else f"{case.kind}.npz")
-    (shutil.copytree if is_csv else shutil.copyfile)(case.base / source, source)
-    if random := case.random():
-        file, how = (
-            source / f"{pick(list(TABLES), random)}.csv" if is_csv else source,
-            random.random(),
-        )
+    table = case.kind == "csv"
+    source = "csv" if table else f"{case.kind}.npz"
+
+    def harm(path, random):
+        file, how = path / f"{pick(list(TABLES), random)}.csv" if table else path, random.random()
         if how < 0.05:
             file.unlink()
-            bomb, what, forged = f"bomb{'.csv.gz' if is_csv else '.npz'}", "far too much", False
-            shutil.copyfile(case.base / bomb, f"{file}.gz" if is_csv else file)
-        elif is_csv or how < 0.5:
-            what, forged = harm_bytes(file, random)
-        else:
-            what, forged = what, written = harm_values(file, random)
-        case.note(what=what, forged=bool(forged or is_csv))
-    words = [source, "built"]
-    if is_csv:
-        edges, *others = (next(source.glob(f"{name}.csv*")) for name in TABLES)
+            bomb = "bomb.csv.gz" if table else "bomb.npz"
+            shutil.copyfile(case.base / bomb, f"{file}.gz" if table else file)
+            return f"{bomb} for {file.name}", table
+        if not table and how >= 0.5:
+            return harm_values(file, random)
+        what, forged = harm_bytes(file, random)
+        return what, forged or table
+
+    words, written = [source, "built"], take(case, source, source, harm)
+    if table:
+        edges, *others = (next(Path("csv").glob(f"{name}.csv*")) for name in TABLES)
         pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
         words = [edges, "built", *(word for pair in pairs for word in pair)]
     code = exit_code(store.main, ["build", *words])
@@ -128,18 +133,14 @@ def attack_input(case):
     if code == 0:
         many = case.kind in MANY
         wrong = (graphs if many else store).verify("built")
-        case.note(wrong=wrong or (written and not many and differs(written)))
+        case.note(wrong=wrong or (isinstance(written, dict) and not many and differs(written)))
         train_on(case, "built")
 
 
 def attack_checkpoint(case):
     """Go on from a checkpoint."""
     task = ("node", "link")[case.model() % 2]
-    shutil.copyfile(case.base / f"{task}.pt", "bad.pt")
-    if random := case.random():
-        harm = harm_values if case.kind == "forged" else harm_bytes
-        what, forged = harm(Path("bad.pt"), random)
-        case.note(what=what, forged=bool(forged))
+    take(case, f"{task}.pt", "bad.pt", harm_values if case.kind == "forged" else harm_bytes)
     words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
     run_train(case, case.base / "mmap", 2, *words, task=task)
 
@@ -148,7 +149,7 @@ def attack_process(case):
     """Kill a process at work, look at what it left, and bring the work to its end."""
     work, problems, good = WORK[case.kind]
     if good:
-        shutil.copytree(case.base / good, "store")
+        take(case, good, "store")
     if random := case.random():
         after, child = random.uniform(0, 1.1 * case.usual), os.fork()
         if not child:

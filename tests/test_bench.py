@@ -19,7 +19,7 @@ import torch
 
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, gpu_speed, harm, picture
+from bench import attack, harm, picture
 from bench import gpu as bench_gpu
 from bench import sampler as bench_sampler
 from bench import step as bench_step
@@ -244,7 +244,6 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
         "keeps": [],
     }
     assert found["raises"]["half"] == 1 and found["hangs"]["seconds"] < 30
-    assert found["keeps"]["finished"] and found["raises"]["finished"]
     text = capfd.readouterr().out
     assert "FAILED  one contender: ValueError" in text
     assert re.search(r"keeps +\| \d+ +\| done +\| 7 seeds in 1.5 ms", text)
@@ -260,10 +259,10 @@ def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
     words = (
         f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2 --hidden 8".split()
     )
-    entries = gpu_speed.epochs_of(words)
+    entries = bench_gpu.epochs_of(words)
     assert len(entries) == 2 and all(entry["loss"] > 0 and entry["seconds"] for entry in entries)
     with pytest.raises(StoreError, match="exit code 2: .*--fanout"):
-        gpu_speed.epochs_of([*words, "--fanout", "x"])
+        bench_gpu.epochs_of([*words, "--fanout", "x"])
 
 
 def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch):
