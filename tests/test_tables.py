@@ -18,6 +18,7 @@ import pytest
 
 import store
 from disk import files as disk
+from disk.checks import check_labels
 from disk.files import StoreError
 from sources import graph_tables, tables
 from sources import prepare as datasets
@@ -484,7 +485,7 @@ def test_tables_fuzz(tmp_path, capsys):
             else:
                 found = graph_tables.labels(file, graph_tables.Nodes(25, "x.csv"))
                 found = Arrays(file, {"labels": found}).labels()
-                found = store.check_labels(found, 25)[0].tolist()
+                found = check_labels(found, 25)[0].tolist()
         except StoreError as error:
             assert "\n" not in str(error) and re.search(f"{file}|labels", str(error))
             counts["refused"] += 1
