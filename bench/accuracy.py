@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.contenders import training_log
 from bench.sampler import LABORS
+from bench.step import training_log
 from bench.tools import hardware, keep_figures, print_table, read_json
 from model import CONVS
 from sources import prepare

@@ -37,7 +37,7 @@ import torch
 from torch.nn import functional as F
 
 from bench import tools
-from bench.contenders import training_log
+from bench.step import training_log
 from bench.tools import interleave, opened, print_table, read_json, turned, write_json
 from disk.files import StoreError
 from features import MODES, FeatureRing, gpu_view, place, share

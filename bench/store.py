@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.contenders import make_ring, trainer
 from bench.sampler import LABORS
+from bench.step import make_ring, trainer
 from bench.tools import (
     alone,
     chosen_parts,
