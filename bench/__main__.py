@@ -11,7 +11,7 @@
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
-    python -m bench labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
+    python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
@@ -77,7 +77,6 @@ def make_parser():
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
     add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt in this interpreter too")
-    add("--papers", type=float, default=1, help="store: part papers, 1 for the size of papers100M")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     # accuracy, labor
