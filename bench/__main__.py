@@ -1,7 +1,7 @@
 """Side-by-side measurement: every contender on the same graph, in one process, in turn.
 
     python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
-    python -m bench step                         # a training step beside DGL's, and what each trick is worth
+    python -m bench step                         # a training step beside DGL's, and what each trick is worth; --model gat and others
     python -m bench layers --fanout 10,10,10 --hidden 128 --dataset synthetic    # every model's layers beside DGL's, PyG's
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
     python -m bench features                     # the ring beside a plain copy; four processes on one store
@@ -70,7 +70,7 @@ def make_parser():
     add("--shared", default=SHARED, metavar="DATASET", help="features: what four processes share")
     add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
     add("--gpus", action="store_true", help="scaling: a GPU for each process")
-    add("--model", default="sage", choices=list(CONVS), help="inference: the model")
+    add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
     # store
     add("--edges", type=int, default=10_000_000, help="store: to build; their reverses are added")
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
@@ -81,7 +81,7 @@ def make_parser():
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     # accuracy, labor
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--heads", type=int, default=1, help="layers: of gat")
+    add("--heads", type=int, default=1, help="step, layers: of gat")
     add(
         "--models", metavar="A,B", help="accuracy, layers: of mlp,sage,sage-pool,gcn,gat,gin,labels"
     )

@@ -44,6 +44,12 @@ def dgl_twin(layer):
     return twin
 
 
+def call_dgl(layer, graph, h, last):
+    """DGL's layer, with heads side by side, averaged in the last layer."""
+    h = layer(graph, h)
+    return h if h.dim() == 2 else h.mean(1) if last else h.flatten(1)
+
+
 def dgl_inference(net, indptr, indices, x):
     """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net` ->
     function of the number of nodes taken at a time -> logits [V, C]."""
@@ -60,9 +66,7 @@ def dgl_inference(net, indptr, indices, x):
             y = torch.empty(graph.num_nodes(), ours.out_dim)
             batches = load.DataLoader(graph, everyone, full, batch_size=batch_size)
             for sources, targets, blocks in batches:
-                out = layer(blocks[0], h[sources])
-                if out.dim() == 3:  # heads: side by side, averaged in the last layer
-                    out = out.mean(1) if layer is layers[-1] else out.flatten(1)
+                out = call_dgl(layer, blocks[0], h[sources], layer is layers[-1])
                 y[targets[0] : targets[-1] + 1] = out if layer is layers[-1] else F.relu(out)
             h = y
         return h

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import model
-from bench.inference import dgl_twin
+from bench.inference import call_dgl, dgl_twin
 from bench.tools import descend, forward, interleave, opened, prepared, print_table
 from native.layers import product
 from run.allocator import keep_freed_memory
@@ -107,15 +107,9 @@ def ours(conv, widths, heads, blocks, degrees):
 
 def dgl(*shape):
     """Prepare DGL's, with the same weights."""
-    conv, _, _, blocks = shape
     net = nn.ModuleList(map(dgl_twin, ours(*shape, None)[0].layers))
-    graphs = [block.to_dgl() for block in blocks]
-
-    def call(layer, graph, h, last):
-        h = layer(graph, h)
-        return h if conv != "gat" else h.mean(1) if last else h.flatten(1)
-
-    return net, lambda x: forward(net, graphs, x, call=call)
+    graphs = [block.to_dgl() for block in shape[-1]]
+    return net, lambda x: forward(net, graphs, x, call=call_dgl)
 
 
 def pyg(conv, widths, heads, blocks):

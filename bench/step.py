@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import model
 import train
 from bench import tools
+from bench.inference import call_dgl, dgl_twin
 from bench.tools import (
     alone,
     descend,
@@ -79,11 +80,19 @@ def make_ring(store, features=None, *, slots=1, first_hop=True, bf16=False):
     )
 
 
-def trainer(args, store, links=None, *, bf16=False, dropout=0.5):
-    """A GraphSAGE of seed 0 -> function that trains it on a fetched batch, nodes or `links`, and returns the loss."""
+def network(args, store, links, dropout):
+    """--model with --heads, of seed 0."""
     torch.manual_seed(0)
+    options = {"num_layers": len(args.fanout), "dropout": dropout, "conv": args.model}
     widths = store.feature_dim, args.hidden, args.hidden if links else store.num_classes
-    net = model.SAGE(*widths, num_layers=len(args.fanout), dropout=dropout)
+    return model.GNN(*widths, heads=args.heads if args.model == "gat" else 1, **options)
+
+
+def trainer(args, store, links=None, *, bf16=False, dropout=0.5):
+    """A network of seed 0 -> function that trains it on a fetched batch, nodes or `links`, and returns the loss."""
+    net = network(args, store, links, dropout)
+    if net.layers[0].uses_degree:
+        net.degrees = model.graph_degrees(store.indptr, store.indices)
     if links:
         net.scorer = Scorer("mlp", args.hidden)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.003, fused=True)
@@ -115,7 +124,7 @@ def ours(
     """
     store = opened(args.dataset, args.root)
     graph = split_edges(store, "none") if link else store
-    csc = graph.indptr, graph.indices
+    csc, first_hop = (graph.indptr, graph.indices), first_hop and args.model == "sage"
     options = {"threads": args.threads, "backend": "native" if native_sampler else "torch"}
     sampler = NeighborSampler(*csc, args.fanout, check=False, **options)
     links = Links(graph, *csc, exclude=link == "exclude") if link else None
@@ -149,10 +158,8 @@ def dgl_store(dataset, root):
 
 
 def dgl(args, link=False, *, dropout=0.5):
-    """Prepare the same steps with DGL's DataLoader and SAGEConv, as DGL's own examples write them."""
+    """Prepare the same steps with DGL's DataLoader and layers, as DGL's own examples write them."""
     load, store = import_dgl().dataloading, opened(args.dataset, args.root)
-    from dgl.nn import SAGEConv
-
     graph = dgl_store(args.dataset, args.root)
     prefetch = {"prefetch_node_feats": ["feat"], "prefetch_labels": None if link else ["label"]}
     draw = load.NeighborSampler(args.fanout[::-1], **prefetch)
@@ -163,16 +170,13 @@ def dgl(args, link=False, *, dropout=0.5):
         draw = load.as_edge_prediction_sampler(draw, exclude="reverse_id", **options)
     seeds = torch.cat(batches_of(store.num_edges if link else store.num_nodes, args))
     batches = iter(load.DataLoader(graph, seeds, draw, batch_size=args.batch_size))
-    widths = [store.feature_dim] + [args.hidden] * len(args.fanout)
-    widths[-1] = args.hidden if link else store.num_classes
-    torch.manual_seed(0)
-    layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in zip(widths, widths[1:]))
+    layers = torch.nn.ModuleList(map(dgl_twin, network(args, store, link, dropout).layers))
     scorer = Scorer("mlp", args.hidden) if link else torch.nn.Identity()
     optimizer = torch.optim.Adam([*layers.parameters(), *scorer.parameters()], lr=0.003)
 
     def step(i):
         _, *pairs, blocks = next(batches)
-        h = tools.forward(layers, blocks, blocks[0].srcdata["feat"], dropout)
+        h = tools.forward(layers, blocks, blocks[0].srcdata["feat"], dropout, call=call_dgl)
         if not link:
             return descend(optimizer, F.cross_entropy(h, blocks[-1].dstdata["label"]))
         scores = [scorer(*(h[ends] for ends in graph.edges())) for graph in pairs]
