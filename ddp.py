@@ -118,18 +118,17 @@ class Ranks(NamedTuple):
 
     def gather(self, value):
         """Every rank's value (a number, a tensor, ...), in the order of the ranks -> list, on every rank."""
-        everyones = [value] * self.world
+        values = [value] * self.world
         if self.world > 1:
-            dist.all_gather_object(everyones, value)
-        return everyones
+            dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, data, source=0):
         """Give the bytes of rank `source` to all -> bytes; what the others pass is ignored."""
+        values = [data]
         if self.world > 1:
-            everyones = [data]
-            dist.broadcast_object_list(everyones, source, device=torch.device("cpu"))
-            (data,) = everyones
-        return data
+            dist.broadcast_object_list(values, source, device=torch.device("cpu"))
+        return values[0]
 
     def barrier(self):
         """Wait until every rank is here."""
@@ -174,13 +173,11 @@ def launch(worker, nprocs, *args, gpus=0):
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
         local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # The agent's store outlives a restart (torch 2.13): without a prefix a rank could find where a dead one
-            # listened.
+            # it outlives a restart (torch 2.13): without a prefix a rank could find where a dead one listened
             store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"attempt {attempt}", store)
-        ranks = Ranks(rank, world, *local, gpus)
-        return _run(worker, ranks, store, args)
+        return _run(worker, Ranks(rank, world, *local, gpus), store, args)
     if nprocs == 1:
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
@@ -192,7 +189,7 @@ def launch(worker, nprocs, *args, gpus=0):
     store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
     given = worker, nprocs, gpus, port, os.getpid(), args
     _supervise(mp.spawn(_spawned, given, nprocs, join=False))
-    del store
+    del store  # it is needed until here
 
 
 @contextmanager

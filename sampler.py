@@ -416,7 +416,11 @@ class TorchBackend:
         blocks = []
         for hop in hops:
             v, at = (src.long(), None) if times is None else (src % V, src // V)
-            indptr, edges, local = self._edges(v, hop, exclude, at if at is None else values[at])
+            by = at if at is None else values[at]
+            indptr, edges = self._pick(v, hop.k, hop.key, exclude, by)
+            local = self.task.indices.index_select(0, edges)
+            if not local.is_cuda and _outside(local, V) is not None:
+                raise IndexError("a node in indices")
             if hop.relabel and times is None:
                 src, local = self._relabel(table, src, local.long())
             elif hop.relabel:
@@ -444,14 +448,6 @@ class TorchBackend:
             return idle, None  # the table is not clean, so it is dropped
         return idle, table
 
-    def _edges(self, v, hop, exclude, times=None):
-        """Edges of nodes v int64 [S] -> block indptr [S+1], edges int64 [E], their nodes [E]."""
-        indptr, edges = self._pick(v, hop.k, hop.key, exclude, times)
-        nodes = self.task.indices.index_select(0, edges)
-        if not nodes.is_cuda and _outside(nodes, self.num_nodes) is not None:
-            raise IndexError("a node in indices")
-        return indptr, edges, nodes
-
     def _pick(self, v, k, key, exclude, times):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
         task, rule = self.task, self.task.rule
@@ -473,7 +469,8 @@ class TorchBackend:
             row = row.repeat_interleave(degree, output_size=places.numel())
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
             if rule == "labor":
-                kept = self._keep_labor(edges, degree[row], k, key)
+                near = task.indices[edges].long()  # a source's own draw decides
+                kept = (random_bits(key, near, 0) * degree[row] <= k << 32) | (k < 0)
             else:
                 kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, key)
             return _prefix_sum(kept)[indptr], edges[kept]
@@ -495,12 +492,6 @@ class TorchBackend:
             gap = gap.repeat_interleave(counts, output_size=edges.numel())
             edges = _past_excluded(edges, exclude, gap)
         return indptr, edges
-
-    def _keep_labor(self, edges, degree, k, key):
-        """LABOR-0: mask [E] of the edges whose source's own draw falls under k / degree."""
-        if k < 0:
-            return torch.ones_like(edges, dtype=torch.bool)
-        return random_bits(key, self.task.indices[edges].long(), 0) * degree <= k << 32
 
     def _keep_heaviest(self, edges, row, position, v, k, key):
         """Efraimidis-Spirakis: mask [E] of the k largest log(uniform) / weight of each row."""

@@ -1,27 +1,14 @@
 """Every test of ringblock: pytest test_all.py. Tests on real graphs skip without ../shared/data."""
 
+from importlib import import_module
+
 import pytest
 
 pytest.register_assert_rewrite("tests")
 
-from tests.conftest import *  # noqa: E402, F403
-from tests.conftest import _before_each_test, _queue  # noqa: E402, F401
-from tests.test_sampler import *  # noqa: E402, F403
-from tests.test_features import *  # noqa: E402, F403
-from tests.test_cache import *  # noqa: E402, F403
-from tests.test_plan import *  # noqa: E402, F403
-from tests.test_model import *  # noqa: E402, F403
-from tests.test_streams import *  # noqa: E402, F403
-from tests.test_loader import *  # noqa: E402, F403
-from tests.test_store import *  # noqa: E402, F403
-from tests.test_sources import *  # noqa: E402, F403
-from tests.test_tables import *  # noqa: E402, F403
-from tests.test_disk import *  # noqa: E402, F403
-from tests.test_train import *  # noqa: E402, F403
-from tests.test_link import *  # noqa: E402, F403
-from tests.test_checkpoint import *  # noqa: E402, F403
-from tests.test_report import *  # noqa: E402, F403
-from tests.test_accuracy import *  # noqa: E402, F403
-from tests.test_edges import *  # noqa: E402, F403
-from tests.test_bench import *  # noqa: E402, F403
-from tests.test_house import *  # noqa: E402, F403
+PARTS = """conftest test_sampler test_features test_cache test_plan test_model test_streams test_loader test_store
+test_sources test_tables test_disk test_train test_link test_checkpoint test_report test_accuracy test_edges test_bench
+test_house"""
+for _part in PARTS.split():  # in this order: what runs beside the others is asked for late
+    _names = vars(import_module(f"tests.{_part}"))
+    globals().update({name: _names[name] for name in _names if not name.startswith("__")})

@@ -1,7 +1,7 @@
 """Side-by-side measurement: every contender on the same graph, in one process, in turn.
 
     python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
-    python -m bench step                         # a training step beside DGL's, and what each trick is worth
+    python -m bench step                         # a training step beside DGL's, and what each trick is worth; --model gat and others
     python -m bench layers --fanout 10,10,10 --hidden 128 --dataset synthetic    # every model's layers beside DGL's, PyG's
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
     python -m bench features                     # the ring beside a plain copy; four processes on one store
@@ -11,7 +11,7 @@
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
-    python -m bench labor --fanout 5,5 --runs 5  # LABOR and its dependent draws: accuracy, and rows that a batch reads
+    python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
@@ -70,19 +70,18 @@ def make_parser():
     add("--shared", default=SHARED, metavar="DATASET", help="features: what four processes share")
     add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
     add("--gpus", action="store_true", help="scaling: a GPU for each process")
-    add("--model", default="sage", choices=list(CONVS), help="inference: the model")
+    add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
     # store
     add("--edges", type=int, default=10_000_000, help="store: to build; their reverses are added")
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
     add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt in this interpreter too")
-    add("--papers", type=float, default=1, help="store: part papers, 1 for the size of papers100M")
     add("--reads", type=int, default=100_000, help="store: rows to read from random places")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     # accuracy, labor
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--heads", type=int, default=1, help="layers: of gat")
+    add("--heads", type=int, default=1, help="step, layers: of gat")
     add(
         "--models", metavar="A,B", help="accuracy, layers: of mlp,sage,sage-pool,gcn,gat,gin,labels"
     )

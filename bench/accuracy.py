@@ -1,6 +1,7 @@
 """python -m bench accuracy | labor: every model on real graphs, ten seeds each, beside published figures and an MLP;
 GraphSAGE by the way neighbours are drawn."""
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -10,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.contenders import training_log
-from bench.sampler import LABORS, input_rows
+from bench.sampler import LABORS
+from bench.step import training_log
 from bench.tools import hardware, keep_figures, print_table, read_json
 from model import CONVS
-from sampler import NeighborSampler
 from sources import prepare
 from store import GraphStore
 
@@ -27,23 +27,14 @@ WORDS = [
 ]
 LABELS = [("", "--lr 0.01 --dropout 0.3"), ("", "--lr 0.005 --dropout 0.5")]
 FULL, TENS = "--fanout -1,-1 --batch-size", "--fanout 10,10 --batch-size"
+SMALL, ARXIV = "--hidden 64 --epochs", "--hidden 128 --norm layer --lr-schedule cosine --epochs 15"
 # data set: (flags of every run, those of all neighbours where these fit, those of sampled ones, settings)
 REAL = {
-    "cora": ("--hidden 64 --epochs 200 --early-stop 50", f"{FULL} 140", f"{TENS} 64", WORDS),
-    "citeseer": ("--hidden 64 --epochs 200 --early-stop 50", f"{FULL} 120", f"{TENS} 64", WORDS),
-    "amazon_computers": (
-        "--hidden 64 --epochs 300 --early-stop 50",
-        f"{FULL} 200",
-        f"{TENS} 200",
-        WORDS,
-    ),
-    "coauthor_cs": ("--hidden 64 --epochs 40 --early-stop 10", f"{FULL} 100", f"{TENS} 100", WORDS),
-    "ogbn_arxiv_nofeat": (
-        "--hidden 128 --norm layer --lr-schedule cosine --epochs 15",
-        None,
-        "--fanout 10,10,10 --batch-size 1024",
-        LABELS,
-    ),
+    "cora": (f"{SMALL} 200 --early-stop 50", f"{FULL} 140", f"{TENS} 64", WORDS),
+    "citeseer": (f"{SMALL} 200 --early-stop 50", f"{FULL} 120", f"{TENS} 64", WORDS),
+    "amazon_computers": (f"{SMALL} 300 --early-stop 50", f"{FULL} 200", f"{TENS} 200", WORDS),
+    "coauthor_cs": (f"{SMALL} 40 --early-stop 10", f"{FULL} 100", f"{TENS} 100", WORDS),
+    "ogbn_arxiv_nofeat": (ARXIV, None, "--fanout 10,10,10 --batch-size 1024", LABELS),
 }
 FOR_MODEL = {"gat": "--heads 8", "gin": "--norm layer"}
 TRIAL_SEED, TRIAL_RUNS = 100, 2  # seeds, and so splits, that no row of the table uses
@@ -59,27 +50,18 @@ PUBLISHED = {
 }
 
 
-class Kept:
-    """Figures by name: printed as they come, and written to --json, whose figures are kept."""
+def add(args, figures, key, figure):
+    """Print a figure, add it to the others and write them to --json, whose own are kept."""
+    figures[key] = figure
+    keep_figures(args, hardware(), {args.what: figures})
+    print(f"{key}  {figure['test']:.2f} +- {figure['std']:.2f}", flush=True)
 
-    def __init__(self, args, what):
-        self.args, self.what = args, what
-        self.figures = read_json(args.json).get(what, {}) if args.json else {}
 
-    def add(self, key, figure):
-        """Add a figure."""
-        self.figures[key] = figure
-        keep_figures(self.args, hardware(), {self.what: self.figures})
-        print(f"{key}  {figure['test']:.2f} +- {figure['std']:.2f}", flush=True)
-
-    def show(self, *columns):
-        """Print these entries of all figures -> {what: figures}."""
-        shown = {
-            key: {column: figure.get(column) for column in columns}
-            for key, figure in self.figures.items()
-        }
-        print_table(self.what, shown)
-        return {self.what: self.figures}
+def show(args, figures, columns):
+    """Print entries of all figures -> {command: figures}."""
+    names = columns.split()
+    print_table(args.what, {key: {n: row.get(n) for n in names} for key, row in figures.items()})
+    return {args.what: figures}
 
 
 def data_sets(args):
@@ -96,59 +78,47 @@ def bench_accuracy(args):
     largest connected component, as in the paper that published the figures (arXiv 1811.05868). --json FILE is written
     after each row, and keeps the rows it had.
     """
-    kept = Kept(args, "accuracy")
-    wanted = args.models.split(",") if args.models else ["mlp", *CONVS, "labels"]
-    for name in data_sets(args):
-        for conv in [conv for conv in ("mlp", *CONVS) if conv in wanted]:
-            accuracy_of_model(args, kept, name, conv)
-        if name == "ogbn_arxiv_nofeat" and "labels" in wanted:
-            figure = label_propagation(args, Path(args.data, f"{name}.npz"))
-            # published: from the labels of all training nodes
-            kept.add(f"{name}, label propagation", figure | {"published": 68.3})
-    return kept.show("test", "std", "n", "published", "published_std", "seconds")
-
-
-def accuracy_of_model(args, kept, name, conv):
-    """Choose the setting of a model on a data set and train with it, on all neighbours and on sampled ones."""
-    flags, full, sampled, settings = REAL[name]
-    run = partial(accuracy_of, args, name, edges=conv != "mlp")
-    common = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
-    how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
-    ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
-    trial = partial(run, f"{common} {full or sampled}", seed=TRIAL_SEED, runs=TRIAL_RUNS)
-    valid = {setting: trial(*setting)["valid"] for setting in settings}
-    best, (mean, std) = max(valid, key=valid.get), PUBLISHED.get((name, conv), (None, None))
-    trials = {" ".join(setting).strip(): accuracy for setting, accuracy in valid.items()}
-    for how, batches in ways.items():
-        figure = run(f"{common} {batches}", *best, seed=0, runs=args.runs)
-        figure |= {"trials": trials, "published": mean, "published_std": std}
-        kept.add(f"{name}, {conv}, {how}", figure)
+    figures = read_json(args.json).get("accuracy", {})
+    models = args.models.split(",") if args.models else ["mlp", *CONVS, "labels"]
+    for name, conv in itertools.product(data_sets(args), models):
+        if conv == "labels":
+            if name == "ogbn_arxiv_nofeat":
+                # published: from the labels of all training nodes
+                figure = label_propagation(args, Path(args.data, f"{name}.npz"))
+                add(args, figures, f"{name}, label propagation", figure | {"published": 68.3})
+            continue
+        flags, full, sampled, settings = REAL[name]
+        run = partial(accuracy_of, args, name, edges=conv != "mlp")
+        common = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
+        how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
+        ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
+        trial = partial(run, f"{common} {full or sampled}", seed=TRIAL_SEED, runs=TRIAL_RUNS)
+        valid = {setting: trial(*setting)["valid"] for setting in settings}
+        best, (mean, std) = max(valid, key=valid.get), PUBLISHED.get((name, conv), (None, None))
+        trials = {" ".join(setting).strip(): accuracy for setting, accuracy in valid.items()}
+        for how, batches in ways.items():
+            figure = run(f"{common} {batches}", *best, runs=args.runs)
+            figure |= {"trials": trials, "published": mean, "published_std": std}
+            add(args, figures, f"{name}, {conv}, {how}", figure)
+    return show(args, figures, "test std n published published_std seconds")
 
 
 def bench_labor(args):
-    """Test accuracy of GraphSAGE by the way neighbours are drawn, with --fanout, and the input rows of a batch.
+    """Test accuracy of GraphSAGE by the way neighbours are drawn, with --fanout.
 
     The flags of a data set are those of `python -m bench accuracy`, its first setting for all ways of drawing.
     """
-    kept = Kept(args, "labor")
-    for name in data_sets(args):
-        flags, _, sampled, settings = REAL[name]
-        hops, batch = ",".join(map(str, args.fanout)), int(sampled.split()[-1])
-        common = f"--model sage {flags} --num-layers {len(args.fanout)} --fanout {hops}"
-        with tempfile.TemporaryDirectory() as scratch:
-            file = Path(args.data, f"{name}.npz")
-            store = GraphStore.open(prepare.prepare(file, scratch, progress=False))
-            draw = partial(NeighborSampler, store.indptr, store.indices, args.fanout, check=False)
-            read = input_rows(draw, store, batch)
-        for drawn, options in LABORS.items():
-            flags = f"{common} --batch-size {batch}"
-            for option, value in options.items():
-                flag = option.replace("_", "-").replace("method", "sampler")
-                flags += f" --{flag}" if value is True else f" --{flag} {value}"
-            runs = {"seed": 0, "runs": args.runs, "edges": True}
-            figure = accuracy_of(args, name, flags, *settings[0], **runs)
-            kept.add(f"{name}, {drawn}", figure | read[drawn])
-    return kept.show("test", "std", "n", "rows", "rows_not_in_the_batch_before")
+    figures, hops = read_json(args.json).get("labor", {}), ",".join(map(str, args.fanout))
+    for name, (drawn, options) in itertools.product(data_sets(args), LABORS.items()):
+        common, _, sampled, settings = REAL[name]
+        flags = f"--model sage {common} --num-layers {len(args.fanout)} --fanout {hops}"
+        flags += f" --batch-size {sampled.split()[-1]}"
+        for option, value in options.items():
+            flag = option.replace("_", "-").replace("method", "sampler")
+            flags += f" --{flag}" + (f" {value}" if value is not True else "")
+        figure = accuracy_of(args, name, flags, *settings[0], runs=args.runs)
+        add(args, figures, f"{name}, {drawn}", figure)
+    return show(args, figures, "test std n")
 
 
 def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
@@ -175,13 +145,14 @@ def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
     return {"test": statistics.mean(tests), "std": statistics.stdev(tests), "n": args.runs}
 
 
-def accuracy_of(args, name, flags, words, settings, *, seed, runs, edges):
+def accuracy_of(args, name, flags, words, settings, *, runs, seed=0, edges=True):
     """Run train.py on a real graph -> its figures and flags."""
     flags = f"{flags} {settings} --seed {seed} --runs {runs}"
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch, f"{name}.npz")
-        largest = name == "amazon_computers"
-        write_graph(Path(args.data, f"{name}.npz"), data, component=largest, edges=edges)
+        mask = largest_component if name == "amazon_computers" else None
+        graph = real_graph(Path(args.data, data.name), mask)
+        np.savez(data, **graph | ({} if edges else {"edge_index": graph["edge_index"][:, :0]}))
         figure = trained(f"{data}{words}", scratch, flags)
     return figure | {"flags": f"--dataset {name}.npz{words} {' '.join(flags.split())}", "n": runs}
 
@@ -201,25 +172,25 @@ def trained(dataset, root, flags):
     }
 
 
-def write_graph(source, target, *, component, edges):
-    """Copy an .npz graph, cut down to its largest connected component or without its edges."""
-    with np.load(source, allow_pickle=False) as file:
-        data = dict(file)
-    if component:
-        src, dst = data["edge_index"]
-        label = np.arange(len(data["labels"]))
-        while (label[src] != label[dst]).any():  # every node takes the smallest number around it
-            np.minimum.at(label, dst, label[src])
-            np.minimum.at(label, src, label[dst])
-            label = label[label]
-        data = part_of(data, label == np.bincount(label).argmax())
-    if not edges:
-        data["edge_index"] = data["edge_index"][:, :0]
-    np.savez(target, **data)
+def largest_component(data):
+    """A mask [V] of the nodes of the largest connected component."""
+    src, dst = data["edge_index"]
+    label = np.arange(len(data["labels"]))
+    while (label[src] != label[dst]).any():  # every node takes the smallest number around it
+        np.minimum.at(label, dst, label[src])
+        np.minimum.at(label, src, label[dst])
+        label = label[label]
+    return label == np.bincount(label).argmax()
 
 
-def part_of(data, keep, words=None):
-    """The nodes of a mask [V] and the edges between them, and which of the most frequent `words` (all) they have."""
+def real_graph(file, mask=None, words=None):
+    """An .npz graph as a dict, cut down to the nodes of mask(graph) [V], the edges between them and the `words` (None: all)
+    that most of them have."""
+    with np.load(file, allow_pickle=False) as found:
+        data = dict(found)
+    if mask is None:
+        return data
+    keep = mask(data)
     number, edges, kept = np.cumsum(keep) - 1, data["edge_index"], int(keep.sum())
     part = {"edge_index": number[edges[:, keep[edges].all(0)]], "labels": data["labels"][keep]}
     if "feat_indptr" in data:

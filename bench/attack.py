@@ -21,8 +21,6 @@ crash, a traceback, a hang, memory beyond the bound, a silent difference, no sen
 import collections
 import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import resource
@@ -39,36 +37,31 @@ import numpy as np
 import torch
 
 import store
-from bench.tools import end_with_the_parent, kill_group, print_table
+from bench.tools import end_with_the_parent, in_groups, print_table
 from bench.victims import ATTACKS, MODELS, make_good
 from disk.files import StoreError
 from run import plan
 from sources import arrays
 
-GROUPS = {  # cases of each kind in a round; of the kills one kind a round
-    "stores": {"mmap": 5, "lmdb": 5, "changed": 5, "graphs": 5},
-    "inputs": {"npz": 3, "csv": 3, "molecules": 2, "crystals": 2},
-    "checkpoints": {"damaged": 5, "forged": 5},
-    "kills": {"build": 1, "put": 1, "append": 1, "train": 1},
-}
-KINDS = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
-FOR_EVERY_MODEL = ("mmap", "lmdb", "changed", "damaged", "forged")
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
 OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
 MEMORY = 3 << 28  # bytes beyond those of a case without damage; and what is free, as a case is told
 ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve some that they never take
 OURS = "notes printed victim store built plain bad.pt out.pt out.npy csv npz.npz molecules.npz crystals.npz"
+NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
+SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # and printable
 
 
 class Case(NamedTuple):
-    """One case. Where nothing is to be wrong, for comparison, its number is -1 - i for the model i."""
+    """One case. Where nothing is to be wrong, for comparison, its number is negative."""
 
     kind: str
     number: int
     base: Path  # folder of what is good
     folder: Path  # its own, in which it runs
     seed: int = 0
+    usual: float = 0.0  # seconds of the work that is killed
 
     def random(self):
         """The random numbers of the case; None where nothing is to be wrong."""
@@ -77,7 +70,7 @@ class Case(NamedTuple):
 
     def model(self):
         """Number of its entry in MODELS."""
-        return self.number % len(MODELS) if self.number >= 0 else -1 - self.number
+        return self.number % len(MODELS)
 
     def note(self, **facts):
         """Write down what is known, in case this process ends."""
@@ -95,32 +88,21 @@ class Case(NamedTuple):
             strewn.add("victim")
         return notes | {"strewn": sorted(strewn | set(notes.get("strewn", [])))}
 
+    def printed(self):
+        """All that it printed."""
+        return (self.folder / "printed").read_text(errors="replace")
+
 
 def run_all(cases, workers):
     """Run cases, some at a time, and yield (case, exit code; None: it took too long) as they end."""
-    running, cases = {}, iter(cases)
-    while True:
-        while len(running) < workers and (case := next(cases, None)):
-            shutil.rmtree(case.folder, ignore_errors=True)
-            case.folder.mkdir()
-            process = multiprocessing.get_context("fork").Process(target=inside, args=(case,))
-            process.start()
-            running[process] = case, time.monotonic() + SECONDS
-        if not running:
-            return
-        multiprocessing.connection.wait([process.sentinel for process in running], 1)
-        for process, (case, end) in list(running.items()):
-            code, late = process.exitcode, time.monotonic() > end
-            if code is not None or late:
-                kill_group(process)
-                del running[process]
-                yield case, code
+    return in_groups(inside, cases, lambda case: SECONDS, workers)
 
 
 def inside(case):
     """Work on a case in its folder, in bounded memory; what is printed goes into a file."""
-    os.setsid()
     end_with_the_parent()
+    shutil.rmtree(case.folder, ignore_errors=True)
+    case.folder.mkdir()
     os.chdir(case.folder)
     Path("victim").write_text("untouched")
     case.note(code=None)
@@ -135,12 +117,8 @@ def inside(case):
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESSES,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    (make_good if case.kind == "good" else ATTACKS[KINDS[case.kind]])(case)
+    make_good(case) if case.kind == "good" else ATTACKS[case.kind][1](case)
     case.note(peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
-NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
-SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # and printable
 
 
 def judge(case, code, good, usual):
@@ -149,7 +127,7 @@ def judge(case, code, good, usual):
     Args:
         code: how its process ended. good: notes of the same case without damage. usual: bytes of memory that it takes.
     """
-    notes, printed = case.notes(), (case.folder / "printed").read_text(errors="replace")
+    notes, printed = case.notes(), case.printed()
     last, named = printed.rstrip("\n").split("\n")[-1], notes.get("verified", 0) != 0
     if code is None:
         return "hang", f"more than {SECONDS} s"
@@ -178,70 +156,59 @@ def judge(case, code, good, usual):
 
 
 def undamaged(make, kinds, workers):
-    """Run the kinds of cases without damage -> ({(kind, number): notes}, bytes of memory that one takes)."""
-    good, first = {}, []
-    for kind in kinds:
-        first += [make(kind, -1 - i) for i in range(len(MODELS) if kind in FOR_EVERY_MODEL else 1)]
+    """Run the kinds of cases without damage, with every model -> {(kind, model): notes}."""
+    good, first = {}, [make(kind, -1 - i) for kind in kinds for i in range(len(MODELS))]
     for case, code in itertools.chain(run_all([make("good", -1)], 1), run_all(first, workers)):
-        good[case.kind, case.number] = notes = case.notes()
+        good[case.kind, case.model()] = notes = case.notes()
         if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
-            printed = (case.folder / "printed").read_text()
-            raise RuntimeError(f"{case.kind} fails without damage: {notes} {printed}")
-    seconds = {kind: notes["seconds"] for (kind, _), notes in good.items() if "seconds" in notes}
-    (case.base / "seconds").write_text(json.dumps(seconds))
-    return good, max(notes["peak"] for notes in good.values())
-
-
-def in_rounds(rounds, until, chosen):
-    """(kind, number) of the cases of the chosen kinds, round after round until a moment."""
-    for turn in itertools.count():
-        if turn == rounds or time.monotonic() > until:
-            return
-        for group, kinds in GROUPS.items():
-            for i, (kind, count) in enumerate(kinds.items()):
-                numbers = range(turn * count, (turn + 1) * count)
-                if group == "kills":
-                    numbers = [turn // len(kinds)] if turn % len(kinds) == i else []
-                yield from ((kind, number) for number in numbers if kind in chosen)
+            raise RuntimeError(f"{case.kind} fails without damage: {notes} {case.printed()}")
+    return good
 
 
 def bench_attack(args):
     """Run rounds of cases until --minutes are over -> figures; prints every failing case and a table."""
     import torch._dynamo  # noqa: F401  Adam does it: once here instead of in every case
 
-    if args.only and args.only not in KINDS or args.case is not None and not args.only:
-        raise StoreError(f"--only {args.only}: one of {', '.join(KINDS)}; --case N needs it")
+    if args.only and args.only not in ATTACKS or args.case is not None and not args.only:
+        raise StoreError(f"--only {args.only}: one of {', '.join(ATTACKS)}; --case N needs it")
     began, workers = time.monotonic(), len(os.sched_getaffinity(0))
-    kinds, failed = [args.only] if args.only else list(KINDS), []
-    ends = {kind: collections.Counter() for kind in KINDS}
+    kinds, failed = [args.only] if args.only else list(ATTACKS), []
+    ends, good = {kind: collections.Counter() for kind in kinds}, {}
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         place = Path(place)
         (place / "base").mkdir()
 
         def make(kind, number):
-            return Case(kind, number, place / "base", place / f"{kind}{number}", args.seed)
+            usual = good.get((kind, number % len(MODELS)), {}).get("seconds", 0.0)
+            paths = place / "base", place / f"{kind}{number}"
+            return Case(kind, number, *paths, args.seed, usual)
 
-        good, usual = undamaged(make, kinds, workers)
-        cases = in_rounds(args.rounds, began + 60 * args.minutes, kinds)
-        cases = [(args.only, args.case)] if args.case is not None else cases
-        for case, code in run_all((make(*one) for one in cases), workers):
-            like = good.get((case.kind, -1 - case.model())) or good[case.kind, -1]
-            outcome, line = judge(case, code, like, usual)
+        def in_rounds():
+            for turn in itertools.count():
+                if turn == args.rounds or time.monotonic() > began + 60 * args.minutes:
+                    return
+                for kind in kinds:
+                    share = ATTACKS[kind][0]
+                    for number in range(int(turn * share), int((turn + 1) * share)):
+                        yield make(kind, number)
+
+        good |= undamaged(make, kinds, workers)
+        usual = max(notes["peak"] for notes in good.values())
+        cases = in_rounds() if args.case is None else [make(args.only, args.case)]
+        for case, code in run_all(cases, workers):
+            outcome, line = judge(case, code, good[case.kind, case.model()], usual)
             ends[case.kind][outcome] += 1
             what = case.notes().get("what")
             if outcome in FAILURES or args.case is not None:
                 print(f"{case.kind} {case.number}: {outcome}: {what}: {line[:300]}", flush=True)
+            if outcome in FAILURES:
                 failed.append([case.kind, case.number, outcome, what, line[:300]])
             if args.case is not None:
-                print((case.folder / "printed").read_text(errors="replace"), case.notes())
+                print(case.printed(), case.notes())
             shutil.rmtree(case.folder, ignore_errors=True)
-    rows, outcomes = {}, {}
-    for group, some in GROUPS.items():
-        outcomes[group] = {kind: dict(ends[kind]) for kind in some}
-        ends[f"all {group}"] = sum((ends[kind] for kind in some), collections.Counter())
-        for kind in (*some, f"all {group}"):
-            if tried := ends[kind].total():
-                rows[kind] = {"tried": tried} | {end: ends[kind][end] for end in OUTCOMES}
+    rows = {
+        kind: {"tried": ends[kind].total()} | {outcome: ends[kind][outcome] for outcome in OUTCOMES}
+        for kind in kinds
+    }
     print_table("kind", rows)
-    seconds = round(time.monotonic() - began, 1)
-    return {"attack_seconds": seconds, "outcomes": outcomes, "failed": failed}
+    return {"attack_seconds": time.monotonic() - began, "outcomes": rows, "failed": failed}

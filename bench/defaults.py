@@ -1,12 +1,13 @@
 """python -m bench defaults: every model at its defaults beside other settings, on small graphs of many kinds."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from bench.accuracy import Kept, part_of, trained
-from bench.tools import print_table
+from bench.accuracy import add, real_graph, trained
+from bench.tools import print_table, read_json
 from model import CONVS
 
 
@@ -66,28 +67,28 @@ def planted(sizes, affinity, *, nodes=1000, degree, noise, train):
 
 
 EVEN, RING = [1 / 8] * 8, np.eye(8)[[1, 2, 3, 4, 5, 6, 7, 0]]
-NOISY = planted, EVEN, 0.5 * np.eye(8) + 0.5 / 8, dict(degree=12, noise=1.5, train=0.2)
-CIRCLE = planted, EVEN, 0.4 * RING + 0.4 * RING.T + 0.2 / 8, dict(degree=12, noise=0.8, train=0.5)
-OPPOSED = [0.78, 0.22], [[0.6, 0.4], [0.75, 0.25]], dict(degree=20, noise=1.2, train=0.5)
-HALVES = {  # what defaults are chosen by, and what they are shown on: graph: (what makes it, flags of every run)
-    "choose": {
-        "cora, 1,000 nodes, 200 words": (("cora", around, 200), ""),
-        "amazon_computers, every fifth node, 200 words": (
-            ("amazon_computers", every_fifth, 200),
-            "",
-        ),
-        "mines": ((minesweeper, 30, {}), "--metric roc_auc"),
-        "noisy features": (NOISY, ""),
-        "synthetic:nodes=1500,valid=0.1": (None, ""),
-    },
-    "show": {
-        "citeseer, 1,000 nodes, 200 words": (("citeseer", around, 200), ""),
-        "coauthor_cs, 1,000 nodes, 200 words": (("coauthor_cs", around, 200), ""),
-        "ogbn_arxiv_nofeat, 1,000 nodes": (("ogbn_arxiv_nofeat", around, None), ""),
-        "opposites": ((planted, *OPPOSED), "--metric roc_auc"),
-        "ring of classes": (CIRCLE, ""),
-        "synthetic:nodes=1500,valid=0.1,degree=5,noise=0.3,local=0.7,classes=8": (None, ""),
-    },
+NOISY = partial(planted, EVEN, 0.5 * np.eye(8) + 0.5 / 8, degree=12, noise=1.5, train=0.2)
+AFFINE = 0.4 * RING + 0.4 * RING.T + 0.2 / 8
+CIRCLE = partial(planted, EVEN, AFFINE, degree=12, noise=0.8, train=0.5)
+OPPOSED = partial(
+    planted, [0.78, 0.22], [[0.6, 0.4], [0.75, 0.25]], degree=20, noise=1.2, train=0.5
+)
+# what defaults are chosen by, and what they are shown on: (what makes it, or a real graph and what is cut out; flags)
+GRAPHS = {
+    "choose: cora, 1,000 nodes, 200 words": (("cora", around, 200), ""),
+    "choose: amazon_computers, every fifth node, 200 words": (
+        ("amazon_computers", every_fifth, 200),
+        "",
+    ),
+    "choose: mines": (partial(minesweeper, 30), "--metric roc_auc"),
+    "choose: noisy features": (NOISY, ""),
+    "choose: synthetic:nodes=1500,valid=0.1": (None, ""),
+    "show: citeseer, 1,000 nodes, 200 words": (("citeseer", around, 200), ""),
+    "show: coauthor_cs, 1,000 nodes, 200 words": (("coauthor_cs", around, 200), ""),
+    "show: ogbn_arxiv_nofeat, 1,000 nodes": (("ogbn_arxiv_nofeat", around, None), ""),
+    "show: opposites": (OPPOSED, "--metric roc_auc"),
+    "show: ring of classes": (CIRCLE, ""),
+    "show: synthetic:nodes=1500,valid=0.1,degree=5,noise=0.3,local=0.7,classes=8": (None, ""),
 }
 TUNED = (  # what a model at its defaults is compared with
     "--norm none --no-residual",
@@ -101,53 +102,41 @@ TUNED = (  # what a model at its defaults is compared with
 def bench_defaults(args):
     """Test scores of every model at its defaults and with the settings in TUNED, over --runs seeds and splits.
 
-    The best setting of a model on a graph is the one of the highest validation score. The graphs of HALVES["choose"] are
-    what the defaults were chosen by; how far they are from the best setting is to be seen on the others. --json FILE is
-    written after each row, and rows of as many seeds that it has are not run again.
+    The best setting of a model on a graph is the one of the highest validation score. The graphs of "choose" are what the
+    defaults were chosen by; how far they are from the best setting is to be seen on the others. --json FILE is written
+    after each row, and rows of as many seeds that it has are not run again.
     """
-    kept, rows = Kept(args, "defaults"), {}
-    graphs = [
-        (half, name, *graph) for half, named in HALVES.items() for name, graph in named.items()
-    ]
-    for half, name, made, flags in graphs:
+    figures, rows = read_json(args.json).get("defaults", {}), {}
+    for name, (made, flags) in GRAPHS.items():
         with tempfile.TemporaryDirectory() as scratch:
-            data = write_made(args, made, Path(scratch, "graph.npz")) if made else name
+            data = Path(scratch, "graph.npz") if made else name.partition(": ")[2]
+            if isinstance(made, tuple):
+                made = partial(real_graph, Path(args.data, f"{made[0]}.npz"), *made[1:])
+            if made:
+                np.savez(data, **made())
             for model in (args.models or ",".join(CONVS)).split(","):
-                where, scores = f"{half}: {name}: {model}", {}
+                where, scores = f"{name}: {model}", {}
                 for setting in ("", *TUNED):
                     if scores and setting == flags_of(scores[""]):  # what the defaults are
                         continue
                     key = f"{where} {setting}".strip()
-                    if kept.figures.get(key, {}).get("n") != args.runs:
+                    if figures.get(key, {}).get("n") != args.runs:
                         said = f"--model {model} {flags} {setting} --runs {args.runs} --prefetch 0"
-                        kept.add(key, trained(data, scratch, said) | {"n": args.runs})
-                    scores[setting] = kept.figures[key]
+                        add(args, figures, key, trained(data, scratch, said) | {"n": args.runs})
+                    scores[setting] = figures[key]
                 best = max(scores, key=lambda setting: scores[setting]["valid"])
-                tests = {"defaults": scores[""]["test"], "std": scores[""]["std"]}
-                tests |= {
+                rows[where] = {
+                    "defaults": scores[""]["test"],
+                    "std": scores[""]["std"],
                     "best by validation": scores[best]["test"],
                     "its std": scores[best]["std"],
+                    "its setting": best or "defaults",
+                    "difference": scores[best]["test"] - scores[""]["test"],
                 }
-                difference = scores[best]["test"] - scores[""]["test"]
-                rows[where] = tests | {"its setting": best or "defaults", "difference": difference}
     print_table("graph and model", rows)
-    return {"defaults": kept.figures}
+    return {"defaults": figures}
 
 
 def flags_of(figure):
     """The setting that a run had, in the words of TUNED."""
     return f"--norm {figure['norm']} --{'' if figure['residual'] else 'no-'}residual"
-
-
-def write_made(args, made, target):
-    """Write a graph of HALVES: what a function returns, or a part of a real graph with some words of its features."""
-    if callable(made[0]):
-        function, *words, options = made
-        graph = function(*words, **options)
-    else:
-        name, mask, words = made
-        with np.load(Path(args.data, f"{name}.npz"), allow_pickle=False) as file:
-            data = dict(file)
-        graph = part_of(data, mask(data), words)
-    np.savez(target, **graph)
-    return target

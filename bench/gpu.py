@@ -17,76 +17,79 @@ printed, and the next part runs. --quick takes tiny graphs, to rehearse.
 
 import argparse
 import contextlib
-import functools
+import gc
 import importlib.util
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch.nn import functional as F
 
-from bench import gpu_speed
-from bench.gpu_speed import GPU_MODES, GRAPHS, epochs_of, flags_of, graph_name
-from bench.tools import (
-    chosen_parts,
-    hardware,
-    kill_group,
-    print_table,
-    read_json,
-    settle,
-    write_json,
-)
+from bench import tools
+from bench.step import training_log
+from bench.tools import interleave, opened, print_table, read_json, turned, write_json
 from disk.files import StoreError
-from features import gpu_view, share
-from model import CONVS
+from features import MODES, FeatureRing, gpu_view, place, share
+from model import CONVS, SAGE, gather_rows, self_and_mean
+from native import layers
 from sampler import NeighborSampler
 from sources import prepare
+from tasks.node import NodeTask
 
-PROCESSES = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+START = "spawn"  # CUDA does not survive a fork
 HERE = Path(__file__).parents[1]
-ENDS = ("failed", "left_out")  # lists of sentences
-GOALS = "goals: 2 times for sampling, 3 times for training; the paper's figures are 1.52 and 1.80"
+GPU_MODES = MODES[:3]
+GRAPHS = {
+    "products": "synthetic:nodes=2449029,degree=50,features=100,classes=47,train=196615,valid=39323",
+    "arxiv": "synthetic:nodes=169343,degree=13.7,features=128,classes=40,train=90941,valid=29799",
+    # of losses
+    "small": "synthetic:nodes=20000,degree=15,features=32,classes=8,train=2000,valid=500",
+}
+# in the place of each
+QUICK = "synthetic:nodes=2000,degree=8,features=16,classes=4,train=256,valid=64"
+WINDOW = 20  # steps of the plain version that are timed at once
+PINNED, ON_CPU = "native, graph in pinned memory", "native, on CPU"  # not the speed of GPU memory
 
 
 class Record:
     """A part's entry in gpu.json: its figures as they come, and what failed."""
 
-    def __init__(self, args, part, deadline):
-        self.file, self.part, self.deadline = Path(args.out, "gpu.json"), part, deadline
-        self.figures = {}
+    def __init__(self, args, part, seconds):
+        self.args, self.part, self.seconds, self.start = args, part, seconds, time.time()
+        self.file, self.figures = Path(args.out, "gpu.json"), {}
 
     def keep(self, **figures):
         """Add figures to the entry; the file is whole at any time."""
         self.figures |= figures
-        content = {"parts": {}} | read_json(self.file)
+        content = read_json(self.file)
         content["parts"][self.part] = self.figures
         write_json(self.file, content)
 
-    def fail(self, what, entry="failed"):
+    def fail(self, what):
         """Write down and print what failed."""
-        print(f"{'FAILED ' if entry == 'failed' else 'left out:'} {what}", flush=True)
-        self.keep(**{entry: [*self.figures[entry], what]})
+        print(f"FAILED  {what}", flush=True)
+        self.keep(failed=[*self.figures["failed"], what])
 
     @contextlib.contextmanager
-    def attempt(self, what, optional=False):
-        """Go on after an exception in the body: a failure, unless it is an optional package that is not installed."""
+    def attempt(self, what):
+        """Go on after an exception in the body, a failure."""
         try:
             yield
         except (Exception, SystemExit) as error:  # SystemExit: what train.py's command line refuses
+            traceback.print_exc()
             line = (str(error).strip().splitlines() or [""])[0][:300]
-            if optional and isinstance(error, ImportError):
-                self.fail(f"{what}: {line}", "left_out")
-            else:
-                traceback.print_exc()
-                self.fail(f"{what}: {type(error).__name__}: {line}")
+            self.fail(f"{what}: {type(error).__name__}: {line}")
 
 
 def bench_gpu(args):
@@ -94,105 +97,301 @@ def bench_gpu(args):
     if not torch.cuda.is_available():
         sees = f"torch {torch.__version__} sees no GPU here"
         raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
-    names = chosen_parts(args, PARTS)
+    names, rows = tools.chosen_parts(args, PARTS), {}
     args.out = args.out or (str(Path(args.root, "gpu-quick")) if args.quick else "results")
     if args.quick:
         args.batch_size, args.hidden, args.fanout, args.rounds = 64, 16, [5, 4, 3], 1
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    file, end, rows, failed = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes, {}, []
-    head = {"machine": hardware(gpu=True), "arguments": vars(args)}
+    file, end = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes
+    head = {"machine": tools.hardware(gpu=True), "arguments": vars(args)}
     write_json(file, head | {"parts": read_json(file).get("parts", {})})  # not run again, they stay
+
+    def records():
+        for name in names:
+            # a rehearsal may run on an emulated GPU
+            seconds = min(PARTS[name][1] * (10 if args.quick else 1), end - time.time())
+            print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
+            record = Record(args, name, seconds)
+            record.keep(failed=[], seconds=0)  # in place of an older run's
+            if seconds > 0:
+                yield record
+            else:
+                record.fail(f"no time left of --minutes {args.minutes:g}")
+
+    limit = lambda record: record.seconds  # noqa: E731
+    for record, code in tools.in_groups(work, records(), limit, context=START):
+        record.figures = read_json(file)["parts"][record.part]
+        if code is None:
+            record.fail(f"stopped after {record.seconds:.0f} s")
+        elif code:
+            record.fail(f"its process ended with exit code {code}")
+        record.keep(seconds=time.time() - record.start)
     for name in names:
-        function, limit = PARTS[name]
-        # a rehearsal may run on an emulated GPU
-        seconds = min(limit * (10 if args.quick else 1), end - time.time())
-        print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
-        entry = run_part(name, function, seconds, args)
-        failed += [name] if entry["failed"] else []
-        counts = [f"{len(entry[what])} {what.replace('_', ' ')}" for what in ENDS if entry[what]]
-        state, summary = (counts or ["done"])[0], entry.get("summary", "")
+        entry = read_json(file)["parts"][name]
+        state = f"{len(entry['failed'])} failed" if entry["failed"] else "done"
+        summary = entry.get("summary", "")
         rows[name] = {"seconds": round(entry["seconds"]), "state": state, "in short": summary}
     print()
     print_table("part", rows)
-    print(f"{GOALS}; written: {file}")
-    return {"failed": failed}
+    print(f"written: {file}")
+    return {"failed": [name for name, row in rows.items() if row["state"] != "done"]}
 
 
-def run_part(name, function, seconds, args):
-    """Run one part in a process of its own -> its entry."""
-    start = time.time()
-    record = Record(args, name, start + seconds)
-    record.keep(finished=False, failed=[], left_out=[], seconds=0)  # in place of an older run's
-    if seconds <= 0:
-        record.fail(f"no time left of --minutes {args.minutes:g}")
-        return record.figures
-    process = PROCESSES.Process(target=_in_process, args=(function, args, record))
-    process.start()
-    try:
-        process.join(seconds)
-    finally:
-        late = process.exitcode is None
-        kill_group(process)
-    record.figures = read_json(record.file)["parts"][name]
-    if late:
-        record.fail(f"stopped after {seconds:.0f} s")
-    elif not record.figures["finished"]:
-        record.fail(f"its process ended with exit code {process.exitcode}")
-    record.keep(seconds=time.time() - start)
-    return record.figures
-
-
-def _in_process(function, args, record):
-    os.setsid()  # a group of its own, so that what it starts can be stopped with it
-    settle(args.threads)
+def work(record):
+    """Run a part, in a process of its own."""
+    tools.settle(record.args.threads)
     with record.attempt(record.part):
-        function(args, record)
-    record.keep(finished=True)
+        PARTS[record.part][0](record.args, record)
 
 
 def stores(args, record):
     """Build what the other parts read, or find it."""
-    seconds = {}
     for size in GRAPHS:
-        start = time.time()
-        with record.attempt(size):
-            prepare.prepare(graph_name(args, size), args.root)
-            seconds[size] = time.time() - start
-            said = "  ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
-            record.keep(built_s=seconds, summary=said)
-            print(said, flush=True)
+        prepare.prepare(graph_name(args, size), args.root)
+
+
+def on_gpu(step, i):
+    """Take a step -> (seconds from an idle GPU to an idle GPU by CUDA events, what it returned)."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    result = step(i)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3, result
+
+
+def median_ms(steps, rounds, record, **options):
+    """Time contenders in turn, after a round that does not count -> {name: median in ms}; failures are recorded."""
+    how = {"warmup": 1, "timed": on_gpu, "attempt": record.attempt}
+    times = interleave(steps, rounds, **how, **options)
+    return {name: 1e3 * max(seconds, 1e-9) for name, seconds in tools.medians(times).items()}
+
+
+def graph_name(args, size):
+    """The data set of a size."""
+    return QUICK if args.quick else GRAPHS[size]
+
+
+def flags_of(args, size, mode, precision, *more):
+    """Words of train.py's command line."""
+    words = ["--dataset", graph_name(args, size), "--root", args.root, "--hidden", args.hidden]
+    words += ["--batch-size", args.batch_size, "--fanout", ",".join(map(str, args.fanout))]
+    words += ["--precision", precision, "--mode", mode, "--gpus", int(mode != "cpu-cpu")]
+    return [*words, *more]
+
+
+def epochs_of(words):
+    """Run train.py in this process, without its exact inference at the end -> the log entries of its epochs."""
+    no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
+    with mock.patch.object(NodeTask, "finish", no_scores):
+        entries, printed = training_log(words)
+    if "on" in words and (why := re.search("no CUDA graphs: (.*)", printed)):
+        raise RuntimeError(f"asked for CUDA graphs: {why[1]}")
+    return [entry for entry in entries if "epoch" in entry]
+
+
+def sampling(args, record):
+    """One batch of every sampler, and what it moves over what a device copy moves in the same time."""
+    store = opened(graph_name(args, "products"), args.root)
+    seeds = store.split["train"].split(args.batch_size)
+    host, device = [store.indptr, store.indices], [store.indptr.cuda(), store.indices.cuda()]
+    blocks = {}
+
+    def ours(graph, relabel_outer=True, backend="native"):
+        draw = NeighborSampler(*graph, args.fanout, backend=backend, check=False)
+        if draw.backend != backend:
+            raise RuntimeError(f"there is no {backend} backend here")
+        return lambda i: draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)
+
+    contenders = {
+        "native": partial(ours, device),
+        "native, outermost hop in global ids": partial(ours, device, relabel_outer=False),
+        PINNED: lambda: ours([gpu_view(array, "cuda") for array in share(host)]),
+        "torch operations": partial(ours, device, backend="torch"),
+        ON_CPU: partial(ours, host),
+    }
+    steps = tools.prepared(contenders, record.attempt)
+    source = torch.ones(1 << (20 if args.quick else 30), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    steps["device copy"] = lambda i: target.copy_(source)
+    ms = median_ms(steps, 4 * args.rounds, record, note=blocks.__setitem__)
+    bandwidth = 2 * source.numel() / ms.pop("device copy")  # bytes a millisecond
+    moved = {name: bytes_of_batch(blocks[name]) for name in ms}
+    of_copy = {name: moved[name] / ms[name] / bandwidth for name in ms.keys() - {PINNED, ON_CPU}}
+    figures = {"median_ms": ms, "bytes": moved, "share_of_copy": of_copy}
+    print_table("sampling a batch", turned(figures))
+    record.keep(**figures, copy_gb_per_s=bandwidth / 1e6)
+    ratio = ms["torch operations"] / ms["native"]
+    summary = f"native {ms['native']:.3f} ms, {ratio:.2f} times as fast as torch operations (goal: "
+    summary += f"2; the paper: 1.52), {100 * of_copy['native']:.0f} % of copy bandwidth"
+    record.keep(ratio_to_torch=ratio, summary=summary)
+
+
+def bytes_of_batch(blocks):
+    """What sampling moves at least: sectors of 32 bytes at random places, and the blocks themselves.
+
+    A sector of indptr for each destination; one of indices for each edge, and one of the table of numbers where the
+    hop is relabelled.
+    """
+    total = 0
+    for block in blocks:
+        relabelled = block.num_src > block.num_dst
+        total += 32 * (block.num_dst + block.num_edges * (1 + relabelled))
+        total += sum(tensor.nbytes for tensor in block if tensor is not None)
+    return total
+
+
+def plain(args, size, mode):
+    """Time steps without what this project is about, in fp32 -> figures.
+
+    Sampling by torch operations, nothing prepared ahead, rows gathered into fresh tensors and copied, layers of torch
+    operations, torch's own dropout.
+    """
+    store = opened(graph_name(args, size), args.root)
+    arrays = [store.indptr, store.indices, store.labels, store.features]
+    arrays = share(arrays) if mode == "pinned-cuda" else arrays
+    indptr, indices, labels, features = place(*arrays, mode, "cuda")
+    sampler = NeighborSampler(indptr, indices, args.fanout, backend="torch", check=False)
+    widths, nodes = (store.feature_dim, args.hidden, store.num_classes), store.split["train"]
+    net = SAGE(*widths, num_layers=len(args.fanout)).cuda()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
+    order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(0))]
+    batches = itertools.cycle(enumerate(order.split(args.batch_size)))
+    torch.set_float32_matmul_precision("highest")
+
+    def window(i):
+        for step, seeds in itertools.islice(batches, WINDOW):
+            blocks = sampler.sample(seeds, step)
+            h = features.index_select(0, blocks[0].src_nodes).cuda()
+            y = labels.index_select(0, seeds.to(labels.device)).cuda()
+            blocks = [block.to("cuda") for block in blocks]
+            h = tools.forward(net.layers, blocks, h, 0.5)
+            optimizer.zero_grad()
+            F.cross_entropy(h, y).backward()
+            optimizer.step()
+
+    layers.use_native(False)
+    try:
+        seconds = [on_gpu(window, i)[0] for i in range(4)][1:]
+    finally:
+        layers.use_native(True)
+    return {"step_ms": 1e3 * statistics.median(seconds) / WINDOW}
+
+
+def epochs(words, steps):
+    """Time train.py: figures of the median of its epochs without the first, each of a number of steps."""
+    entries = epochs_of(words)[1:]
+    median = statistics.median(entry["seconds"] for entry in entries)
+    stall = statistics.median(entry.get("stall", 0) / entry["seconds"] for entry in entries)
+    figures = {"step_ms": 1e3 * median / steps, "epoch_s": median, "stall_share": stall}
+    return figures | {"stages": entries[-1]}
+
+
+def training(args, record, size):
+    """Whole epochs of train.py, and windows of steps of the plain version, one after the other."""
+    nodes = opened(graph_name(args, size), args.root).split["train"]
+    steps, figures, contenders = -(-nodes.numel() // args.batch_size), {}, {}
+    record.keep(graph=graph_name(args, size), steps_in_epoch=steps, contenders=figures)
+    # the most wanted first; --cuda-graph where the GPU can read the features
+    for precision, mode in itertools.product(("fp32", "bf16", "tf32"), GPU_MODES):
+        if precision == "fp32":
+            contenders[f"{mode} fp32 plain"] = partial(plain, args, size, mode)
+        for how, word in (("eager", "off"), ("graph", "on"))[: 1 if mode == "cpu-cuda" else 2]:
+            words = flags_of(args, size, mode, precision, "--epochs", "4", "--cuda-graph", word)
+            contenders[f"{mode} {precision} {how}"] = partial(epochs, words, steps)
+    for name, run in contenders.items():
+        with record.attempt(name):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            row = run() | {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+            if beside := figures.get(f"{name.split()[0]} fp32 plain"):
+                row["plain fp32 / this"] = beside["step_ms"] / row["step_ms"]
+            figures[name] = row
+            like = {n: f.get("plain fp32 / this", 1) for n, f in figures.items() if "fp32" in n}
+            best = max(like, key=like.get, default=name)
+            summary = f"fp32 {like.get(best, 1):.2f} times as fast as plain ({best}; goal: 3; the "
+            record.keep(contenders=figures, summary=f"{summary}paper: 1.80)")
+            print(f"{name}: {row['step_ms']:.2f} ms", flush=True)
+    print_table("training", figures)
+
+
+def transfer(args, record):
+    """What a batch reads from host memory, by way of the ring and in place, beside a copy of page-locked memory."""
+    store = opened(graph_name(args, "products"), args.root)
+    features = store.features.tensor
+    draw = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
+    seeds, row = store.split["train"][: args.batch_size], features[:1].nbytes
+    blocks, hop = draw.sample(seeds, 0), draw.sample(seeds, 0, relabel_outer=False)[0].to("cuda")
+    ids, own, drawn = blocks[0].src_nodes.cuda(), hop.src_nodes[: hop.num_dst], seeds.cuda()
+    options = {"slots": 1, "device": "cuda", "gather": gather_rows, "log": lambda line: None}
+    ring = FeatureRing(features, store.labels, **options)
+    pinned = torch.empty(ids.numel() * row, dtype=torch.uint8, pin_memory=True)
+    device, copies = torch.empty_like(pinned, device="cuda"), []
+
+    def fetch(i):
+        batch = ring.fetch(0, blocks)
+        batch.ready.synchronize()
+        copies.append(batch.began.elapsed_time(batch.ready))
+
+    link = "page-locked copy"
+    steps = {
+        link: lambda i: device.copy_(pinned, non_blocking=True),
+        "ring: gather and copy": fetch,
+    }
+    with record.attempt("reads in place"):
+        arrays = [gpu_view(a, "cuda") for a in share([store.indptr, store.indices, features])]
+        *graph, table = arrays
+        over_link = NeighborSampler(*graph, args.fanout, check=False)
+        steps["rows in place, torch"] = lambda i: table.index_select(0, ids)
+        steps["rows in place"] = lambda i: gather_rows(table, ids)
+        steps["first hop in place"] = lambda i: self_and_mean(hop.indptr, hop.indices, table, own)
+        steps["sampling in place"] = lambda i: over_link.sample(drawn, i)
+    ms = median_ms(steps, 2 * args.rounds, record)
+    if copies[1:]:
+        ms["ring: copy alone"] = statistics.median(copies[1:])
+    size = dict.fromkeys(ms, pinned.nbytes) | {
+        "first hop in place": row * (hop.num_edges + hop.num_dst),
+        "sampling in place": 32 * sum(block.num_dst + block.num_edges for block in blocks),
+    }
+    rate = {name: size[name] / 1e6 / t for name, t in ms.items()}
+    share_of_link = {name: speed / rate[link] for name, speed in rate.items()}
+    figures = {"median_ms": ms, "bytes": size, "gb_per_s": rate, "share_of_link": share_of_link}
+    print_table("from host memory", turned(figures))
+    parts = ", ".join(
+        f"{name} {100 * p:.0f} %" for name, p in share_of_link.items() if name != link
+    )
+    record.keep(**figures, summary=f"of the link's speed: {parts}")
 
 
 def losses(args, record):
     """Two epochs of each mode, model and precision beside the CPU's: fp32 to the printed digits, bf16 within 2 %."""
-    found, rows = {}, {}
+    found, rows, same = {}, {}, 0
     options = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64]
     options += ["--batch-size", 64 if args.quick else 256]
     convs = list(CONVS)[:2] if args.quick else CONVS
-    runs = itertools.product(("fp32", "bf16"), convs, ("cpu-cpu", *GPU_MODES))
-    for precision, conv, mode in runs:
-        name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
-        with record.attempt(name):
-            words = flags_of(args, "small", mode, precision, *options, "--model", conv)
-            first, second = found[name] = [entry["loss"] for entry in epochs_of(words)]
-            record.keep(losses=found)
-            apart = [abs(a - b) for a, b in zip(found[name], found[cpu])]
-            most = 1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])
-            same = all(a < most for a in apart)  # a loss that is no number is not
-            rows[name] = {"epoch 1": first, "epoch 2": second, "apart": max(apart), "same": same}
-            if not same:
-                record.fail(f"{name}: losses {found[name]}, on the CPU {found[cpu]}")
+    for precision, conv in itertools.product(("fp32", "bf16"), convs):
+        for mode in ("cpu-cpu", *GPU_MODES):
+            name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
+            with record.attempt(name):
+                words = flags_of(args, "small", mode, precision, *options, "--model", conv)
+                found[name] = [entry["loss"] for entry in epochs_of(words)]
+                apart = max(abs(a - b) for a, b in zip(found[name], found[cpu]))
+                rows[name] = {"first": found[name][0], "last": found[name][1], "apart": apart}
+                # a loss that is no number is not below
+                if apart < (1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])):
+                    same += mode != "cpu-cpu"
+                else:
+                    record.fail(f"{name}: losses {found[name]}, on the CPU {found[cpu]}")
+                summary = f"{same} of {2 * len(convs) * len(GPU_MODES)} runs give the CPU's losses"
+                record.keep(losses=found, summary=summary)
     print_table("losses beside the CPU's", rows)
-    same = sum(row["same"] for name, row in rows.items() if not name.endswith("cpu-cpu"))
-    record.keep(summary=f"{same} of {2 * len(convs) * len(GPU_MODES)} runs give the CPU's losses")
 
 
 def trace(args, record):
     """A trace and a picture of the second epoch, of twelve steps, for each mode, in gpu-pictures.zip."""
-    drawn = bool(importlib.util.find_spec("matplotlib"))  # train.py refuses --timeline without it
-    with record.attempt("timelines", optional=True):
-        if not drawn:
-            raise ImportError("matplotlib is not installed")
+    drawn = importlib.util.find_spec("matplotlib")  # train.py refuses --timeline without it
     with tempfile.TemporaryDirectory() as folder:
         for mode in GPU_MODES:
             with record.attempt(mode):
@@ -203,7 +402,6 @@ def trace(args, record):
                 epochs_of(words)
             shutil.make_archive(str(Path(args.out, "gpu-pictures")), "zip", folder)
         made = sorted(file.name for file in Path(folder).iterdir())
-    print(f"gpu-pictures.zip: {', '.join(made)}", flush=True)
     record.keep(files=made, summary=f"{len(made)} files in gpu-pictures.zip")
 
 
@@ -211,86 +409,70 @@ def tests(args, record):
     """pytest's own count of the tests that have gpu or cuda in their names."""
     command = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda", "test_all.py"]
     # pytest cuts what failed to the terminal's width
-    environment = {**os.environ, "COLUMNS": "300"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=environment)
-    last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""])[-1]
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE)
-    counts = {what: int(n) for n, what in re.findall(r"(\d+) (\w+)", last.partition(" in ")[0])}
-    record.keep(counts=counts, summary=last.strip("= "))
-    print(last)
-    for line in failed:
-        record.fail(line[:300])
-    if done.returncode and not failed:
-        record.fail(f"pytest ended with exit code {done.returncode}: {last}")
+    code, lines = output_of(command, COLUMNS="300")
+    record.keep(summary=lines[-1].strip("= "))
+    failed = [line[:300] for line in lines if re.match("FAILED |ERROR ", line)]
+    for line in failed or [f"exit code {code}: {lines[-1]}"] * bool(code):
+        record.fail(line)
 
 
 def sanitizer(args, record):
-    """memcheck on the three checks below, of them two without torch's cache of memory, which hides what is out of bounds.
-    (racecheck looks at shared memory, which no kernel uses.)"""
+    """memcheck on the checks below, of them two without torch's cache of memory, which hides what is out of bounds; capture
+    of CUDA graphs needs it. (racecheck looks at shared memory, which no kernel uses.)"""
     toolkit, said = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"), {}
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=toolkit)
-    with record.attempt("compute-sanitizer", optional=True):
-        if not program:
-            raise ImportError("it is not installed; it comes with the CUDA toolkit")
-        for check in (check_sampler, check_layers, check_graphs):
-            name, uncached = check.__name__, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            environment = os.environ | ({} if check is check_graphs else uncached)
-            code = f"from bench import gpu; gpu.{name}({args.root!r})"
-            command = [program, "--error-exitcode", "9", sys.executable, "-c", code]
-            done = subprocess.run(
-                command, capture_output=True, text=True, cwd=HERE, env=environment
-            )
-            lines = (done.stdout + done.stderr).strip().splitlines()
-            summaries = [line.strip("= ") for line in lines if "SUMMARY" in line]
-            said[name] = (summaries or lines or [""])[-1]
-            print(f"{name}: {said[name]}", flush=True)
-            short = "  ".join(map(": ".join, said.items()))
-            record.keep(said=said, summary=short)
-            if done.returncode:
-                record.fail(f"{name} ended with exit code {done.returncode}: {said[name]}")
+    if not program:
+        return record.keep(summary="not installed; it comes with the CUDA toolkit")
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    checks = {
+        "sampler": (f"check_sampler({args.root!r})", uncached),
+        "layers": (f"check_steps({args.root!r}, 'off')", uncached),
+        "graphs": (f"check_steps({args.root!r}, 'on')", {}),
+    }
+    for name, (call, environment) in checks.items():
+        words = [sys.executable, "-c", f"from bench import gpu; gpu.{call}"]
+        code, lines = output_of([program, "--error-exitcode", "9", *words], **environment)
+        said[name] = ([line.strip("= ") for line in lines if "SUMMARY" in line] or lines)[-1]
+        record.keep(said=said, summary=str(said))
+        if code:
+            record.fail(f"{name} ended with exit code {code}: {said[name]}")
+
+
+def output_of(command, **environment):
+    """Run a program in the project's folder -> (exit code, lines that it printed, at least one)."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, text=True, cwd=HERE, env=os.environ | environment, **both)
+    return done.returncode, done.stdout.strip().splitlines() or [""]
 
 
 def check_sampler(root):
     """Sample a small graph on the GPU, also from pinned memory, and on the CPU: the same blocks."""
-    generator = torch.Generator().manual_seed(0)
-    degree = torch.randint(0, 40, (5000,), generator=generator)
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
-    indices = torch.randint(0, 5000, (int(indptr[-1]),), generator=generator, dtype=torch.int32)
-    graph, pinned = [indptr, indices], [gpu_view(a, "cuda") for a in share([indptr, indices])]
-    for method in ("uniform", "labor"):
-        samplers = [
-            NeighborSampler(*arrays, [15, 10, 5], method=method, check=False)
-            for arrays in (graph, [a.cuda() for a in graph], pinned)
-        ]
-        for step in range(2):
-            seeds = torch.randperm(5000, generator=generator)[:64]
-            host, *others = [draw.sample(seeds, step) for draw in samplers]
-            for found in others:
-                for a, b in zip(host, found):
-                    assert all(torch.equal(x, y.cpu()) for x, y in zip(a[:3], b[:3])), method
+    store = opened(QUICK, root)
+    graph, seeds = [store.indptr, store.indices], store.split["train"].split(64)
+    graphs = graph, [a.cuda() for a in graph], [gpu_view(a, "cuda") for a in share(graph)]
+    for method, step in itertools.product(("uniform", "labor"), range(2)):
+        options = {"method": method, "check": False}
+        drawn = [NeighborSampler(*arrays, [15, 10, 5], **options) for arrays in graphs]
+        host, *others = [draw.sample(seeds[step], step) for draw in drawn]
+        for a, b in (pair for found in others for pair in zip(host, found)):
+            assert all(torch.equal(x, y.cpu()) for x, y in zip(a[:3], b[:3])), method
 
 
-def check_layers(root, graphs="off"):
-    """Four steps and the evaluation of every model in both precisions."""
+def check_steps(root, graphs):
+    """Four steps and the validation of every model in both precisions; graphs: "on" or "off"."""
     args = argparse.Namespace(quick=True, root=root, batch_size=64, fanout=[5, 4, 3], hidden=16)
-    for conv in CONVS:
-        for precision in ("fp32", "bf16"):
-            words = ["--epochs", "1", "--model", conv, "--cuda-graph", graphs]
-            epochs_of(flags_of(args, "small", "cuda-cuda", precision, *words))
-
-
-def check_graphs(root):
-    """The same, a step as CUDA graphs; memory is checked in whole blocks of torch's cache, which capture needs."""
-    check_layers(root, "on")
+    for conv, precision in itertools.product(CONVS, ("fp32", "bf16")):
+        words = ["--epochs", "1", "--model", conv, "--cuda-graph", graphs]
+        epochs_of(flags_of(args, "small", "cuda-cuda", precision, *words))
 
 
 PARTS = {  # name: (function, seconds it may take)
     "stores": (stores, 120),
-    "sampling": (gpu_speed.sampling, 45),
-    "products": (functools.partial(gpu_speed.training, size="products"), 200),
-    "arxiv": (functools.partial(gpu_speed.training, size="arxiv"), 80),
+    "sampling": (sampling, 45),
+    "products": (partial(training, size="products"), 200),
+    "arxiv": (partial(training, size="arxiv"), 80),
     "losses": (losses, 100),
-    "transfer": (gpu_speed.transfer, 40),
+    "transfer": (transfer, 40),
     "trace": (trace, 50),
     "tests": (tests, 120),
     "sanitizer": (sanitizer, 120),

@@ -53,7 +53,10 @@ def other_bytes(data, random):
     number = (pick(NUMBERS, random) % 2 ** (8 * width)).to_bytes(width, "little")
     ends = [i for i in range(max(0, at - 99), min(size, at + 99)) if data[i] in b", \n"]
     word = max((i + 1 for i in ends if i < at), default=at)
-    cell, encoding = str(pick((*CELLS, *STRANGE), random)), pick(("utf-8", "latin-1"), random)
+    after = min((i for i in ends if i >= at), default=at)
+    cell = str(pick((*CELLS, *STRANGE), random)).encode(
+        pick(("utf-8", "latin-1"), random), "replace"
+    )
     ways = {  # (where the change begins, what it writes, where what follows begins)
         "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
         "cut": (pick((at, page), random), b"", size),
@@ -63,11 +66,7 @@ def other_bytes(data, random):
         "taken out": (at, b"", at + length),
         "a number": (at // width * width, number, at // width * width + width),
         "another page": (page, data[other : other + 4096], page + 4096),
-        "a word": (
-            word,
-            cell.encode(encoding, "replace"),
-            min((i for i in ends if i >= at), default=at),
-        ),
+        "a word": (word, cell, after),
     }
     what = pick(list(ways), random)
     start, new, rest = ways[what]
@@ -112,7 +111,7 @@ def other_value(tree, random):
     container[key] = strange
     if random.random() < 0.1:
         del container[key]
-        return f"{path[1:200]} is taken out"
+        strange = "taken out"
     return f"{path[1:200]} is {str(strange)[:60]!r}"
 
 
@@ -130,12 +129,9 @@ def harm_bytes(file, random):
         return f"{file.name}: {what}", False
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    name, method = (
-        pick(list(members), random),
-        pick((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), random),
-    )
+    name = pick(list(members), random)
     members[name], what = other_bytes(members[name], random)
-    with zipfile.ZipFile(file, "w", method) as archive:
+    with zipfile.ZipFile(file, "w", pick((0, zipfile.ZIP_DEFLATED), random)) as archive:
         for member, data in members.items():
             archive.writestr(member, data)
     return f"{name}: {what}", True
@@ -174,7 +170,17 @@ def harm_store(path, random):
     if file.name == "meta.json":
         what = other_value(meta, random)
     elif file.suffix == ".lmdb":
-        what = harm_lmdb_value(file, random)
+        head = (
+            16 if file.name == "graphs.lmdb" else 20
+        )  # the CRC is the last number of both headers
+        with (
+            lmdb.open(str(file), subdir=False, lock=False) as found,
+            found.begin(write=True) as txn,
+        ):
+            key = int(random.integers(txn.stat()["entries"])).to_bytes(8, "big")
+            body, what = other_bytes(txn.get(key)[head:], random)
+            crc = struct.pack("<I", zlib.crc32(body)) if random.random() < 0.7 else random.bytes(4)
+            txn.put(key, txn.get(key)[: head - 4] + crc + body)
     else:  # its header and its size stay
         head, body = file.read_bytes()[:128], file.read_bytes()[128:]
         new, what = other_bytes(body, random)
@@ -183,15 +189,3 @@ def harm_store(path, random):
         entry["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     rewrite(path / "meta.json", dump_meta(meta))
     return f"{file.name}, with checksums that fit: {what}", True
-
-
-def harm_lmdb_value(file, random):
-    """Change the bytes of one value of an LMDB file and, mostly, make its CRC fit -> what."""
-    head = 16 if file.name == "graphs.lmdb" else 20  # the CRC is the last number of both headers
-    with lmdb.open(str(file), subdir=False, lock=False) as found, found.begin(write=True) as txn:
-        key = int(random.integers(txn.stat()["entries"])).to_bytes(8, "big")
-        value = txn.get(key)
-        body, what = other_bytes(value[head:], random)
-        crc = struct.pack("<I", zlib.crc32(body)) if random.random() < 0.7 else random.bytes(4)
-        txn.put(key, value[: head - 4] + crc + body)
-    return what

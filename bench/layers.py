@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import model
-from bench.contenders import descend
-from bench.tools import interleave, opened, prepared, print_table
+from bench.inference import call_dgl, dgl_twin
+from bench.tools import descend, forward, interleave, opened, prepared, print_table
 from native.layers import product
 from run.allocator import keep_freed_memory
-from sampler import NeighborSampler, import_dgl
+from sampler import NeighborSampler
 
 
 def bench_layers(args):
@@ -32,7 +32,7 @@ def bench_layers(args):
     widths = [x.shape[1], *[args.hidden] * (len(blocks) - 1), store.num_classes]
     degrees, figures = model.graph_degrees(store.indptr, store.indices), {}
     for conv in args.models.split(",") if args.models else model.CONVS:
-        heads, forward = args.heads if conv == "gat" else 1, {}
+        heads, passes = args.heads if conv == "gat" else 1, {}
         shape = conv, widths, heads, blocks
         networks = {
             "ours": functools.partial(ours, *shape, degrees),
@@ -40,7 +40,7 @@ def bench_layers(args):
             "PyG": functools.partial(pyg, *shape),
         }
         contenders = {
-            name: functools.partial(training, make, x, y, forward.setdefault(name, []))
+            name: functools.partial(training, make, x, y, passes.setdefault(name, []))
             for name, make in networks.items()
         }
         contenders["products"] = functools.partial(products, *shape)
@@ -50,21 +50,21 @@ def bench_layers(args):
             f"{other} / ours": row[other] / row["ours"] for other in ("DGL", "PyG") if other in row
         }
         for name in networks.keys() & times:
-            row[f"{name} forward"] = 1e3 * statistics.median(forward[name])
+            row[f"{name} forward"] = 1e3 * statistics.median(passes[name])
         figures[conv] = row
     print_table("ms", figures)
     return {"layers": figures}
 
 
-def training(make, x, y, forward):
+def training(make, x, y, passes):
     """Prepare steps of a network; the seconds of forward passes go to a list."""
-    net = make()
+    net, apply = make()
     optimizer = torch.optim.Adam(net.parameters(), fused=True)
 
     def step(i):
         start = time.perf_counter()
-        loss = F.cross_entropy(net(x), y)
-        forward.append(time.perf_counter() - start)
+        loss = F.cross_entropy(apply(x), y)
+        passes.append(time.perf_counter() - start)
         return descend(optimizer, loss)
 
     return step
@@ -97,55 +97,19 @@ def products(conv, widths, heads, blocks):
     return step
 
 
-class Net(nn.Module):
-    """Layers of another library with ReLU between them; apply(i, layer, h) calls one."""
-
-    def __init__(self, layers, apply):
-        super().__init__()
-        self.layers, self.apply_layer = nn.ModuleList(layers), apply
-
-    def forward(self, x):
-        """x [N, F] -> [S, C]."""
-        for i, layer in enumerate(self.layers):
-            x = self.apply_layer(i, layer, x)
-            x = x if i == len(self.layers) - 1 else F.relu(x)
-        return x
-
-
 def ours(conv, widths, heads, blocks, degrees):
-    """Prepare this project's network."""
+    """Prepare this project's network -> (module, function that applies it)."""
     options = {"num_layers": len(blocks), "dropout": 0.0, "heads": heads}
     net = model.GNN(widths[0], widths[1], widths[-1], conv=conv, **options)
     net.degrees = degrees
-    return Net([net], lambda i, network, x: network(blocks, x))
+    return net, lambda x: net(blocks, x)
 
 
-def mlp(a, b):
-    """What a GIN layer applies to its sums."""
-    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b))
-
-
-def dgl(conv, widths, heads, blocks):
-    """Prepare DGL's."""
-    import_dgl()
-    from dgl import nn as layers
-
-    make = {
-        "sage": lambda a, b, last: layers.SAGEConv(a, b, "mean"),
-        "sage-pool": lambda a, b, last: layers.SAGEConv(a, b, "pool"),
-        "gcn": lambda a, b, last: layers.GraphConv(a, b, allow_zero_in_degree=True),
-        "gat": lambda a, b, last: layers.GATv2Conv(
-            a, b if last else b // heads, heads, allow_zero_in_degree=True
-        ),
-        "gin": lambda a, b, last: layers.GINConv(mlp(a, b), "sum", learn_eps=True),
-    }[conv]
-    graphs = [block.to_dgl() for block in blocks]
-
-    def apply(i, layer, h):
-        h = layer(graphs[i], h)
-        return h if conv != "gat" else h.mean(1) if i == len(graphs) - 1 else h.flatten(1)
-
-    return Net([make(a, b, b == widths[-1]) for a, b in zip(widths, widths[1:])], apply)
+def dgl(*shape):
+    """Prepare DGL's, with the same weights."""
+    net = nn.ModuleList(map(dgl_twin, ours(*shape, None)[0].layers))
+    graphs = [block.to_dgl() for block in shape[-1]]
+    return net, lambda x: forward(net, graphs, x, call=call_dgl)
 
 
 def pyg(conv, widths, heads, blocks):
@@ -154,6 +118,7 @@ def pyg(conv, widths, heads, blocks):
 
     if conv == "gcn":
         raise NotImplementedError("PyG's GCNConv takes graphs, not blocks")
+    mlp = lambda a, b: nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b))  # noqa: E731
     make = {
         "sage": lambda a, b, last: layers.SAGEConv((a, a), b),
         "sage-pool": lambda a, b, last: layers.SAGEConv((a, a), b, aggr="max", project=True),
@@ -162,9 +127,7 @@ def pyg(conv, widths, heads, blocks):
         ),
         "gin": lambda a, b, last: layers.GINConv(mlp(a, b), train_eps=True),
     }[conv]
-    edges = [block.to_pyg()[0] for block in blocks]
-
-    def apply(i, layer, h):
-        return layer((h, h[: blocks[i].num_dst]), edges[i])
-
-    return Net([make(a, b, b == widths[-1]) for a, b in zip(widths, widths[1:])], apply)
+    net = nn.ModuleList(make(a, b, b == widths[-1]) for a, b in zip(widths, widths[1:]))
+    edges = [(block.to_pyg()[0], block.num_dst) for block in blocks]
+    call = lambda layer, block, h, last: layer((h, h[: block[1]]), block[0])  # noqa: E731
+    return net, lambda x: forward(net, edges, x, call=call)

@@ -13,7 +13,7 @@ CHARTS = {  # command, or part of gpu: (title, entry with the times)
     "sampling": ("sampling a batch", "median_ms"),
     "products": ("a training step, dropout 0.5", "contenders"),
 }
-LABELS = {  # contenders that are drawn, beside DGL's
+LABELS = {  # contenders that are drawn, beside DGL's and those in GPU memory
     "native": "ringblock",
     "torch ops": "ringblock, torch ops",
     "torch operations": "ringblock, torch ops",
@@ -23,23 +23,22 @@ LABELS = {  # contenders that are drawn, beside DGL's
     "ours, tables in files": "ringblock, tables in files",
     "cuda-cuda fp32 plain": "plain version, fp32",
 }
-for kind in (f"{p} {how}" for p in ("fp32", "tf32", "bf16") for how in ("eager", "graph")):
-    LABELS[f"cuda-cuda {kind}"] = f"ringblock, {kind}"
 
 
 def times_in(content):
     """What a result file holds that can be drawn -> {title: {label: milliseconds, the fastest first}}."""
-    entries, where = {content.get("arguments", {}).get("what"): content}, ""
+    entries, where, charts = {content.get("arguments", {}).get("what"): content}, "", {}
     if "parts" in content:
         entries, where = content["parts"], f", {content['machine'].get('gpu')}"
-    charts = {}
     for what, (title, entry) in CHARTS.items():
         times = {}
         for name, ms in entries.get(what, {}).get(entry, {}).items():
-            if name in LABELS or name.startswith("DGL") and "no dropout" not in name:
+            theirs = name.startswith("DGL") and "no dropout" not in name
+            if theirs or name in LABELS or name.startswith("cuda-cuda"):
                 if isinstance(ms, dict):
                     ms = ms.get("median_ms") or ms["step_ms"]
-                times[LABELS.get(name, name)] = 1000 * ms if entry == "median_s" else ms
+                label = LABELS.get(name, name.replace("cuda-cuda ", "ringblock, "))
+                times[label] = 1000 * ms if entry == "median_s" else ms
         if times:
             charts[title + where] = dict(sorted(times.items(), key=lambda pair: pair[1]))
     return charts
@@ -62,8 +61,9 @@ def bench_picture(args):
         raise StoreError(
             f"nothing to draw in {files}: bench sampler, step, inference and gpu write it"
         )
+    size = 4.2 * len(charts), 2.4
     figure, axes = pyplot.subplots(
-        1, len(charts), figsize=(4.2 * len(charts), 2.4), layout="constrained", squeeze=False
+        1, len(charts), figsize=size, layout="constrained", squeeze=False
     )
     for axis, (title, times) in zip(axes[0], charts.items()):
         colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]

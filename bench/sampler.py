@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from bench.tools import dgl_graph, in_memory, interleave, medians, opened, prepared, print_table
+from bench import tools
+from bench.tools import dgl_graph, in_memory, interleave, medians, opened, print_table
 from run.allocator import keep_freed_memory
 from sampler import DGLAdapter, NeighborSampler, import_dgl
 
@@ -111,39 +112,30 @@ def bench_sampler(args):
         "native, 1 thread": ours(one, seeds),
         "torch ops": ours(draw(backend="torch"), seeds),
         **restricted(threaded, *graph, seeds),
-        **prepared(theirs),
+        **tools.prepared(theirs),
     }
     figures = {
         "contenders": time_samplers(args, steps),
         "rows": input_rows(threaded, store, args.batch_size),
         "floor": floor(args, native, seeds),
         "two_python_threads": python_threads(args, one, seeds),
-        "dgl_dataloader": None,
     }
     if "DGL fused, int64" in steps:
         figures["dgl_dataloader"] = dgl_loader(args, native, seeds)
-    return figures | ({"larger": larger(args, native, seeds)} if args.larger else {})
+    if args.larger:
+        figures["larger"] = larger(args, native, seeds)
+    return figures
 
 
 def time_samplers(args, steps):
     """The table of all contenders -> {name: figures}."""
-    drawn = {name: [] for name in steps}
+    drawn, figures = {name: [] for name in steps}, {}
     times = interleave(steps, args.rounds, note=lambda name, counts: drawn[name].append(counts))
-    figures, native = {}, statistics.median(times["native"])
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
+    for name, median in medians(times).items():
         edges, sources = (statistics.mean(counts) for counts in zip(*drawn[name]))
-        figures[name] = {
-            "median_ms": 1e3 * median,
-            "min_ms": 1e3 * min(seconds),
-            "ratio_to_native": median / native,
-            "edges": edges,
-            "sources": sources,
-            "edges_per_s": edges / median,
-            "ns_per_source": 1e9 * median / sources,
-        }
-    print_table("sampler", figures)
-    return figures
+        figures[name] = {"edges": edges, "sources": sources, "edges_per_s": edges / median}
+        figures[name]["ns_per_source"] = 1e9 * median / sources
+    return tools.print_times("sampler", times, **tools.turned(figures))
 
 
 def input_rows(draw, store, batch_size, batches=17):
@@ -161,8 +153,7 @@ def input_rows(draw, store, batch_size, batches=17):
         rows, new = statistics.mean(needed), statistics.mean(others[1:] or [0])
         size = rows * store.feature_dim * store.features.dtype.itemsize
         figures[name] = {"rows": rows, "bytes": size, "rows_not_in_the_batch_before": new}
-    print_table("input of a batch", figures)
-    return figures
+    return print_table("input of a batch", figures)
 
 
 def random_lines(tensor, count=1 << 20):
@@ -186,8 +177,7 @@ def floor(args, native, seeds):
     figures = {"lines": lines, "random_access_bytes_per_s": bandwidth}
     figures |= {"floor_ms": 64e3 * lines / bandwidth}
     figures |= {"native_over_floor": 1e3 * took["ours"] / figures["floor_ms"]}
-    print_table("floor", {"cache lines of 64 bytes": figures})
-    return figures
+    return print_table("floor", {"cache lines": figures})["cache lines"]
 
 
 def python_threads(args, draw, seeds):
@@ -211,13 +201,11 @@ def python_threads(args, draw, seeds):
         }
         times = interleave(steps, args.rounds)
     torch.set_num_threads(args.threads)
-    gain, bare = (
-        statistics.median(a / b for a, b in zip(times[f"{kind}one"], times[f"{kind}two"]))
-        for kind in ("", "bare ")
-    )
-    figures = {"gain": gain, "random_access_gain": bare}
-    print_table("two Python threads", {"batches/s over those of one": figures})
-    return figures
+    figures = {}
+    for name, kind in {"gain": "", "random_access_gain": "bare "}.items():
+        pairs = zip(times[f"{kind}one"], times[f"{kind}two"])
+        figures[name] = statistics.median(a / b for a, b in pairs)
+    return print_table("two Python threads", {"over one": figures})["over one"]
 
 
 def dgl_loader(args, native, seeds):
@@ -232,8 +220,7 @@ def dgl_loader(args, native, seeds):
     times = medians(interleave(steps, 5, warmup=1))
     figures = {name: len(seeds) / seconds for name, seconds in times.items()}
     figures["gain"] = figures["adapter"] / figures["DGL"]
-    print_table("DGL's DataLoader", {"batches/s": figures})
-    return figures
+    return print_table("DGL's DataLoader", {"batches/s": figures})["batches/s"]
 
 
 def larger(args, native, seeds):

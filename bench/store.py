@@ -1,47 +1,68 @@
-"""python -m bench store: building a store, reading rows and training from features on disk, writing and reading many
-small graphs. What trains is in bench/store_train.py."""
+"""python -m bench store: building, reading rows and training from features on disk, many small graphs."""
 
 import ctypes
+import itertools
+import json
+import math
+import mmap
 import os
 import shutil
+import statistics
+import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.store_train import AHEAD, print_training, train_each
-from bench.tools import alone, chosen_parts, forget_pages, interleave, medians, print_table, watch
+from bench.sampler import LABORS
+from bench.step import make_ring, trainer
+from bench.tools import (
+    alone,
+    chosen_parts,
+    forget_pages,
+    interleave,
+    medians,
+    print_table,
+    watch,
+    watched_rounds,
+)
+from disk.cache import LookaheadCache
 from disk.files import Rows, StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.reader import open_rows
-from features import prefetch
+from features import CachedFeatures, expected_visits, prefetch
+from loader import NodeLoader
 from native import build
+from run.allocator import keep_freed_memory, trim_memory
 from sampler import NeighborSampler
 from sources import prepare
-from store import SAMPLERS, GraphStore, build_store
+from store import SAMPLERS, GraphStore, MmapFeatures, build_store
 
 # ogbn-papers100M
 PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)
 GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, where memory is short"
+AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
+ADVISED = "GraphBolt, mmap advised"
+OPTIONS = "fanout", "batch_size", "hidden", "threads"  # of bench/graphbolt.py
+ROUNDS = 20
 
 
 def build_edges(folder, num_edges):
     """Build a store of random edges and the reverse of each -> figures."""
     num_nodes, random = max(2, num_edges // 25), np.random.default_rng(0)
     edges = np.memmap(folder / "edges", np.int32, "w+", shape=(2, num_edges))
-    for a in range(0, num_edges, 1 << 22):
-        b = min(a + (1 << 22), num_edges)
-        edges[:, a:b] = random.integers(0, num_nodes, (2, b - a), np.int32)
+    for part in np.array_split(edges, -(-num_edges >> 22), 1):
+        part[:] = random.integers(0, num_nodes, part.shape, np.int32)
     edges.flush()
     features, labels = np.zeros((num_nodes, 1), np.float32), np.zeros(num_nodes, np.int64)
     nodes = {"features": features, "labels": labels, "split": {"train": [0]}}
     with watch() as seen:
         build_store(folder / "built", edge_index=edges, symmetrize=True, **nodes)
     rate, stored = num_edges / seen["seconds"], GraphStore.open(folder / "built").num_edges
-    sizes = {"input_edges": num_edges, "stored_edges": stored}
-    return {**sizes, "input_edges_per_s": rate, **seen}
+    return {"input_edges_per_s": rate, "input_edges": num_edges, "stored_edges": stored, **seen}
 
 
 def sample_graph(path, args, where):
@@ -65,16 +86,15 @@ def sample_graph(path, args, where):
 def part_build(args, folder):
     """Build and sample -> figures."""
     built, path = alone(args.threads, build_edges, folder, args.edges), folder / "built"
+    print_table("build", {"random edges": built})
     times = {
         where: [alone(args.threads, sample_graph, path, args, where) for _ in range(3)]
         for where in GRAPHS
     }
-    built["sample_ms"] = medians(times)
-    print_table("build", {"random edges": built})
-    print_table("graph", {where: {"ms a batch": ms} for where, ms in built["sample_ms"].items()})
+    print_table("graph", {where: {"ms a batch": ms} for where, ms in medians(times).items()})
     shutil.rmtree(path)
     (folder / "edges").unlink()
-    return built
+    return built | {"sample_ms": medians(times)}
 
 
 def read_rows(folder, args):
@@ -109,13 +129,6 @@ def read_rows(folder, args):
         figures[name]["threads / plain"] = took["plain"] / took["threads"]
     os.close(handle)
     file.unlink()
-    return figures
-
-
-def part_reads(args, folder):
-    """Read rows -> figures."""
-    figures = alone(args.threads, read_rows, folder, args)
-    print_table("reads/s", figures)
     return figures
 
 
@@ -162,24 +175,116 @@ def build_papers(path, p):
     return {"edges_per_s": p["edges"] / seen["seconds"], "bytes": size, **seen}
 
 
+def train_from_disk(path, args, how, cache, drawn="uniform"):
+    """Train on features that stay on disk, `cache` bytes of them in memory -> figures of each of ROUNDS rounds.
+
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead,
+    "past" so too and past the page cache. cache: None for the default of train.py. drawn: by the sampler of
+    bench/sampler.py's LABORS with this name.
+    """
+    keep_freed_memory()
+    store = GraphStore.open(path)
+    csc, table, nodes = (store.indptr, store.indices), store.features, store.split["train"]
+    if isinstance(table, MmapFeatures):  # on disk also where they would fit
+        array = np.load(store.path / "features.npy", mmap_mode="r")
+        cache = table.default_cache() if cache is None else cache
+        beside = math.inf if how == "past" else table.beside + cache
+        file = [] if how == "map" else [store.path, array.offset, beside]
+        table = MmapFeatures(torch.from_numpy(array), True, *file)
+    with watch() as made:
+        if cache:
+            visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
+            if how in AHEAD.values():
+                table = LookaheadCache(table, cache, None, visits)
+            else:
+                table = CachedFeatures(table, visits, cache)
+            del visits
+            trim_memory(1)  # what that took, as train.py does
+    options = {**LABORS[drawn], "check": False, "threads": args.threads}
+    sampler, ring = NeighborSampler(*csc, args.fanout, **options), make_ring(store, table, slots=3)
+    options = {"batch_size": args.batch_size, "sampler": sampler, "ring": ring}
+    loader, train_on = NodeLoader(store, nodes, args.fanout, **options), trainer(args, store)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+    if isinstance(store.features, MmapFeatures):
+        array._mmap.madvise(mmap.MADV_DONTNEED)
+    forget_pages(path)
+    step = lambda: train_on(next(batches), ring.first_hop)  # noqa: E731
+    rounds = watched_rounds(step, ROUNDS, max(1, args.batches // ROUNDS))
+    rounds[0]["peak_anonymous"] = max(made["peak_anonymous"], rounds[0]["peak_anonymous"])
+    rounds[-1] |= table.counts() if isinstance(table, LookaheadCache) else {}
+    rounds[-1]["cache_hit_rate"] = getattr(table, "hit_rate", None)
+    return rounds
+
+
+def train_graphbolt(path, args, how, rounds, each):
+    """The same with GraphBolt in the interpreter `--graphbolt`; how: "documented", or "advised": with a word to the
+    kernel not to read ahead of each row."""
+    options = {"store": str(Path(path).resolve()), "advised": how == "advised", "rounds": rounds}
+    options |= {"each": each} | {name: getattr(args, name) for name in OPTIONS}
+    command = [args.graphbolt, "-m", "bench.graphbolt", json.dumps(options)]
+    try:
+        folder = Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = f"cannot run bench/graphbolt.py: {error}"
+        raise StoreError(f"--graphbolt {args.graphbolt} {said}") from error
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def train_each(path, args, ways):
+    """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, each in a process of its
+    own and one after another, because pages that one of them reads would serve the others -> {name: figures};
+    batches_per_s is of all but the first quarter, by which caches are full, "seconds" and "from_disk" of all."""
+    each, figures = max(1, args.batches // ROUNDS), {}
+    trainings = {
+        name: partial(alone, args.threads, train_from_disk, path, args, *way)
+        for name, way in ways.items()
+    }
+    if args.graphbolt and len(ways) > 1:
+        trainings[ADVISED] = partial(train_graphbolt, path, args, "advised", ROUNDS, each)
+    for name, training in trainings.items():
+        rounds = training()
+        rates = [f["batches_per_s"] for f in rounds[ROUNDS // 4 :]]
+        losses = [loss for f in rounds for loss in f["losses"]]
+        figures[name] = rounds[-1] | {
+            "batches_per_s": statistics.median(rates),
+            "rates": rates,
+            **{what: sum(f[what] for f in rounds) for what in ("seconds", "from_disk")},
+            "peak_anonymous": max(f["peak_anonymous"] for f in rounds),
+            "losses": losses,
+            "last_loss": losses[-1],
+        }
+    if ADVISED in trainings:
+        (documented,) = train_graphbolt(path, args, "documented", 1, 3)
+        rate = documented["batches_per_s"]
+        print(f"GraphBolt, without advice: {rate:.4f} batches/s, of three batches")
+    return figures
+
+
+def print_training(trained, what):
+    """Print the table, with ratios, and whether the losses are the same bits; curves of losses are dropped."""
+    curves, shown = {name: f.pop("losses") for name, f in trained.items()}, {}
+    for name, f in trained.items():
+        row = shown[name] = dict(f)
+        if not name.startswith(("GraphBolt", "LABOR")):
+            row["losses"] = "same" if curves[name] == next(iter(curves.values())) else "DIFFER"
+        for other in {"mmap, RAM cache", ADVISED} & trained.keys():
+            row[f"rate / {other}"] = f["batches_per_s"] / trained[other]["batches_per_s"]
+    print_table(what, shown)
+
+
 def part_papers(args, folder):
     """Build that store and train --batches batches of 1,024 with fanout 15,10,5 from it -> figures."""
-    p = {name: n if n <= 1000 else max(2000, int(n * args.papers)) for name, n in PAPERS.items()}
-    needed = 12 * p["edges"] + 2 * p["nodes"] * (p["features"] + 8)
-    if (free := shutil.disk_usage(folder).free) < needed:
-        need = f"--parts papers takes {needed / 1e9:.0f} GB of disk"
-        raise StoreError(f"{need}, {folder} has {free / 1e9:.0f} GB left")
     args.fanout, args.batch_size, args.graphbolt = [15, 10, 5], 1024, None
-    built = alone(args.threads, build_papers, folder / "papers", p)
-    print_table("papers", {"build": p | built})
+    built = alone(args.threads, build_papers, folder / "papers", PAPERS)
+    print_table("papers", {"build": PAPERS | built})
     ways = {name: (how, int(args.cache_gb * 1e9)) for name, how in AHEAD.items()}
     training = train_each(folder / "papers", args, ways)
-    rate = next(iter(training.values()))["batches_per_s"]
-    epoch = -(-p["train"] // args.batch_size) / rate
-    print(f"papers: an epoch of {p['train']:,} nodes in {epoch / 3600:.2f} h")
+    epoch = -(-PAPERS["train"] // args.batch_size) / next(iter(training.values()))["batches_per_s"]
+    print(f"papers: an epoch of {PAPERS['train']:,} nodes in {epoch / 3600:.2f} h")
     print_training(training, f"{built['bytes'] / 1e9:.1f} GB on disk")
     shutil.rmtree(folder / "papers")
-    return {"build": built, "training": training, "epoch_s": epoch, **p}
+    return {"build": built, "training": training, "epoch_s": epoch, **PAPERS}
 
 
 def train_under_root(args, backend, ways):
@@ -214,7 +319,7 @@ def write_graphs(path, count):
 
     with watch() as seen:
         build_graphs(path, batches())
-    return {"graphs": count, "graphs_per_s": count / (seen["seconds"] - making), **seen}
+    return {"graphs_per_s": count / (seen["seconds"] - making), **seen}
 
 
 def read_graphs(path, batch_size=256):
@@ -226,15 +331,14 @@ def read_graphs(path, batch_size=256):
     with watch() as seen:
         for ids in order:
             graphs.batch(ids)
-    return {"graphs": len(graphs), "graphs_per_s": len(graphs) / seen["seconds"], **seen}
+    return {"graphs_per_s": len(graphs) / seen["seconds"], **seen}
 
 
 def part_graphs(args, folder):
     """Write and read many small graphs -> figures."""
     figures = {"write": alone(args.threads, write_graphs, folder / "many", args.graphs)}
     figures["read"] = alone(args.threads, read_graphs, folder / "many")
-    print_table("graphs", figures)
-    return figures
+    return print_table("graphs", figures)
 
 
 def part_train(args, folder):
@@ -249,7 +353,9 @@ def part_train(args, folder):
 
 PARTS = {
     "build": part_build,
-    "reads": part_reads,
+    "reads": lambda args, folder: print_table(
+        "reads/s", alone(args.threads, read_rows, folder, args)
+    ),
     "graphs": part_graphs,
     "train": part_train,  # and then LMDB: both may not fit on the disk
     "lmdb": lambda args, folder: train_under_root(args, "lmdb", {"LMDB": ("map", 0)}),

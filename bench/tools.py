@@ -7,10 +7,10 @@ import json
 import math
 import mmap
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
-import resource
 import signal
 import statistics
 import subprocess
@@ -18,9 +18,11 @@ import threading
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 from disk.files import StoreError, write_whole
 from run import allocator
@@ -28,15 +30,11 @@ from sampler import import_dgl
 from sources import prepare
 from store import GraphStore
 
-# asked of nvidia-smi without a CUDA context, since some GPUs serve one process at a time
-GPU_FIELDS = "name memory.total compute_cap driver_version power.limit clocks.max.sm clocks.max.mem"
-GPU_FIELDS = [*GPU_FIELDS.split(), "pcie.link.gen.max", "pcie.link.width.max"]
-
 
 def hardware(gpu=False):
     """Processor, memory, versions and, with `gpu`, the GPU and its libraries -> dict."""
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    named = cpuinfo.exists() and re.search(r"model name\s*: (.*)", cpuinfo.read_text())
     figures = {
         "cpu": named[1].strip() if named else platform.processor(),
         "cores": os.cpu_count(),
@@ -44,13 +42,15 @@ def hardware(gpu=False):
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    if gpu:
-        figures["cuda"] = torch.version.cuda
-        command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    if (
+        gpu
+    ):  # asked of nvidia-smi without a CUDA context, since some GPUs serve one process at a time
+        fields = "name,memory.total,compute_cap,driver_version,power.limit,clocks.max.sm"
+        command = ["nvidia-smi", f"--query-gpu={fields},pcie.link.gen.max", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-            answers = done.stdout.splitlines()[0].split(", ")
-            figures |= dict(zip(["gpu", *GPU_FIELDS[1:]], answers))
+            figures["gpu"], _, figures["gpu_details"] = done.stdout.splitlines()[0].partition(", ")
+        figures["cuda"] = torch.version.cuda
     return figures
 
 
@@ -141,7 +141,7 @@ def figure_text(value):
 
 
 def print_table(what, rows):
-    """Print {row: {column: figure}}, aligned; figures that are dicts or lists are for the JSON file alone."""
+    """Print {row: {column: figure}}, aligned -> the same; figures that are dicts or lists are for the JSON file alone."""
     cells = [(c, v) for row in rows.values() for c, v in row.items()]
     columns = list(dict.fromkeys(c for c, v in cells if not isinstance(v, dict | list)))
     lines = [[what, *columns]]
@@ -150,31 +150,31 @@ def print_table(what, rows):
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+    return rows
 
 
-def by_row(columns):
-    """{column: {row: figure}} -> {row: {column: figure}}; the first column has all rows."""
-    first = next(iter(columns.values()))
-    return {row: {name: column.get(row) for name, column in columns.items()} for row in first}
+def turned(rows):
+    """{row: {column: figure}} <-> {column: {row: figure}}; the first has all entries of the others."""
+    first = next(iter(rows.values()))
+    return {column: {name: row.get(column) for name, row in rows.items()} for column in first}
 
 
 def print_times(what, times, unit="ms", **columns):
-    """Print a row for each contender, with further columns {header: {name: figure}} -> its median, its minimum.
+    """Print a row for each contender {name: [seconds]}, with further columns {name: figure} -> {name: its row}.
 
-    Both are {name: number} in the unit, "ms" or "s"; the ratio is to the median of the first contender.
+    The ratio is to the median of the first contender.
     """
-    factor, first = {"ms": 1e3, "s": 1}[unit], next(iter(times))
-    median = {name: factor * seconds for name, seconds in medians(times).items()}
-    least = {name: factor * min(seconds) for name, seconds in times.items()}
-    ratio = {name: value / median[first] for name, value in median.items()}
-    shown = {f"median {unit}": median, f"min {unit}": least, f"time / {first}": ratio}
-    print_table(what, by_row(shown | columns))
-    return median, least
+    factor, rows, first = {"ms": 1e3, "s": 1}[unit], {}, next(iter(times))
+    for name, median in medians(times).items():
+        rows[name] = {f"median_{unit}": factor * median, f"min_{unit}": factor * min(times[name])}
+        rows[name][f"time / {first}"] = factor * median / rows[first][f"median_{unit}"]
+        rows[name] |= {column: figures.get(name) for column, figures in columns.items()}
+    return print_table(what, rows)
 
 
 def read_json(file):
     """The content of a JSON file; {} where there is none."""
-    return json.loads(Path(file).read_text()) if Path(file).exists() else {}
+    return json.loads(Path(file).read_text()) if Path(file or "").is_file() else {}
 
 
 def write_json(file, content):
@@ -224,7 +224,7 @@ def own_process(threads):
 
 
 def alone(threads, function, *args):
-    """What function(*args) returns, called in a process of its own."""
+    """What function(*args) returns, called in a process of its own, which has ended then."""
     with own_process(threads) as process:
         return process.submit(function, *args).result()
 
@@ -232,16 +232,58 @@ def alone(threads, function, *args):
 def in_own_process(threads, prepare_step, *args, **options):
     """Prepare a contender in a process of its own -> its step, which is taken there."""
     process = own_process(threads)
-    process.submit(_prepare, prepare_step, args, options).result()
+    process.submit(_prepare, partial(prepare_step, *args, **options)).result()
     return lambda *words: process.submit(_take, words).result()
 
 
-def _prepare(prepare_step, args, options):
-    _take.step = prepare_step(*args, **options)
+def _prepare(prepare_step):
+    _take.step = prepare_step()
 
 
 def _take(words):
     return _take.step(*words)
+
+
+def in_groups(function, jobs, seconds, workers=1, context="fork"):
+    """Call function(job) for every job in a process that leads a group, some at a time; the groups are killed.
+
+    seconds: function of a job -> seconds that it may take.
+
+    Yields:
+        (job, exit code; None: it took too long), as they end.
+    """
+    running, jobs, start = {}, iter(jobs), multiprocessing.get_context(context).Process
+    try:
+        while True:
+            while len(running) < workers and (job := next(jobs, None)):
+                process = start(target=_in_group, args=(function, job))
+                process.start()
+                running[process] = job, time.monotonic() + seconds(job)
+            if not running:
+                return
+            multiprocessing.connection.wait([process.sentinel for process in running], 1)
+            for process, (job, end) in list(running.items()):
+                code = process.exitcode
+                if code is not None or time.monotonic() > end:
+                    del running[process]
+                    _kill_group(process)
+                    yield job, code
+    finally:
+        for process in running:
+            _kill_group(process)
+
+
+def _in_group(function, job):
+    os.setsid()
+    function(job)
+
+
+def _kill_group(process):
+    # it may not lead a group yet
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def memory_of_process(file):
@@ -250,26 +292,20 @@ def memory_of_process(file):
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def disk_reads():
-    """(bytes that this process has had read from disks, page faults that waited for one) so far."""
-    read = Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0]
-    return int(read), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-
-
 @contextlib.contextmanager
 def watch():
     """Watch this process while the body runs; yields a dict, which is filled when the body ends.
 
-    seconds; peak_anonymous and grown, bytes of anonymous memory; mapped, bytes of files; major_faults, which waited
-    for the disk; from_disk, bytes.
+    seconds; peak_anonymous and grown, bytes of anonymous memory; mapped, bytes of files; from_disk, bytes read.
     """
-    seen, done, peaks = {}, threading.Event(), [0]
+    memory, done = lambda: memory_of_process("status"), threading.Event()
+    read = lambda: int(Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0])  # noqa: E731
+    seen, before, first, peaks = {}, memory(), read(), [0]
 
     def sample():
         while not done.wait(0.02):
-            peaks.append(memory_of_process("status")["RssAnon"])
+            peaks.append(memory()["RssAnon"])
 
-    before, (read, faults) = memory_of_process("status"), disk_reads()
     thread = threading.Thread(target=sample)
     thread.start()
     start = time.perf_counter()
@@ -279,10 +315,9 @@ def watch():
     finally:
         done.set()
         thread.join()
-    after, (read_after, faults_after) = memory_of_process("status"), disk_reads()
+    after = memory()
     seen |= {"peak_anonymous": max(peaks), "grown": after["RssAnon"] - before["RssAnon"]}
-    seen |= {"mapped": after["RssFile"], "major_faults": faults_after - faults}
-    seen["from_disk"] = read_after - read
+    seen |= {"mapped": after["RssFile"], "from_disk": read() - first}
 
 
 def watched_rounds(step, rounds, each):
@@ -303,6 +338,22 @@ def forget_pages(path):
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: layer(block, h)):
+    """Apply a layer to each block, with ReLU and dropout between them."""
+    for layer, block in zip(layers, blocks):
+        h = call(layer, block, h, layer is layers[-1])
+        h = h if layer is layers[-1] else F.dropout(F.relu(h), dropout)
+    return h
+
+
+def descend(optimizer, loss):
+    """Backward and a step of the optimizer -> the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def exit_code(main, words):
     """What a command line ends with."""
     try:
@@ -314,11 +365,3 @@ def exit_code(main, words):
 def end_with_the_parent():
     """Have the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def kill_group(process):
-    """End a process, which may or may not lead a group by now, with what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()

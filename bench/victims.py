@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -23,15 +22,12 @@ from disk.files import StoreError
 from disk.graphs import GraphDataset
 from store import GraphStore, build_store
 
-MODELS = [  # by turns: they differ in what they read before, while and after they are trained
-    ["--model", "sage"],
-    ["--model", "gcn"],
-    ["--model", "gat", "--heads", "2"],
-    ["--model", "sage", "--cache", "2000", "--sample-threads", "2"],
-]
+# by turns: they differ in what they read before, while and after they are trained
+MODELS = "sage", "gcn", "gat --heads 2", "sage --cache 2000 --sample-threads 2"
 NODES, WIDTH = 160, 40
 PARTS = {"train": "train_idx", "valid": "val_idx", "test": "test_idx"}
 TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **PARTS}
+MANY = "graphs", "molecules", "crystals", "append"  # kinds with many small graphs
 
 
 def make_good(case):
@@ -46,13 +42,8 @@ def make_good(case):
     np.savez(base / "npz.npz", **graph)
     (base / "csv").mkdir()
     for name, entry in TABLES.items():
-        form = "%.9g" if name == "features" else "%d"
-        np.savetxt(
-            base / "csv" / f"{name}.csv",
-            graph[entry].T if name == "edges" else graph[entry],
-            form,
-            ",",
-        )
+        rows = graph[entry].T if name == "edges" else graph[entry]
+        np.savetxt(base / "csv" / f"{name}.csv", rows, "%.9g", ",")
     # far more than such a file is large
     np.savez_compressed(base / "bomb.npz", **graph | {"labels": np.zeros(1 << 27)})
     (base / "bomb.csv.gz").write_bytes(gzip.compress(b"1,2\n" * (1 << 24), 1))
@@ -97,78 +88,70 @@ def build_in(path, arrays, backend="lmdb", block_rows=None):
     build_store(path, backend=backend, block_rows=block_rows, split=split, **kept)
 
 
+def take(case, source, target, harm=None):
+    """Copy what is good and, unless nothing is to be wrong, harm it -> the second of what harm(path, random) returned."""
+    good, forged = case.base / source, None
+    (shutil.copytree if good.is_dir() else shutil.copyfile)(good, target)
+    if harm and (random := case.random()):
+        what, forged = harm(Path(target), random)
+        case.note(what=what, forged=bool(forged))
+    return forged
+
+
 def attack_store(case):
     """Verify, read and train on a store."""
-    shutil.copytree(case.base / case.kind, "store")
-    if random := case.random():
-        what, forged = harm_store(Path("store"), random)
-        case.note(what=what, forged=forged)
+    take(case, case.kind, "store", harm_store)
     case.note(verified=exit_code(store.main, ["verify", "store"]))
-    if case.kind == "graphs":
-        train_on(case, "store", task="graph")
-    else:
-        train_on(case, "store", *MODELS[case.model()])
+    train_on(case, "store")
 
 
 def attack_input(case):
-    """Build a store from files, verify it and train on it."""
-    many, is_csv = case.kind in ("molecules", "crystals"), case.kind == "csv"
-    source, written = Path("csv" if is_csv else f"{case.kind}.npz"), None
-    (shutil.copytree if is_csv else shutil.copyfile)(case.base / source, source)
-    if random := case.random():
-        written = harm_input(case, source, random)
-    words = [source, "built"]
-    if is_csv:
-        edges, *others = (next(source.glob(f"{name}.csv*")) for name in TABLES)
+    """Build a store from files, verify it and train on it. What is read of damaged tables is compared in
+    tests/test_tables.py, of arrays here."""
+    table = case.kind == "csv"
+    source = "csv" if table else f"{case.kind}.npz"
+
+    def harm(path, random):
+        file, how = path / f"{pick(list(TABLES), random)}.csv" if table else path, random.random()
+        if how < 0.05:
+            file.unlink()
+            bomb = "bomb.csv.gz" if table else "bomb.npz"
+            shutil.copyfile(case.base / bomb, f"{file}.gz" if table else file)
+            return f"{bomb} for {file.name}", table
+        if not table and how >= 0.5:
+            return harm_values(file, random)
+        what, forged = harm_bytes(file, random)
+        return what, forged or table
+
+    words, written = [source, "built"], take(case, source, source, harm)
+    if table:
+        edges, *others = (next(Path("csv").glob(f"{name}.csv*")) for name in TABLES)
         pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
         words = [edges, "built", *(word for pair in pairs for word in pair)]
     code = exit_code(store.main, ["build", *words])
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
+        many = case.kind in MANY
         wrong = (graphs if many else store).verify("built")
-        case.note(wrong=wrong or (written and not many and differs(written)))
-        train_on(case, "built", task="graph" if many else "node")
-
-
-def harm_input(case, source, random):
-    """Do one thing to an .npz file or one of the tables -> the arrays that are then written, where they are known."""
-    is_csv, how, written = source.is_dir(), random.random(), None
-    file = source / f"{pick(list(TABLES), random)}.csv" if is_csv else source
-    if how < 0.05:
-        file.unlink()
-        bomb = "bomb.csv.gz" if is_csv else "bomb.npz"
-        shutil.copyfile(case.base / bomb, f"{file}.gz" if is_csv else file)
-        what, forged = f"{bomb} for {file.name}", False
-    elif is_csv or how < 0.5:
-        what, forged = harm_bytes(file, random)
-        written = read_plainly(source) if is_csv else None
-    else:
-        what, forged = what, written = harm_values(file, random)
-    case.note(what=what, forged=bool(forged or is_csv))
-    return written
+        case.note(wrong=wrong or (isinstance(written, dict) and not many and differs(written)))
+        train_on(case, "built")
 
 
 def attack_checkpoint(case):
     """Go on from a checkpoint."""
     task = ("node", "link")[case.model() % 2]
-    shutil.copyfile(case.base / f"{task}.pt", "bad.pt")
-    if random := case.random():
-        harm = harm_values if case.kind == "forged" else harm_bytes
-        what, forged = harm(Path("bad.pt"), random)
-        case.note(what=what, forged=bool(forged))
+    take(case, f"{task}.pt", "bad.pt", harm_values if case.kind == "forged" else harm_bytes)
     words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
     run_train(case, case.base / "mmap", 2, *words, task=task)
 
 
 def attack_process(case):
     """Kill a process at work, look at what it left, and bring the work to its end."""
-    work, problems = WORK[case.kind]
-    if case.kind in ("put", "append"):
-        shutil.copytree(case.base / ("changed" if case.kind == "put" else "graphs"), "store")
+    work, problems, good = WORK[case.kind]
+    if good:
+        take(case, good, "store")
     if random := case.random():
-        usual = json.loads((case.base / "seconds").read_text())[case.kind]
-        after = random.uniform(0, 1.1 * usual)
-        child = os.fork()
+        after, child = random.uniform(0, 1.1 * case.usual), os.fork()
         if not child:
             end_with_the_parent()
             with contextlib.suppress(BaseException):
@@ -177,7 +160,7 @@ def attack_process(case):
         time.sleep(after)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        what = f"killed after {1e3 * after:.0f} of about {1e3 * usual:.0f} ms"
+        what = f"killed after {1e3 * after:.0f} of about {1e3 * case.usual:.0f} ms"
         case.note(what=what, wrong=problems())
         for left in Path().rglob(".*"):  # what a killed writer leaves is removed a day later
             os.utime(left, (0, time.time() - 2 * 86400))
@@ -186,7 +169,7 @@ def attack_process(case):
     case.note(seconds=time.monotonic() - began)
     case.note(strewn=sorted(file.name for file in Path().rglob(".*")))
     if case.kind != "train":
-        train_on(case, "store", task="graph" if case.kind == "append" else "node")
+        train_on(case, "store")
 
 
 def build_it(case):
@@ -198,17 +181,15 @@ def build_it(case):
 def put_it(case):
     """Put rows that all hold the next number, up to 40."""
     features = GraphStore.open("store").features
-    first = int(features.gather(torch.tensor([0]))[0, 0])
-    for number in range(first + 1, 41):
+    for number in range(int(features.gather(torch.tensor([0]))[0, 0]) + 1, 41):
         features.put_rows(torch.arange(NODES), torch.full((NODES, WIDTH), float(number)))
 
 
 def append_it(case):
     """Append graphs, forty at a time, until there are 1,050."""
     many = GraphDataset.open("store")
-    batch = many.batch(range(40))
     while len(many) < 1050:
-        many.append(batch)
+        many.append(many.batch(range(40)))
 
 
 def train_it(case):
@@ -224,17 +205,18 @@ def torn():
     return store.verify("store") + ([] if same else ["rows of two moments"])
 
 
-WORK = {  # what is killed, and what is wrong with what it left
-    "build": (build_it, lambda: store.verify("store") if Path("store").exists() else []),
-    "put": (put_it, torn),
-    "append": (append_it, lambda: graphs.verify("store")),
-    "train": (train_it, list),  # going on from the checkpoint says more
+WORK = {  # what is killed, what is wrong with what it left, and the store that it changes
+    "build": (build_it, lambda: store.verify("store") if Path("store").exists() else [], None),
+    "put": (put_it, torn, "changed"),
+    "append": (append_it, lambda: graphs.verify("store"), "graphs"),
+    "train": (train_it, list, None),  # going on from the checkpoint says more
 }
-ATTACKS = {
-    "stores": attack_store,
-    "inputs": attack_input,
-    "checkpoints": attack_checkpoint,
-    "kills": attack_process,
+ATTACKS = {  # kind: (cases in a round, what one does)
+    **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), (5, attack_store)),
+    **dict.fromkeys(("npz", "csv"), (3, attack_input)),
+    **dict.fromkeys(("molecules", "crystals"), (2, attack_input)),
+    **dict.fromkeys(("damaged", "forged"), (5, attack_checkpoint)),
+    **dict.fromkeys(WORK, (1 / 4, attack_process)),
 }
 
 
@@ -245,11 +227,13 @@ def command(dataset, epochs, *words, task="node"):
     return ["--task", task, "--dataset", dataset, *sizes, *words]
 
 
-def train_on(case, dataset, *words, task="node"):
+def train_on(case, dataset):
     """Train on a store, and note what came of it."""
-    if task == "node":
-        words += "--predict", "out.npy", "--predict-what", "scores"
-    run_train(case, dataset, 1, "--checkpoint", "out.pt", *words, task=task)
+    task, words = "graph", ["--checkpoint", "out.pt"]
+    if case.kind not in MANY:
+        task, scores = "node", ["--predict", "out.npy", "--predict-what", "scores"]
+        words += [*scores, "--model", *MODELS[case.model()].split()]
+    run_train(case, dataset, 1, *words, task=task)
 
 
 def run_train(case, dataset, epochs, *words, task="node"):
@@ -261,21 +245,6 @@ def run_train(case, dataset, epochs, *words, task="node"):
         digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights))
         digest.update(Path("out.npy").read_bytes() if Path("out.npy").exists() else b"")
         case.note(result=digest.hexdigest())
-
-
-def read_plainly(folder):
-    """The tables in a folder as arrays, where every cell is a plain number; else None."""
-    found = {}
-    for name, entry in TABLES.items():
-        text = (folder / f"{name}.csv").read_bytes().decode("latin-1")
-        cell = r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?" if name == "features" else "-?[0-9]{1,18}"
-        if not re.fullmatch(rf"({cell}[,\n])+", text) or ",\n" in text:
-            return None
-        dtype = np.float32 if name == "features" else np.int64
-        with contextlib.suppress(ValueError):  # lines of several lengths
-            rows = np.loadtxt(text.splitlines(), dtype, delimiter=",", ndmin=2)
-            found[entry] = {"edges": rows.T, "features": rows}.get(name, rows[:, 0])
-    return found if len(found) == len(TABLES) else None
 
 
 def differs(arrays):

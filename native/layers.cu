@@ -16,7 +16,7 @@
 // NVRTC, with the same operators. It is read and written at once on a GPU where rows are aligned
 // (`whole`), on the host where the row has that many `left`; otherwise one by one.
 #ifdef HOST
-#define COLUMNS 16
+#define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // of the processor's vectors
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
@@ -212,7 +212,7 @@ FN float drop_one(float x, u64 bytes, int column, int drop, float scale) {
 }
 // Eight columns of a row share a draw of 64 bits, a byte each.
 FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale) {
-#ifdef HOST
+#if COLUMNS >= 8
   u64 draws[COLUMNS / 8];
   for (int at = 0; at < COLUMNS / 8; at++) draws[at] = finalise(key + (column / 8 + at) * GOLDEN);
   unsigned char bytes __attribute__((vector_size(COLUMNS)));
@@ -619,6 +619,8 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
 
 // What a CPU does otherwise.
 #ifdef HOST
+i64 columns_of_a_thread(void) { return COLUMNS; }
+
 // Rows ids [n] of h [V, F] -> how many ids are out of range. Some fifty cache lines are on their
 // way.
 i64 fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, IN *out) {

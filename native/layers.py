@@ -90,6 +90,7 @@ def has_kernels(indices):
 FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES = {  # of what is for the CPU alone
+    "columns_of_a_thread": [_NUMBER],
     "list_by_source": [None, *[_POINTER] * 3, _NUMBER, _NUMBER, *[_POINTER] * 6],
     "fetch_rows": [_NUMBER, _POINTER, _POINTER, *[_NUMBER] * 3, _POINTER],
 }
@@ -100,8 +101,8 @@ class Code:
 
     def __init__(self, compiled):
         self.run, self.on_cpu = compiled.run, isinstance(compiled, build.HostKernels)
-        self.columns = 16 if self.on_cpu else 4  # of a thread
         self.call = compiled.call if self.on_cpu else None
+        self.columns = self.call("columns_of_a_thread") if self.on_cpu else 4
 
     def threads(self, width):
         """Threads of a row."""

@@ -253,10 +253,8 @@ class Frame:
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows, part.next_rows = n, sources
         if self.backend.timed:
-            b.group, b.slots = (
-                self._room("group", max(rows)),
-                1 << (2 * self.positions).bit_length(),
-            )
+            b.group = self._room("group", max(rows))
+            b.slots = 1 << (2 * self.positions).bit_length()
             if self.pairs.numel() < b.slots:
                 self.pairs, self.base = self.pairs.new_empty(b.slots), 0
                 self.table = self.table.new_empty(b.slots)

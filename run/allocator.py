@@ -47,11 +47,8 @@ def _loads(library):
 
 
 def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
-    """Make glibc keep freed memory up to this many bytes: a fresh large tensor costs more in page faults than in work.
-
-    Returns:
-        True where there is a glibc to tell.
-    """
+    """Make glibc keep freed memory up to this many bytes: a fresh large tensor costs more in page faults than in work
+    -> True where there is a glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and bool(mallopt(-3, mmap_threshold) and mallopt(-1, trim_threshold))
 
@@ -69,15 +66,8 @@ def announce(ranks, args):
 
 
 def trim_memory(level):
-    """Return freed heap pages to the system once the process has grown by 4 %: batches of different sizes leave gaps
-    between live blocks, and the gaps add up over the epochs.
-
-    Args:
-        level: resident bytes to compare with; 0 the first time.
-
-    Returns:
-        The level for the next call.
-    """
+    """Return freed heap pages to the system once the process has grown by 4 % above `level` bytes (0 the first time):
+    batches of different sizes leave gaps between live blocks, which add up over the epochs -> level of the next call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is None:
         return 0

@@ -106,11 +106,7 @@ def load_weights(model, weights, path):
 
 def read_checkpoint(path, data=None):
     """Read a checkpoint (or its bytes) and check everything in it -> dict with flags, total_batch, graph, model,
-    optimizer, best, epoch and step; tensors on the CPU.
-
-    Raises:
-        StoreError: where it is damaged, forged or no checkpoint.
-    """
+    optimizer, best, epoch and step; tensors on the CPU. StoreError where it is damaged, forged or no checkpoint."""
     try:
         data = Path(path).read_bytes() if data is None else data
         state = torch.load(checked_archive(data), map_location="cpu", weights_only=True)
@@ -250,11 +246,8 @@ def adopted(args, state, path):
 
 
 def common_state(ranks, args):
-    """The state to resume, the same on all ranks -> (state, its path, the flags with those of the state), or (None, None,
-    args).
-
-    Machines need not share a disk: the rank with the most advanced file broadcasts it.
-    """
+    """The state to resume, which the rank with the most advanced file broadcasts: machines need not share a disk ->
+    (state, its path, the flags with those of the state), or (None, None, args)."""
     path = checkpoint_to_resume(args)
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)

@@ -76,11 +76,8 @@ def settle_steps(ranks, args, task, examples):
 
 
 def residual_helps(store):
-    """Whether layers that average a node's row with its neighbours' need residual connections -> (bool, why).
-
-    They do where edges between training nodes join a class hardly more often than chance: by their adjusted homophily
-    (Platonov et al., arXiv 2209.06177), of up to 32 edges each of some 4,096 nodes.
-    """
+    """Whether layers that average a node's row with its neighbours' need residual connections -> (bool, why): by the
+    adjusted homophily (Platonov et al., arXiv 2209.06177) of up to 32 edges each of some 4,096 training nodes."""
     train = store.split["train"]
     nodes = train[:: max(1, train.numel() // 4096)]
     with reading_all_edges():
@@ -113,11 +110,8 @@ def sizes(args, task, used):
 
 def place_data(ranks, args, task, used):
     """Put graph and features where --mode wants them and tell the task -> (sampler, ring); None of both for a task that
-    reads its batches itself.
-
-    Where features are a tensor, the ring brings what the first layer multiplies instead of the input rows: own row
-    beside mean, a third of the bytes, straight from the table.
-    """
+    reads its batches itself. Where features are a tensor, the ring brings what the first layer of GraphSAGE multiplies,
+    own row beside mean, instead of the input rows: a third of the bytes."""
     store, pinned = task.store, args.mode == "pinned-cuda"
     # a user's network gets float32 under autocast
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16
@@ -183,11 +177,8 @@ def make_sampler(args, indptr, indices, fanout, used, threads=None):
 
 
 def cached(ranks, args, task, features):
-    """The features behind the cache of --cache, one for each process; without the flag as they are.
-
-    The cache holds the rows that batches use most often, chosen once; on CPU, before a memory-mapped table, the page
-    cache is planned as well.
-    """
+    """The features behind the cache of --cache, one for each process: the rows that batches use most often, chosen once;
+    on CPU, before a memory-mapped table, the page cache is planned as well."""
     store, budget = task.store, args.cache
     say = print if ranks.leads else lambda line: None
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)

@@ -25,12 +25,8 @@ WHOLE_GRAPH_EDGES = 1 << 22
 
 
 def open_run(ranks, args, path, fits=lambda args, task: None):
-    """Open the data, place it and build the network -> Run.
-
-    Args:
-        path: store directory. fits: function of the settled flags and the task that raises where the data is not that
-            of the checkpoint to go on from.
-    """
+    """Open the store at a path, place it and build the network -> Run. fits: function of the settled flags and the task
+    that raises where the data is not that of the checkpoint to go on from."""
     task = TASKS[args.task](args, path, print if ranks.leads else lambda line: None)
     args, used = settle(ranks, args, task)
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
@@ -100,11 +96,7 @@ class Run:
 
     def forward(self, batch, key=None, network=None):
         """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32,
-        float64 with fp64.
-
-        In training, dropout is a function of the key: the same on all ranks, where it is drawn by node. network: the
-        model inside of DistributedDataParallel.
-        """
+        float64 with fp64. key: decides on dropout. network: the model inside of DistributedDataParallel."""
         device = self.ranks.device
         if key is not None and not isinstance(self.model, GNN):
             # torch.manual_seed takes 0.1 ms to ask for devices of all kinds

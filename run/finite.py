@@ -14,11 +14,8 @@ UNUSUAL = 1e4  # features above it are pointed out
 
 
 class LossSum:
-    """The losses of an epoch added up on the training device, and whether they are finite, without waiting for a GPU.
-
-    Args:
-        total: float64 scalar that the losses are added to: a sum with NaN or infinity in it stays so.
-    """
+    """The losses of an epoch added up on the training device, and whether they are finite, without waiting for a GPU;
+    total: float64 scalar: a sum with NaN or infinity in it stays so."""
 
     def __init__(self, total):
         self.total = total

@@ -215,7 +215,7 @@ def check_values(parser, args):
 
 def check_effects(parser, args):
     """Refuse flags that were typed and can have no effect, or not the one they name, in this run."""
-    own, on_gpu, here = is_own(args.model), args.gpus > 0, gpus_here()
+    task, own, on_gpu, here = TASKS[args.task], is_own(args.model), args.gpus > 0, gpus_here()
     embeddings = args.predict_what == "embeddings"
 
     def refuse(where, flags, why):
@@ -228,7 +228,7 @@ def check_effects(parser, args):
                 shown += "" if type(value) is bool else f" {text_of(value)}"
                 parser.error(f"{shown} {why.format(**vars(args))}")
 
-    for why, unused in TASKS[args.task].unused.items():
+    for why, unused in task.unused.items():
         refuse(True, unused, why)
     why = "contradicts --early-stop {early_stop}, which takes the best epoch's"
     refuse(args.early_stop and args.weights == "last", "weights", why)
@@ -236,7 +236,7 @@ def check_effects(parser, args):
     refuse(not args.predict, "pairs", "needs --predict FILE.npy to write their scores to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
     why = "is for the built-in models; give {model} what it needs by --model-args"
-    refuse(own, BUILT_IN if args.task == "link" else f"{BUILT_IN} hidden", why)
+    refuse(own, BUILT_IN + " hidden" * (not task.embeds), why)
     why = "is for the built-in models, --model is {model}; take logits"
     refuse(own and embeddings, "predict_what", why)
     why = "would be the features with --num-layers 1"

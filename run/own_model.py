@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from disk.files import StoreError
+from disk.files import StoreError, reading
 
 
 def is_own(model):
@@ -94,10 +94,8 @@ def load(model):
         StoreError: for a missing file or name. What goes wrong inside the file is raised as it is.
     """
     file, _, name = model.rpartition(":")
-    try:
+    with reading(f"--model {model}: {file}"):
         text = Path(file).read_bytes()
-    except OSError as error:
-        raise StoreError(f"--model {model}: {file} cannot be read: {error.strerror}") from error
     defined = vars(run_file(file, text))
     if not callable(defined.get(name)):
         theirs = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]

@@ -47,12 +47,7 @@ class Fit(NamedTuple):
 def placements(
     store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0
 ) -> dict[str, Placement]:
-    """The Placement of every mode.
-
-    Args:
-        fanout: one number for each layer, from the seeds outward. batch_size: seeds of a process.
-        hidden: width of inner layers. prefetch: batches prepared ahead.
-        graphs: hops that steps of static shapes hold, where the GPU reads the features.
+    """The Placement of every mode. graphs: hops that steps of static shapes hold; the others are flags of train.py.
 
     A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes
     after each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all.

@@ -71,13 +71,8 @@ class Clock:
 
 
 def draw_timeline(runs, path, steps=8):
-    """Draw a Gantt chart of the first training steps, a row for each run, stage and thread.
-
-    Args:
-        runs: {title: laps of a Clock}; one without a training step is left out.
-        path: a .png file.
-        steps: training steps of each run.
-    """
+    """Draw a Gantt chart of the first training steps into a .png file, a row for each run, stage and thread; runs:
+    {title: laps of a Clock}."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,13 +117,8 @@ def profile(report, rank):
 
 
 class Report:
-    """Where rank 0 puts a run's figures: the terminal, --log, --tensorboard.
-
-    A file that cannot be written is reported once, and training continues.
-
-    Attributes:
-        failed: the flags whose files could not be written.
-    """
+    """Where rank 0 puts a run's figures: the terminal, --log, --tensorboard. A file that cannot be written is reported
+    once, and training continues; failed: the flags of such files."""
 
     def __init__(self, ranks, args):
         self.args, self.leads, self.failed, self.board = args, ranks.leads, set(), None
@@ -289,10 +279,8 @@ def counted(number, what):
 
 
 def epoch_line(args, figures):
-    """The line of one epoch, at most 120 columns; as many stages as fit, all of them are in --log.
-
-    Sampling and fetching overlap with the rest; `stall` is what the training thread waited for them.
-    """
+    """The line of one epoch, at most 120 columns: as many stages as fit, all are in --log. Sampling and fetching overlap
+    with the rest; `stall` is what the training thread waited for them."""
     valid = f"{percent(figures.get('valid_sampled'))} (sampled)"
     if "valid" in figures:
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"

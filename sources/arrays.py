@@ -29,6 +29,7 @@ OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." 
     "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
     "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
+    "node_time": ("node_time",),
 }
 KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
@@ -61,11 +62,10 @@ def of_object(graph, own, ignore=()) -> Arrays:
     """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them, `own` in place of theirs."""
     kind = type(graph).__name__
     if hasattr(graph, "ndata"):
-        if len(graph.canonical_etypes) != 1 or len(graph.ntypes) != 1:
-            raise StoreError(
-                f"the DGLGraph has {len(graph.ntypes)} kinds of nodes and {len(graph.canonical_etypes)} of edges: one of "
-                "each is needed (dgl.to_homogeneous)"
-            )
+        nodes, edges = len(graph.ntypes), len(graph.canonical_etypes)
+        if (nodes, edges) != (1, 1):
+            what = f"{nodes} kinds of nodes and {edges} of edges"
+            raise StoreError(f"the DGLGraph has {what}: one of each is needed (dgl.to_homogeneous)")
         # a graph may be there in some of them only
         edges = graph.formats(["coo", "csr", "csc"]).edges()
         arrays = {"edge_index": torch.stack(edges), "num_nodes": graph.num_nodes()}
@@ -185,21 +185,18 @@ class Arrays:
 
     def columns(self, num_nodes, num_edges):
         """What edges carry, by the names that a store has for it, and `node_time`."""
-        names = {column: self.find(*words) for column, words in OF_EDGES.items()}
-        names = {
-            c: name for c, name in {**names, "node_time": self.find("node_time")}.items() if name
-        }
+        names = {column: name for column, words in OF_EDGES.items() if (name := self.find(*words))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
         columns = {column: self[name] for column, name in names.items()}
         for column, name in names.items():
-            rows = len(columns[column]) if columns[column].ndim else 0
+            rows = (*columns[column].shape, 0)[0]
             count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
             if rows != count:
                 what = f"{name} has {rows} rows, one for each of the {count} {of} is needed"
                 raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
-            if column != "edge_features" and columns[column].size == count:
+            if column != "edge_features" and columns[column].shape[1:] == (1,):
                 columns[column] = columns[column].reshape(-1)
         return columns
 

@@ -35,9 +35,8 @@ def read_tables(file, own, more, folder) -> dict:
         folder: where some of the arrays are kept.
     """
     if not TABLE.search(file):
-        raise StoreError(
-            f"{file} cannot be read: give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
-        )
+        what = "give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
+        raise StoreError(f"{file} cannot be read: {what}")
     if "features" not in own:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
     arrays, keep = {}, {}
@@ -207,9 +206,8 @@ def _label_columns(table) -> tuple[list[int], int | None]:
     if columns and all(table.kinds[j] == "whole" for j in columns):
         return columns, node
     found = short(", ".join(map(table.column, range(table.width))), "")
-    raise StoreError(
-        f"{table.name} has the columns {found}: one of labels, perhaps one of ids, or several of 0 and 1 are needed"
-    )
+    what = "one of labels, perhaps one of ids, or several of 0 and 1 are needed"
+    raise StoreError(f"{table.name} has the columns {found}: {what}")
 
 
 def node_times(file, nodes) -> np.ndarray:
@@ -304,23 +302,20 @@ def _column(table, word) -> int:
         return int(word) - 1
     names = f"columns 1 to {table.width}, without names"
     names = short(", ".join(table.names), "") if table.names else names
-    raise StoreError(
-        f"{table.name} has no column {short(word)}, and there is no file of that name: it has {names}"
-    )
+    what = f"has no column {short(word)}, and there is no file of that name"
+    raise StoreError(f"{table.name} {what}: it has {names}")
 
 
 def _end_columns(table) -> list[int]:
     """The columns of sources and destinations."""
     found = [table.named(end) for end in ("source", "destination")]
     if table.width < 2:
-        raise StoreError(
-            f"{table.name} has one column: two are needed, with a comma, a semicolon, a tab or a space between them"
-        )
+        what = "two are needed, with a comma, a semicolon, a tab or a space between them"
+        raise StoreError(f"{table.name} has one column: {what}")
     if [len(columns) for columns in found] == [1, 1]:
         return [found[0][0], found[1][0]]
     if any(found):
-        raise StoreError(
-            f"{table.name} has the columns {short(', '.join(table.names), '')}: call one source and one destination"
-        )
+        names = short(", ".join(table.names), "")
+        raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
     table.notes.append(f"{table.column(0)} taken as source, {table.column(1)} as destination")
     return [0, 1]

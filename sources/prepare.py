@@ -1,9 +1,7 @@
 """A name, a path or a graph at hand -> a store directory.
 
-    path = prepare("synthetic")                                  # planted communities, no download
-    path = prepare("synthetic:nodes=2449029,degree=50,features=100,classes=47")
-    path = prepare("ogbn-products", root="data")                 # ogbn-arxiv, ogbn-products, ogbn-papers100M
-    path = prepare("cora")                                       # cora, citeseer, pubmed: the original Planetoid files
+    path = prepare("synthetic:nodes=2449029,degree=50")          # planted communities, no download
+    path = prepare("ogbn-products", root="data")                 # or another of NAMES
     path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
     path = prepare("some/store")                                 # a store is taken as it is
     path = build("mine.npz:split=3", "some/store", symmetrize=True)
@@ -13,8 +11,7 @@
     python -m sources.prepare NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize] [--drop-duplicates]
 
 `prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a
-graph once, with all the splits that it came with, or with none: `choose_split` of sources/splits.py takes one of them,
-or draws one by a seed.
+graph once, with all the splits that it came with; `choose_split` of sources/splits.py takes or draws one.
 """
 
 from __future__ import annotations
@@ -95,16 +92,8 @@ def prepare(
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
-    word, _, parameters = name.partition(":")
-    if npz := npz_file(name):
-        key, make = _npz_recipe(*npz, int(seed), options)
-    elif word not in NAMES:
-        raise StoreError(_unknown(name))
-    elif flags:
-        raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
-    else:
-        key, make = _named_recipe(word, parameters, root)
-    target = root / (key if backend == "mmap" else f"{key}-{backend}")
+    word, key, make = _recipe(name, root, int(seed), options)
+    target = root / f"{word}-{_digest(key)}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
         with _locked(root):  # of several processes one builds, the others wait for it
             if not (target / "meta.json").is_file():
@@ -113,33 +102,39 @@ def prepare(
     return target
 
 
-def _npz_recipe(file, given, seed, options):
-    """(name of the store's folder, function that builds it) of an .npz file."""
-    arrays = open_npz(file, given.get("ignore", ()))
-    drawn = seed if _draws(arrays) else None  # the split of one graph is drawn when it is opened
-    # a changed file is another data set
-    key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
-    key += ["drop_duplicates"] * ("drop_duplicates" in options)
-    make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
-    return f"{Path(file).stem[:100]}-{_digest(key)}", make
+def _recipe(name, root, seed, options):
+    """(what the store's folder is called, a JSON value that stands for its content, function that builds it)."""
+    word, _, parameters = name.partition(":")
+    if npz := npz_file(name):
+        file, given = npz
+        arrays = open_npz(file, given.get("ignore", ()))
+        drawn = seed if _draws(arrays) else None  # the split of one graph: when it is opened
+        # a changed file is another data set
+        key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
+        key += ["drop_duplicates"] * ("drop_duplicates" in options)
+        make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
+        return Path(file).stem[:100], key, make
+    if word not in NAMES:
+        raise StoreError(_unknown(name))
+    for flag in options:
+        flag = flag.replace("_", "-")
+        raise StoreError(f"--{flag} has no effect on {word}: it is for files of your own")
+    types = {n: type(value) for n, value in SYNTHETIC.items()} if word == "synthetic" else {}
+    given = parse(parameters, types, word)
+    key = {**SYNTHETIC, **given} if types else word
+    make = functools.partial(_build_named, word=word, parameters=key, root=root)
+    return word, key, make
 
 
-def _named_recipe(word, parameters, root):
-    """(name of the store's folder, function that builds it) of one of NAMES."""
-    types = {name: type(value) for name, value in SYNTHETIC.items()}
-    given = parse(parameters, types if word == "synthetic" else {}, word)
-    given = {**SYNTHETIC, **given} if word == "synthetic" else word
-
-    def make(path, progress, **options):
-        options["progress"] = progress
-        if word == "synthetic":
-            return build_store(path, **synthetic(given), **options)
-        if word in PLANETOID:
-            return build_store(path, **planetoid(word, root), **options)
-        with ogb(word, root, progress) as graph:
-            return build_store(path, **graph, **options)
-
-    return f"{word}-{_digest(given)}", make
+def _build_named(path, word, parameters, root, progress, **options) -> Path:
+    """Build the store of one of NAMES."""
+    options["progress"] = progress
+    if word == "synthetic":
+        return build_store(path, **synthetic(parameters), **options)
+    if word in PLANETOID:
+        return build_store(path, **planetoid(word, root), **options)
+    with ogb(word, root, progress) as graph:
+        return build_store(path, **graph, **options)
 
 
 def _unknown(name) -> str:
@@ -242,13 +237,13 @@ def build(
     kind = str(source) if is_file else type(source).__name__
     refuse_existing(path)
     given = {"ignore": list(ignore)} if ignore else {}
-    own = {"features": features, "labels": labels}
+    own = dict(features=features, labels=labels)
     if isinstance(split, dict):
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
         given["split"] = int(split)
-    columns = {"edge_weight": weights, "edge_time": times, "edge_features": edge_features}
-    columns["node_time"] = node_times
+    columns = dict(edge_weight=weights, edge_time=times, edge_features=edge_features)
+    columns |= dict(node_time=node_times)
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
@@ -380,11 +375,8 @@ def main(argv=None) -> int:
     add("--root", default="data", help="directory for downloads and stores")
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
     add("--seed", type=int, default=0, help="draws the split of a data set without one")
-    for flag, text in (
-        ("--symmetrize", "add the reverse of every edge of an .npz file"),
-        ("--drop-duplicates", "keep one of several equal edges of such a file"),
-    ):
-        add(flag, action="store_true", help=text)
+    add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
+    add("--drop-duplicates", action="store_true", help="keep one of several equal edges of it")
     args = vars(parser.parse_args(argv))
     return command("sources/prepare.py", lambda: print(prepare(**args)))
 

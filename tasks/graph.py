@@ -108,12 +108,8 @@ class Regressor(nn.Module):
 
 
 class GraphTask(Task):
-    """Learn numbers, or 0 and 1, for whole graphs. A batch of seeds is a batch of graphs.
-
-    Attributes:
-        binary: True where every training target is 0 or 1: then outputs are logits and the loss is cross-entropy.
-        mean, std: [T] of the training targets, which losses are measured in.
-    """
+    """Learn numbers, or 0 and 1 where every training target is (`binary`), for whole graphs: a batch of seeds is a batch
+    of graphs. mean, std: [T] of the training targets, which losses are measured in."""
 
     name, examples, placed = "graph", "graphs", False
     widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"

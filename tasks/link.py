@@ -9,17 +9,17 @@
 
     python train.py --task link --dataset cora
 
-A positive is a pair of nodes with an edge from the first to the second. Where the reverse edge is there too the two are
-one pair, in one part of the split. A step samples the union of the ends of its pairs once; the edges of all its
-positives and their reverses are left out of the messages, or a positive would be read from its own edge. What is drawn
-is a function of the seed, the step and the pair's number: the same for any number of processes, checked against the
-graph. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
+A positive is a pair of nodes with an edge from the first to the second; an edge and its reverse are one pair, in one part
+of the split. A step samples the union of the ends of its pairs once; the edges of all its positives and their reverses
+are left out of the messages, or a positive would be read from its own edge. What is drawn is a function of the seed, the
+step and the pair's number. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
 
 P pairs of a batch have K negatives each; D is the width of an embedding.
 """
 
 import argparse
 import copy
+import functools
 import re
 
 import numpy as np
@@ -43,11 +43,8 @@ CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a tim
 TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
 EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
 EDGE_COLUMNS = ("edge_weight", "edge_time", "edge_features")
-
-
-def bits(key, numbers, which):
-    """53 random bits for int64 tensors of one shape: draw `which` of `numbers`, by the hash of the sampling law."""
-    return random_bits(key, numbers, which, bits=53)
+# (key, numbers, which): 53 random bits by the hash of the sampling law, draw `which` of `numbers`, int64 of one shape
+bits = functools.partial(random_bits, bits=53)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,13 +308,10 @@ class Negatives:
         return source == node if not self.edges else (source == node) | self.edges.has(source, node)
 
     def draw(self, key, numbers, source, count):
-        """Destinations for `count` negatives of each pair.
+        """Destinations for `count` negatives of each pair -> int64 [P, count]: from source there is no edge to any of them.
 
         Args:
             key: int of 64 bits. numbers: int64 [P]. source: int64 [P] nodes.
-
-        Returns:
-            int64 [P, count]: from source there is no edge to any of them.
 
         Raises:
             StoreError: for a source that has an edge to every node.
@@ -352,11 +346,7 @@ class Negatives:
 
 
 def at_times(nodes, times, num_nodes):
-    """The distinct pairs of a node and a time -> (nodes [S], times [S], where each of those given is there).
-
-    Args:
-        nodes, times: int64 of one shape, which is that of the third.
-    """
+    """The distinct pairs of a node and a time, int64 of one shape -> (nodes [S], times [S], where each is, of that shape)."""
     values, rank = times.unique(return_inverse=True)
     both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
     return both % num_nodes, values[both // num_nodes], place
@@ -417,13 +407,9 @@ class Links:
         self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
 
     def draw(self, batch):
-        """The `draw` of a `NodeLoader` over the numbers of training pairs: the ends of the batch's pairs and their
-        negatives are sampled for.
-
-        Returns:
-            (nodes, options of the sampler: the edges of the whole step's pairs are excluded, y). y int64 [P, 2 + K]:
-            where, among the nodes, the source, the destination and the negatives of each pair are.
-        """
+        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: the ends of the batch's pairs and their
+        negatives; options of the sampler: the edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where
+        among the nodes the source, the destination and the negatives of each pair are)."""
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
         source, destination = self.pairs[seeds].unbind(1)
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
@@ -466,37 +452,53 @@ class Evaluation:
     against RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole
     graph and are the same in every run. Of more than MOST pairs the first are taken.
 
-    Where pairs have times, both ends and all negatives have embeddings at the time of the pair, those that `seen` asks
-    for; then a pair is ranked against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
+    Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
+    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
 
     Args:
         graph: of `split_edges`.
+
+    Attributes:
+        seen: where pairs have times, {part: (nodes int64 [n], times int64 [n]) of which embeddings are asked for}.
+        examples: {part: (pairs [P, 2], as many random ones [P, 2], what the former are ranked against: [P, K], or None
+            for all nodes)}: nodes, or numbers of what is `seen`.
     """
 
     def __init__(self, graph):
-        self.graph, self.negatives = graph, Negatives(graph.known, graph.num_nodes)
-        self.timed = graph.pair_times is not None
-        self.fixed, self.asked, self.lists = {}, {}, None
+        self.graph, self.timed = graph, graph.pair_times is not None
+        self.seen, self.lists = {}, None
         if graph.num_nodes <= SMALL and not self.timed:  # destinations of each source
             destinations = torch.repeat_interleave(graph.known.indptr.diff())
             reverse = torch.stack([destinations, graph.known.sources.long()])
             self.lists = from_edge_index(reverse, graph.num_nodes)
+        negatives = Negatives(graph.known, graph.num_nodes)
+        self.examples = {part: self._examples(part, negatives) for part in ("valid", "test")}
+
+    def _examples(self, part, negatives):
+        pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
+        key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
+        random, others = negatives.pairs(mix(key), len(pairs)), None
+        if not self.lists:
+            others = negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
+        if not self.timed:
+            return pairs, random, others
+        nodes = torch.cat([pairs, random, others], 1)
+        times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
+        *self.seen[part], place = at_times(nodes, times, self.graph.num_nodes)
+        return place.tensor_split([2, 4], 1)
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
         """Figures {name: number}, the same on every rank; None for a part without pairs.
 
         Args:
-            h: float [V, D] embeddings of all nodes, in host memory; where pairs have times, [n, D] of what `seen` says.
-            part: "valid", say. ranks: share the work out.
+            h: float [V, D] embeddings of all nodes, in host memory; where pairs have times, [n, D] of what is `seen`.
+            part: "valid" or "test". ranks: share the work out.
         """
-        if not len(self.graph.pairs[part]):
+        pairs, random, others = self.examples[part]
+        if not len(pairs):
             return None
         scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
-        if self.timed:
-            pairs, random, others = self._at_times(part)[2].tensor_split([2, 4], 1)
-        else:
-            pairs, random, others = self._nodes(part)
         mine = ranks.part(len(pairs)) if ranks else slice(None)
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
@@ -505,30 +507,6 @@ class Evaluation:
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         both = torch.cat([positive, negative]), y
         return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
-
-    def seen(self, part):
-        """Where pairs have times: the nodes and the times of which embeddings are asked for -> int64 [n], int64 [n]."""
-        return self._at_times(part)[:2]
-
-    def _at_times(self, part):
-        """What `seen` says, and the places there of what `_nodes` says, side by side, int64 [pairs, 4 + K]."""
-        if part not in self.asked:
-            nodes = torch.cat(self._nodes(part), 1)
-            times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
-            self.asked[part] = at_times(nodes, times, self.graph.num_nodes)
-        return self.asked[part]
-
-    def _nodes(self, part):
-        """The pairs [n, 2] of a part, as many random ones [n, 2], and what the former are ranked against: [n, K], or
-        None for all nodes."""
-        pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
-        if part not in self.fixed:
-            key = mix(EVALUATION ^ SPLITS.index(part))
-            numbers, others = torch.arange(len(pairs)), None
-            if not self.lists:
-                others = self.negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
-            self.fixed[part] = self.negatives.pairs(mix(key), len(pairs)), others
-        return pairs, *self.fixed[part]
 
     def _ranks(self, scorer, h, pairs, others):
         """The rank of each pair [n, 2], from 1 -> [n]."""
@@ -575,7 +553,8 @@ def score_pairs(scorer, h, pairs):
 class LinkTask(Task):
     """Learn embeddings of nodes that tell which pairs are edges."""
 
-    name, examples, temporal, timed_pairs = "link", "edges", "off", True
+    name, examples, temporal = "link", "edges", "off"
+    timed_pairs = embeds = True
     metrics, widths = ("mrr", "hits@1", "hits@10", "roc_auc", "ap"), ("feature_dim", "edge_dim")
     unused = {
         "is for --task node: --task link has --edge-split": "split",
@@ -631,7 +610,7 @@ class LinkTask(Task):
         if not len(self.store.split[part]):
             return None
         if self.evaluation.timed:
-            h = run.sampled(*self.evaluation.seen(part))
+            h = run.sampled(*self.evaluation.seen[part])
         return self.evaluation(run.model.scorer, run.exact() if h is None else h, part, run.ranks)
 
     def validate(self, run):

@@ -21,13 +21,14 @@ class Task:
             weights; weight decay is prior / T for T training examples.
         widths: names of the data's widths that the network is built from.
         classes_agree: --residual may go by the classes of neighbours. static_steps: a step can be a CUDA graph.
+        embeds: outputs are embeddings, --hidden wide, also of a user's network.
         placed: --mode places graph and features. timed_inference: exact inference of a node goes by its own time.
         timed_pairs: examples have times of their own; else they are nodes, with those of `node_time`.
         store: the open data, with split {part: numbers of its examples}. draw, load: see `NodeLoader`.
     """
 
     title, metrics, unused, temporal, weights, prior = "scores", (), {}, "auto", "last", 0.0
-    classes_agree = static_steps = timed_inference = timed_pairs = False
+    classes_agree = static_steps = timed_inference = timed_pairs = embeds = False
     placed, draw, load, metric = True, None, None, None
 
     @staticmethod

@@ -299,7 +299,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
     pairs, places = [tuple(pair) for pair in graph.pairs["test"].tolist()], []
-    random, others = evaluation.fixed["test"]
+    _, random, others = evaluation.examples["test"]
     for number, (u, v) in enumerate(pairs):
         against = [w for w in range(80) if w not in (u, v) and (u, w) not in known]
         against = against if small else others[number].tolist()
@@ -313,8 +313,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     positive, negative = ([logit(u, v) for u, v in some] for some in (pairs, random.tolist()))
     assert found["roc_auc"] == pytest.approx(_auc(positive, negative))
     again = link.Evaluation(link.split_edges(whole, "70/10/20"))
-    again(scorer, h, "test")
-    assert torch.equal(again.fixed["test"][0], random)
+    assert torch.equal(again.examples["test"][1], random)
     rows = []
     for rank in range(3):
         part = ddp.Ranks(rank, 3).part
@@ -340,7 +339,7 @@ def test_link_evaluation_takes_no_score_that_is_not_finite(
     evaluation = link.Evaluation(graph)
     assert evaluation(scorer, h, "test")
     # of a node that no pair of the part has: it is only ranked against
-    unseen = set(range(80)) - set(torch.cat(evaluation._nodes("test")[:2]).flatten().tolist())
+    unseen = set(range(80)) - set(torch.cat(evaluation.examples["test"][:2]).flatten().tolist())
     for node in (int(graph.pairs["test"][0, 0]), *list(unseen)[:1]):
         broken = h.clone()
         broken[node] = number
@@ -430,7 +429,7 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
     """A node's embedding is here a function of node and time, which figures counted slowly are compared with."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
     evaluation, scorer = link.Evaluation(graph), link.Scorer("dot", 2).double()
-    whole, (nodes, times) = set(_pairs_of(graph)), evaluation.seen("test")
+    whole, (nodes, times) = set(_pairs_of(graph)), evaluation.seen["test"]
     assert len(torch.stack([nodes, times]).unique(dim=1).T) == len(nodes)
 
     def row(v, t):
@@ -441,7 +440,7 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
 
     h = torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())])
     found = evaluation(scorer, h, "test")
-    random, others = evaluation.fixed["test"]
+    _, random, others = (nodes[place] for place in evaluation.examples["test"])
     pairs, when, places = graph.pairs["test"].tolist(), graph.pair_times["test"].tolist(), []
     for (u, v), t, against in zip(pairs, when, others.tolist()):
         places.append(_place(logit(u, v, t), [logit(u, w, t) for w in against]))

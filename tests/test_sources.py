@@ -76,7 +76,7 @@ def test_datasets_synthetic_is_the_same_for_the_same_seed(tmp_path, monkeypatch)
 
 def test_datasets_synthetic_takes_the_graph_to_classify(tmp_path):
     """Features alone name the class of few nodes; the mean over neighbours names that of most."""
-    graph = GraphStore.open(prepare("synthetic:nodes=20000,classes=10", tmp_path, progress=False))
+    graph = _opened("synthetic:nodes=20000,classes=10", tmp_path)
     x, y = graph.features.tensor.clone(), graph.labels
     train, test = graph.split["train"], graph.split["test"]
 
@@ -120,41 +120,27 @@ def test_datasets_existing_stores_and_bad_names(tmp_path):
     assert not (tmp_path / "deep" / "root").exists()
 
 
-def _prepare_in_child(root, queue):
-    queue.put(str(prepare(SMALL, root, progress=False)))
+def _prepare_in_child(root):
+    return prepare(SMALL, root, progress=False)
 
 
 def test_datasets_two_processes_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    children = [
-        context.Process(target=_prepare_in_child, args=(tmp_path, queue), daemon=True)
-        for _ in range(3)
-    ]
-    [c.start() for c in children]
-    paths = {queue.get(timeout=60) for _ in children}
-    [c.join() for c in children]
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        paths = {*pool.map(_prepare_in_child, [tmp_path] * 3, chunksize=1)}
     assert len(paths) == 1 and verify(paths.pop()) == [] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_datasets_npz(tmp_path):
     file = tmp_path / "own.npz"
-    args = _save_npz(
-        file, train_idx=np.arange(9), valid_idx=np.arange(9, 20), test_idx=np.arange(20, 50)
-    )
+    _save_npz(file, train_idx=np.arange(9))
     path = prepare(file, tmp_path, progress=False)
-    graph = GraphStore.open(path)
-    assert torch.equal(graph.features.tensor, torch.from_numpy(args["x"]))
-    assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
-    assert [len(ids) for ids in graph.split.values()] == [9, 11, 30]
     assert prepare(str(file), tmp_path) == path
     _save_npz(file, seed=1, train_idx=np.arange(9))
     assert prepare(file, tmp_path, progress=False) != path  # other contents, another store
-    drawn = tmp_path / "drawn.npz"
-    _save_npz(drawn, y=np.arange(200) % 3)
-    path = prepare(drawn, tmp_path, seed=0, progress=False)
+    _save_npz(file, y=np.arange(200) % 3)
+    path = prepare(file, tmp_path, seed=0, progress=False)
     # one graph, whatever split it is taken with
-    assert prepare(drawn, tmp_path, seed=1, progress=False) == path
+    assert prepare(file, tmp_path, seed=1, progress=False) == path
     first, second, again = (GraphStore.open(path) for _ in range(3))
     for graph, seed in ((first, 0), (second, 1), (again, 1)):
         choose_split(graph, seed=seed)
@@ -223,10 +209,7 @@ def _refused_npz():
         (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
         ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
         ("holds node -1", dict(train_idx=[-1, 5])),
-        (
-            r"train_idx is \[2, 5, 2\]: ids are \[n\], of K",
-            dict(train_idx=ids[:20].reshape(2, 5, 2)),
-        ),
+        (r"train_idx is \[2, 5, 2\]: ids are \[n\]", dict(train_idx=ids[:20].reshape(2, 5, 2))),
         ("of 2 splits, number 1: .* holds node 11 more than", dict(train_idx=[[0, 1], [11, 11]])),
         ("2 and 3 splits in train_masks, val_", dict(train_masks=splits, val_masks=~splits[:2])),
         ("split=3 is out of range: its 3 splits", dict(train_masks=splits), ":split=3"),
@@ -245,10 +228,7 @@ def _refused_npz():
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201)[::-1]}),
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201) + 1}),
         (r"shape \[150, 5\]: 200 rows", {**csr, "feat_shape": [150, 5]}),
-        (
-            r"shape \[200, 1099511627776\]: 200 rows and from 1",
-            {**csr, "feat_shape": [200, 1 << 40]},
-        ),
+        (r"shape \[200, 1099511627776\]: 200 rows and", {**csr, "feat_shape": [200, 1 << 40]}),
         (r"labels has shape \[200\]: \[100\]", dict(x=np.ones((100, 2)))),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
@@ -343,22 +323,19 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     y, text = np.arange(200) % 4, np.array(["b", " a", "d", "c"])
     odd, written = np.array([b"x", b"nan", b"", b"a"]), np.array(["0", "1.0", "nan", "10"])
-    for number, (labels, expected, says) in enumerate(
-        (
-            (y.astype(float), y, ""),
-            (y[:, None].astype(np.uint8), y, ""),
-            (y[None].astype(">i4"), y, ""),
-            (y > 1, y > 1, ""),
-            (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
-            (np.float16(y), y, ""),
-            (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
-            (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
-            (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
-        )
+    for labels, expected, says in (
+        (y.astype(float), y, ""),
+        (y[:, None].astype(np.uint8), y, ""),
+        (y[None].astype(">i4"), y, ""),
+        (y > 1, y > 1, ""),
+        (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
+        (np.float16(y), y, ""),
+        (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
+        (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
+        (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
     ):
         _save_npz(tmp_path / "y.npz", y=labels, train_idx=[3, 7, 11])
-        path = datasets.build(tmp_path / "y.npz", tmp_path / f"s{number}", symmetrize=True)
-        graph = GraphStore.open(path)
+        graph = _opened(tmp_path / "y.npz", tmp_path, symmetrize=True)
         assert graph.labels.tolist() == list(expected) and graph.num_classes == max(expected) + 1
         said = capsys.readouterr().out
         assert says in said and bool(says) == bool(said.replace("classes have no node", ""))
@@ -736,18 +713,17 @@ def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(beside):
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
 def test_datasets_real_graphs(tmp_path, capsys):
-    expected = {
-        "cora": (2708, 10556, 1433, 7),
-        "citeseer": (3327, 9104, 3703, 6),
-        "amazon_computers": (13752, 491722, 767, 10),
-    }
-    for name, sizes in expected.items():
-        graph = GraphStore.open(prepare(DATA / f"{name}.npz", tmp_path, progress=False))
-        assert (graph.num_nodes, graph.num_edges, graph.feature_dim, graph.num_classes) == sizes
+    for name, *sizes in (
+        ("cora", 2708, 10556, 1433, 7),
+        ("citeseer", 3327, 9104, 3703, 6),
+        ("amazon_computers", 13752, 491722, 767, 10),
+    ):
+        graph = _opened(DATA / f"{name}.npz", tmp_path)
+        assert [graph.num_nodes, graph.num_edges, graph.feature_dim, graph.num_classes] == sizes
         sums = graph.features.tensor.sum(1)
         assert torch.all(((sums - 1).abs() < 1e-4) | (sums == 0))
     capsys.readouterr()
-    graph = GraphStore.open(prepare(DATA / "ogbn_arxiv_nofeat.npz", tmp_path, progress=False))
+    graph = _opened(DATA / "ogbn_arxiv_nofeat.npz", tmp_path)
     said = capsys.readouterr().out
     assert said.count("\n") == 2 and "half of the training nodes (45,470)" in said
     assert "not used: node_year, class_names" in said

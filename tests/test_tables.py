@@ -18,6 +18,7 @@ import pytest
 
 import store
 from disk import files as disk
+from disk.checks import check_labels
 from disk.files import StoreError
 from sources import graph_tables, tables
 from sources import prepare as datasets
@@ -57,12 +58,7 @@ CHANGED = [
     ("x", "\n", ",\n", "x.csv, line 1: column 3 is empty, nan or infinite: a number is needed"),
     ("e", "2,3", "# so far\n2,3", "e.csv, line 3: Expected 2 columns, got 1: # so far"),
     ("e", "2,3", "2,3.5", "e.csv, line 3: column 2 is 3.5, which is no whole number"),
-    (
-        "e",
-        "2,3",
-        f"2,{2**64 + 3}",
-        f"line 3: column 2 is no whole number of 64 bits: .*'{2**64 + 3}'",
-    ),
+    ("e", "2,3", f"2,{2**64}", f"line 3: column 2 is no whole number of 64 bits: .*'{2**64}'"),
     ("e", "2,3", "2,x", "line 3: column 2 is no whole number of 64 bits: invalid value 'x'"),
     ("e", "2,3", "2,nan", "e.csv, line 3: column 2 is empty, nan or infinite"),
     ("x", "2.5,-2", "2.5,-", "x.csv, line 3: column 2 is no number: invalid value '-'"),
@@ -79,6 +75,7 @@ CHANGED = [
     ("e", "2,3", "2,\0003", "e.csv is no text in UTF-8: unpack archives"),
     ("e", "2,3", "2,\xe93", "e.csv cannot be read: .* byte 0xe9"),
 ]
+SEVERAL = [[0, 1, 1], [-1] * 3, [0, 0, 0], [-1] * 3, [1, 1, 1], [0, 1, 0]]
 # (table, all that is in it, outcome)
 WRITTEN = [
     ("e", "0,1\n2\n3\n4,5\n", "e.csv, line 2"),
@@ -96,29 +93,17 @@ WRITTEN = [
     ("e", "# dst,src\n" + REVERSED, None),
     ("e", '"source","target"\n' + re.sub(r"(\d)", r'"\1"', EDGES), None),
     ("e", re.sub(r"(\d)", r"\1.0", EDGES), None),
-    (
-        "e",
-        "source,target,weight\n" + EDGES.replace("\n", ",1\n"),
-        "understood, 'weight': leave them",
-    ),
+    ("e", "src,dst,weight\n" + EDGES.replace("\n", ",1\n"), "understood, 'weight': leave them"),
     ("x", "a,label\n" + X, "x.csv has a column 'label', and features must not tell"),
     ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
     ("y", "no\nyes\n" * 3, None),
     ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
     ("y", "id,label\n5,1\n3,1\n5,1\n", "y.csv, line 4: node 5 is there for the second time"),
-    (
-        "y",
-        "topic\n" + "no\nyes\n" * 3,
-        "y.csv, line 7: .*more rows than the 6 of .*a header is known",
-    ),
+    ("y", "topic\n" + "no\nyes\n" * 3, "y.csv, line 7: .*more rows than the 6 .*a header is"),
     ("y", "topic\n" + Y, None),
     ("y", Y[2:], "y.csv has 5 rows, .*x.csv has 6 rows"),
     ("y", Y + Y, "y.csv, line 7: there are more rows than the 6 of"),
-    (
-        "y",
-        "0,1,1\n,,\n0,0,0\n-1,-1,-1\n1,1,1\n0,1,0\n",
-        [[0, 1, 1], [-1] * 3, [0, 0, 0], [-1] * 3, [1, 1, 1], [0, 1, 0]],
-    ),
+    ("y", "0,1,1\n,,\n0,0,0\n-1,-1,-1\n1,1,1\n0,1,0\n", SEVERAL),
     ("y", "art,id,law\n1,5,1\n0,2,1\n", [[-1, -1], [-1, -1], [0, 1], [-1, -1], [-1, -1], [1, 1]]),
     ("y", "0,1,1\n0,2,0\n" * 3, "labels.1, 1. is .*: of several labels a"),
     ("y", "0,1,1\n0,,0\n" * 3, "labels.1, 1. is .*: of several labels a"),
@@ -484,7 +469,7 @@ def test_tables_fuzz(tmp_path, capsys):
             else:
                 found = graph_tables.labels(file, graph_tables.Nodes(25, "x.csv"))
                 found = Arrays(file, {"labels": found}).labels()
-                found = store.check_labels(found, 25)[0].tolist()
+                found = check_labels(found, 25)[0].tolist()
         except StoreError as error:
             assert "\n" not in str(error) and re.search(f"{file}|labels", str(error))
             counts["refused"] += 1
