@@ -750,9 +750,11 @@ def _graph_ring(net, x, labels, slots):
 def _no_more_than_the_smallest(self, nodes, args):
     """StepGraphs._measure, for as many edges as the smallest of a few batches has."""
     _, (rows, _) = step_graph.measured(self, nodes, args)
-    draw = lambda seeds: [
-        block.num_edges for block in self._blocks(seeds, 0)[self.first_hop :][::-1]
-    ]  # noqa: E731
+
+    def draw(seeds):
+        blocks = self._blocks(seeds, 0)[self.first_hop :]
+        return [block.num_edges for block in blocks[::-1]]
+
     seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
     return seeds, (rows, draw(seeds))
 

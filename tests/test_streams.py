@@ -331,7 +331,13 @@ class _Descent(torch.optim.Optimizer):
 @pytest.mark.parametrize("word", ["on", "off"])
 @pytest.mark.parametrize("conv, tight", [("sage", False), ("sage", True), ("gcn", False)])
 def test_streams_of_a_cuda_step_graph_are_in_order(
-    cuda_graphs, order, conv, tight, word, tmp_path, monkeypatch
+    cuda_graphs,
+    order,
+    conv,
+    tight,
+    word,
+    tmp_path,
+    monkeypatch,  # noqa: F811
 ):
     """Each batch is sampled while the one before it is trained on."""
     monkeypatch.setattr(torch.cuda, "Event", order.event)
