@@ -328,17 +328,10 @@ class _Descent(torch.optim.Optimizer):
             p.sub_(p.grad * group["lr"])
 
 
+@pytest.mark.usefixtures("cuda_graphs")
 @pytest.mark.parametrize("word", ["on", "off"])
 @pytest.mark.parametrize("conv, tight", [("sage", False), ("sage", True), ("gcn", False)])
-def test_streams_of_a_cuda_step_graph_are_in_order(
-    cuda_graphs,
-    order,
-    conv,
-    tight,
-    word,
-    tmp_path,
-    monkeypatch,  # noqa: F811
-):
+def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, tight, word, tmp_path, monkeypatch):
     """Each batch is sampled while the one before it is trained on."""
     monkeypatch.setattr(torch.cuda, "Event", order.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: order.current)
