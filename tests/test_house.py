@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 15000,
+    "lines of product Python": 13570,
     "lines of C and CUDA": 2000,
-    "lines of bench": 3850,
-    "lines of tests": 15650,
+    "lines of bench": 3350,
+    "lines of tests": 13000,
     "lines of README": 200,
-    "longest file": 910,
-    "functions above 60 lines": 6,
+    "longest file": 840,
+    "functions above 60 lines": 4,
     "entries in the root": 21,
-    "floors of imports": 14,
-    "arrows": 165,
+    "floors of imports": 8,
+    "arrows": 150,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
