@@ -20,11 +20,13 @@
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
+#define GROUP 1
 #else
 #define COLUMNS 4
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
 #define EACH_LEFT EACH if (!q || q < left)
+#define GROUP 8  // rows on their way to a thread together
 #endif
 #define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
 #ifdef __CUDACC__
@@ -135,8 +137,8 @@ FN floats_t keep(floats_t v, floats_t g, float scale) {
   const i64 row = (unsigned)i / parts;                              \
   const int column = (int)((unsigned)i % parts * COLUMNS), left = width - column
 
-// On the host the rows of ids[first .. last - 1] of a table are on their way to the cache while
-// others are used. On a GPU other threads run while one waits.
+// On the host what threads will read of the rows ids[first .. last - 1] of a table is on its way to
+// the cache while others are used: `width` columns. On a GPU other threads run while one waits.
 #ifdef HOST
 #define FETCH(table, stride, width, ids, first, last)          \
   for (i64 e_ = (first), last_ = (last); e_ < last_; e_++)     \
@@ -145,11 +147,11 @@ FN floats_t keep(floats_t v, floats_t g, float scale) {
 #else
 #define FETCH(...) (void)0
 #endif
-// The sources of destination s + 2, the destinations of source u + 2.
-#define FETCH_SOURCES(table, width) \
-  if (s + 2 < S) FETCH(table, width, width, indices, indptr[s + 2], indptr[s + 3])
-#define FETCH_DESTINATIONS(table, stride, width) \
-  if (u + 2 < N) FETCH(table, stride, width, destination, start[u + 2], start[u + 2] + size[u + 2])
+// A thread's columns of the sources of destination s + 2, of the destinations of source u + 2.
+#define FETCH_SOURCES(table, stride) \
+  if (s + 2 < S) FETCH(table, stride, 1, indices, indptr[s + 2], indptr[s + 3])
+#define FETCH_DESTINATIONS(table, stride) \
+  if (u + 2 < N) FETCH(table, stride, 1, destination, start[u + 2], start[u + 2] + size[u + 2])
 
 // Edges of destination s, without the padding.
 FN ID count_edges_of(const ID *indptr, const ID *indices, i64 s) {
@@ -249,17 +251,17 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
-  if (!column) FETCH_SOURCES(h, width);
+  FETCH_SOURCES(h + column, width);
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  for (ID e = first; e < last && count == e - first; e += 8) {
-    floats_t v[8];  // on their way together
-    UNROLL for (int j = 0; j < 8; j++) {
+  for (ID e = first; e < last && count == e - first; e += GROUP) {
+    floats_t v[GROUP];
+    UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
       count += u >= 0;
     }
-    UNROLL for (int j = 0; j < 8; j++) sum = sum + v[j];
+    UNROLL for (int j = 0; j < GROUP; j++) sum = sum + v[j];
   }
   const floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
   if (alpha) {
@@ -281,15 +283,15 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
   const int stride = alpha ? width : 2 * width;
   const IN *of_mean = grad + stride - width;
   const int first = start[u], last = first + size[u];
-  if (!column) FETCH_DESTINATIONS(of_mean, stride, width);
+  FETCH_DESTINATIONS(of_mean + column, stride);
   floats_t sum = all_of(0);
   if (row < S) sum = load(grad + row * stride + column, whole, left) * (alpha ? alpha[row] : 1.0f);
-  for (int q = first; q < last; q += 8) {
-    floats_t v[8];
-    UNROLL for (int j = 0; j < 8; j++) if (q + j < last) {
+  for (int q = first; q < last; q += GROUP) {
+    floats_t v[GROUP];
+    UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) {
       v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
     }
-    UNROLL for (int j = 0; j < 8; j++) if (q + j < last) sum = sum + v[j] * share[q + j];
+    UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) sum = sum + v[j] * share[q + j];
   }
   if (kept) sum = keep(load(kept + row * width + column, whole, left), sum, scale);
   store(out + row * width + column, whole, left, sum);
@@ -325,7 +327,7 @@ KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, i
                       OUT *out, int *winner) {
   ROW_AND_COLUMN(S);
   const i64 s = row;
-  if (!column) FETCH_SOURCES(h, width);
+  FETCH_SOURCES(h + column, width);
   floats_t best = all_of(0);
   ints_t from = all_of_int(-1);
   for (ID e = indptr[s]; e < indptr[s + 1] && indices[e] >= 0; e++) {
@@ -344,10 +346,8 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   ROW_AND_COLUMN(N);
   floats_t sum = all_of(0);
   const int u = (int)row, first = start[u], last = first + size[u];
-  if (!column) {
-    FETCH_DESTINATIONS(grad, width, width);
-    FETCH_DESTINATIONS(winner, width, width);
-  }
+  FETCH_DESTINATIONS(grad + column, width);
+  FETCH_DESTINATIONS(winner + column, width);
   for (int q = first; q < last; q++) {
     // an edge that is there twice wins once
     if (q > first && destination[q] == destination[q - 1]) continue;
@@ -452,17 +452,17 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
             self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   const float *weight = weights + (first + s) * K + head;
-  if (!column && !head) FETCH_SOURCES(source, (i64)K * width);
+  FETCH_SOURCES(source + head * width + column, (i64)K * width);
   floats_t sum = load(source + (self * K + head) * width + column, whole, left) * ROUND(*weight);
-  for (ID e = first; e < last; e += 8) {
-    floats_t v[8];
-    float by[8];
-    UNROLL for (int j = 0; j < 8; j++) {
+  for (ID e = first; e < last; e += GROUP) {
+    floats_t v[GROUP];
+    float by[GROUP];
+    UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       by[j] = u < 0 ? 0 : ROUND(weight[(e + j - first + 1) * K]);
       v[j] = u < 0 ? all_of(0) : load(source + ((i64)u * K + head) * width + column, whole, left);
     }
-    UNROLL for (int j = 0; j < 8; j++) sum = sum + v[j] * by[j];
+    UNROLL for (int j = 0; j < GROUP; j++) sum = sum + v[j] * by[j];
   }
   store(out + row * width + column, whole, left, sum);
 }
@@ -491,7 +491,7 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, 
   ROW_AND_COLUMN((i64)S * K);
   const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const i64 first = indptr[s], count = count_edges_of(indptr, indices, s);
-  if (!column && !head) FETCH_SOURCES(source, (i64)K * width);
+  FETCH_SOURCES(source + head * width + column, (i64)K * width);
   const floats_t t = load(target + row * width + column, whole, left);
   floats_t slopes = all_of(0), sums = all_of(0);
   for (i64 j = 0; j <= count; j++) {
@@ -516,10 +516,8 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
                              OUT *out) {
   ROW_AND_COLUMN((i64)N * K);
   const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  if (!column && !head) {
-    FETCH_DESTINATIONS(target, (i64)K * width, (i64)K * width);
-    FETCH_DESTINATIONS(grad, (i64)K * width, (i64)K * width);
-  }
+  FETCH_DESTINATIONS(target + head * width + column, (i64)K * width);
+  FETCH_DESTINATIONS(grad + head * width + column, (i64)K * width);
   const floats_t own = load(source + row * width + column, whole, left);
   const int first = start[u], count = size[u];
   floats_t slopes = all_of(0), sum = all_of(0);
@@ -543,7 +541,7 @@ KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *
                  const float *by, int S, int width, int whole, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 s = row;
-  if (!column) FETCH_SOURCES(h, width);
+  FETCH_SOURCES(h + column, width);
   floats_t sum = all_of(0);
   for (ID e = indptr[s]; e < indptr[s + 1]; e++) {
     const floats_t z = load(h + (i64)indices[e] * width + column, whole, left) +
@@ -558,7 +556,7 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   ROW_AND_COLUMN(N);
   const i64 u = row;
   const int first = start[u], last = first + size[u];
-  if (!column) FETCH_DESTINATIONS(grad, width, width);
+  FETCH_DESTINATIONS(grad + column, width);
   const floats_t own = load(h + row * width + column, whole, left);
   floats_t sum = all_of(0);
   for (int q = first; q < last; q++) {
