@@ -241,6 +241,14 @@ class Linear(nn.Linear):
         return (fused or F).linear(x, self.weight, self.bias)
 
 
+class ReLU(nn.ReLU):
+    """nn.ReLU by native/layers.py, in place."""
+
+    def forward(self, x):
+        """x [n, D] -> [n, D]."""
+        return relu_dropout(x, 0)
+
+
 class SAGEConv(Conv):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u)."""
 
@@ -318,7 +326,9 @@ class GCNConv(Conv):
         """See `Conv`."""
         scale = (degree[:, 1] + 1).rsqrt()
         total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
-        return (total if self.project_first else self.linear(total)) + self.bias
+        if self.project_first:
+            return total + self.bias
+        return (fused or F).linear(total, self.linear.weight, self.bias)
 
 
 class GINConv(Conv):
@@ -338,7 +348,7 @@ class GINConv(Conv):
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
         first, last = Linear(in_dim, out_dim), Linear(out_dim, out_dim)
-        self.mlp = nn.Sequential(first, *norms, nn.ReLU(), last)
+        self.mlp = nn.Sequential(first, *norms, ReLU(), last)
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):

@@ -20,8 +20,12 @@ def dgl_twin(layer):
 
     lonely = {"allow_zero_in_degree": True}
     if isinstance(layer, model.GINConv):
+        plain = {model.Linear: torch.nn.Linear, model.ReLU: torch.nn.ReLU}
         mlp = torch.nn.Sequential(
-            *(type(m)(*m.weight.shape[::-1]) if hasattr(m, "weight") else m for m in layer.mlp)
+            *(
+                plain.get(type(m), type(m))(*getattr(m, "weight", torch.empty(())).shape[::-1])
+                for m in layer.mlp
+            )
         )
         mlp.load_state_dict(layer.mlp.state_dict())
         return nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
