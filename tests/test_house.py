@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13570,
+    "lines of product Python": 13580,
     "lines of C and CUDA": 2000,
     "lines of bench": 3350,
     "lines of tests": 13000,
     "lines of README": 200,
-    "longest file": 840,
+    "longest file": 850,
     "functions above 60 lines": 4,
     "entries in the root": 21,
     "floors of imports": 8,
