@@ -1202,7 +1202,7 @@ def _edge_by_edge(layer, block, h, e):
                 if edges
                 else 0 * h[v]
             )
-            rows.append(layer.mlp((1 + layer.eps) * h[v] + total))
+            rows.append(layer.mlp(((1 + layer.eps) * h[v] + total)[None])[0])
             continue
         of_loop = e[edges.start : edges.stop].mean(0) if edges else torch.zeros_like(e[0])
         sources = torch.stack([h[v], *(h[block.indices[i]] for i in edges)])
