@@ -47,6 +47,7 @@ OPERATOR(floats_t, floats_t, *, floats_t, [q], [q])
 OPERATOR(floats_t, floats_t, *, float, [q], )
 OPERATOR(ints_t, floats_t, >, floats_t, [q], [q])
 OPERATOR(ints_t, floats_t, >, float, [q], )
+OPERATOR(ints_t, floats_t, <, float, [q], )
 OPERATOR(ints_t, ints_t, <, int, [q], )
 OPERATOR(ints_t, ints_t, ==, int, [q], )
 OPERATOR(ints_t, ints_t, |, ints_t, [q], [q])
@@ -305,7 +306,7 @@ KERNEL relu_dropout(const IN *h, const ID *nodes, int S, int width, int whole, i
   floats_t v = all_of(0);
   if (node >= 0) {
     v = load(h + row * width + column, whole, left);
-    if (relu) v = choose(v > 0.0f, v, all_of(0));
+    if (relu) v = choose(v < 0.0f, all_of(0), v);  // NaN stays
     if (drop) {
       u64 key = mix(dropout_seed((u64)seed, step, (u64)layer) ^ (u64)node);
       v = drop_columns(v, key, column, drop, scale);
@@ -546,7 +547,7 @@ KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *
   for (ID e = indptr[s]; e < indptr[s + 1]; e++) {
     const floats_t z = load(h + (i64)indices[e] * width + column, whole, left) +
                        of_edge(edges + (i64)e * wide, wide, by + column, width, whole, left);
-    sum = sum + choose(z > 0.0f, z, all_of(0));
+    sum = sum + choose(z < 0.0f, all_of(0), z);
   }
   store(out + row * width + column, whole, left, sum);
 }

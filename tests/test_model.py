@@ -387,6 +387,10 @@ def test_cuda_dropout_draws_the_bytes_of_the_cpu(cuda_layers, dtype, ids, monkey
     assert not model.relu_dropout(torch.ones(3, 5), 0.3, nodes=torch.tensor([4, -1, -1]), seed=5)[
         1:
     ].any()
+    for functions in (layers_gpu, fused, None):  # what is not finite is not hidden
+        monkeypatch.setattr(model, "fused", functions)
+        y = model.relu_dropout(torch.tensor([[float("nan"), -1.0, 2.0]]), 0)
+        assert y[0, 0].isnan() and y[0, 1:].tolist() == [0, 2]
     assert cuda_layers.count("relu_dropout") > 5
 
 
