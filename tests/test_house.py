@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13580,
+    "lines of product Python": 13585,
     "lines of C and CUDA": 2000,
     "lines of bench": 3350,
     "lines of tests": 13000,
