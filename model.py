@@ -369,7 +369,7 @@ class GINEConv(GINConv):
     ):
         """See `Conv`."""
         weight, bias = self.edge_linear.weight, self.edge_linear.bias
-        total, count = None, indptr.diff()
+        total, count, edges = None, indptr.diff(), edges.to(weight.dtype)
         if fused:  # the bias is the row of a feature that is 1
             by = torch.cat([weight, bias.unsqueeze(1)], 1).t()
             total = fused.edge_sums(indptr, indices, message, F.pad(edges, (0, 1), value=1), by)

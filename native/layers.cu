@@ -537,7 +537,7 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
 }
 
 // GINE: the sum of relu(h + edges by) over a destination's edges, h [N, width], edges [E, wide], by
-// [wide, width] -> out [S, width].
+// [wide, width] -> out [S, width]. Blocks with features of edges are not padded.
 KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *edges, int wide,
                  const float *by, int S, int width, int whole, OUT *out) {
   ROW_AND_COLUMN(S);

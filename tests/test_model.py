@@ -1326,6 +1326,10 @@ def test_model_with_edges_is_exact_over_all_nodes_and_needs_their_features(conv)
     assert not torch.allclose(
         inference(net, indptr, indices, x, edges=e.flip(0)), expected, atol=0.01
     )
+    whole = e.round()  # a store keeps features of edges in a type of their own
+    for dtype in (torch.float16, torch.int8, torch.float64):
+        given = (net([block] * 3, x, edges=[whole.to(t)] * 3) for t in (torch.float32, dtype))
+        assert torch.equal(*given)
     with pytest.raises(ValueError, match="edges is None: with edge_dim 4"):
         net([block] * 3, x)
     net.train().recompute = True
