@@ -410,7 +410,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tmp_path):
 def test_a_cuda_frame_that_is_too_small_says_so(room, tmp_path):
     indptr, indices = _random_graph(np.random.default_rng(4), 150, 9)
     s = NeighborSampler(indptr, indices, [6, 5], seed=2, backend="torch")
-    frame, seen = _emulated(s, tmp_path).frame(30, **room), set()
+    frame, seen = _emulated(s, tmp_path, checked=True).frame(30, **room), set()
     for step in range(20):
         seeds = torch.from_numpy(np.random.default_rng(step).permutation(150)[: 30 - step])
         frame.fill(seeds, step)
