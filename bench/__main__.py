@@ -7,7 +7,6 @@
     python -m bench features                     # the ring beside a plain copy; four processes on one store
     python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
     python -m bench store                        # building, training from disk, many small graphs
-    python -m bench store --parts papers --cache-gb 3 --batches 80     # the size of ogbn-papers100M: 50 GB of disk
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
@@ -77,7 +76,6 @@ def make_parser():
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
     add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt in this interpreter too")
-    add("--reads", type=int, default=100_000, help="store: rows to read from random places")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     # accuracy, labor
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")

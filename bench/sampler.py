@@ -4,7 +4,6 @@ A step samples a batch and returns how many edges it drew, and how many source n
 """
 
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -106,10 +105,10 @@ def bench_sampler(args):
         "DGL unfused, int64": partial(dgl, *graph, args.fanout, seeds, fused=False),
         "GraphBolt": partial(graphbolt, *graph, args.fanout, seeds),
     }
-    one, threaded = draw(threads=1), partial(draw, threads=args.threads)
+    threaded = partial(draw, threads=args.threads)
     steps = {
         "native": ours(native, seeds),
-        "native, 1 thread": ours(one, seeds),
+        "native, 1 thread": ours(draw(threads=1), seeds),
         "torch ops": ours(draw(backend="torch"), seeds),
         **restricted(threaded, *graph, seeds),
         **tools.prepared(theirs),
@@ -118,7 +117,6 @@ def bench_sampler(args):
         "contenders": time_samplers(args, steps),
         "rows": input_rows(threaded, store, args.batch_size),
         "floor": floor(args, native, seeds),
-        "two_python_threads": python_threads(args, one, seeds),
     }
     if "DGL fused, int64" in steps:
         figures["dgl_dataloader"] = dgl_loader(args, native, seeds)
@@ -178,34 +176,6 @@ def floor(args, native, seeds):
     figures |= {"floor_ms": 64e3 * lines / bandwidth}
     figures |= {"native_over_floor": 1e3 * took["ours"] / figures["floor_ms"]}
     return print_table("floor", {"cache lines": figures})["cache lines"]
-
-
-def python_threads(args, draw, seeds):
-    """Batches a second of two Python threads over those of one; each samples eight, so that its start costs little."""
-    lines = random_lines(draw.indices)
-
-    def sample(i, first, count=8):
-        for step in range(i + first, i + first + count):
-            draw.sample(seeds[step % len(seeds)], step)
-
-    def read(i, threads):
-        torch.set_num_threads(threads)
-        lines(i)
-
-    with ThreadPoolExecutor(2) as pool:
-        steps = {
-            "one": lambda i: sample(i, 0, 16),
-            "two": lambda i: list(pool.map(sample, [i, i], [0, 8])),
-            "bare one": partial(read, threads=1),
-            "bare two": partial(read, threads=2),
-        }
-        times = interleave(steps, args.rounds)
-    torch.set_num_threads(args.threads)
-    figures = {}
-    for name, kind in {"gain": "", "random_access_gain": "bare "}.items():
-        pairs = zip(times[f"{kind}one"], times[f"{kind}two"])
-        figures[name] = statistics.median(a / b for a, b in pairs)
-    return print_table("two Python threads", {"over one": figures})["over one"]
 
 
 def dgl_loader(args, native, seeds):

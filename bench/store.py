@@ -1,11 +1,9 @@
-"""python -m bench store: building, reading rows and training from features on disk, many small graphs."""
+"""python -m bench store: building, training from features on disk, many small graphs."""
 
-import ctypes
 import itertools
 import json
 import math
 import mmap
-import os
 import shutil
 import statistics
 import subprocess
@@ -23,26 +21,21 @@ from bench.tools import (
     alone,
     chosen_parts,
     forget_pages,
-    interleave,
     medians,
     print_table,
     watch,
     watched_rounds,
 )
 from disk.cache import LookaheadCache
-from disk.files import Rows, StoreError, map_npy
+from disk.files import StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
-from disk.reader import open_rows
-from features import CachedFeatures, expected_visits, prefetch
+from features import CachedFeatures, expected_visits
 from loader import NodeLoader
-from native import build
 from run.allocator import keep_freed_memory, trim_memory
 from sampler import NeighborSampler
 from sources import prepare
 from store import SAMPLERS, GraphStore, MmapFeatures, build_store
 
-# ogbn-papers100M
-PAPERS = dict(nodes=111_059_956, edges=1_615_685_872, features=128, classes=172, train=1_207_179)
 GRAPHS = "in memory", "on disk, map that reads ahead", "on disk, where memory is short"
 AHEAD = {"disk, cache that looks ahead": "lookahead", "disk, the same past the page cache": "past"}
 ADVISED = "GraphBolt, mmap advised"
@@ -95,84 +88,6 @@ def part_build(args, folder):
     shutil.rmtree(path)
     (folder / "edges").unlink()
     return built | {"sample_ms": medians(times)}
-
-
-def read_rows(folder, args):
-    """Rows from random places of a file on disk, beside a plain reader of blocks of their size, in turn -> figures."""
-    file, size = folder / "table", int(args.features_gb * 1e9) // 4096 * 4096
-    block, random = np.random.default_rng(0).bytes(1 << 24), torch.Generator().manual_seed(0)
-    # of random bytes: a file with holes would not be read from the disk
-    with open(file, "wb") as out:
-        for a in range(0, size, len(block)):
-            out.write(block[: size - a])
-        os.fsync(out.fileno())
-    types = ctypes.c_long, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_long] * 3
-    source, flags = Path(__file__).with_name("plain_read.c"), ["-O2", "-fPIC", "-shared"]
-    plain = build.load_c("plain_read", source.read_text(), flags, {"plain_read": types})
-    handle, figures = os.open(file, os.O_RDONLY | os.O_DIRECT), {}
-    for row_bytes, run in ((400, 1), (1024, 1), (4096, 1), (1024, 8), (1024, 32)):
-        rows, count = (size - 4096) // row_bytes, args.reads // run
-        span = -(-row_bytes * run // 512) * 512
-        ids = torch.randint(rows - run, (count, 1), generator=random) + torch.arange(run)
-        ids, out = ids.flatten(), torch.zeros(count * run, row_bytes, dtype=torch.uint8)
-        reader = open_rows(file, 4096, row_bytes, rows)
-
-        def read_plainly(i):
-            offsets = torch.randint((size - span) // 512, (count,), generator=random) * 512
-            if plain.plain_read(handle, offsets.data_ptr(), count, span, 64) != count * span:
-                raise StoreError(f"the plain reader could not read {file}")
-
-        steps = {"plain": read_plainly, "threads": lambda i: reader.read(ids, out)}
-        took = medians(interleave(steps, args.rounds, warmup=1))
-        name = f"{row_bytes} B" if run == 1 else f"{run} x {row_bytes} B side by side"
-        figures[name] = {who: count / seconds for who, seconds in took.items()}
-        figures[name]["threads / plain"] = took["plain"] / took["threads"]
-    os.close(handle)
-    file.unlink()
-    return figures
-
-
-class RandomEdges:
-    """Edges [2, M] in random order, drawn where they are read: half of them between nodes of the same thousand, the
-    others from node V u^3, so that low ids are hubs."""
-
-    dtype, ndim = np.dtype(np.int32), 2
-
-    def __init__(self, num_nodes, num_edges):
-        self.num_nodes, self.shape = num_nodes, (2, num_edges)
-
-    def __getitem__(self, key):
-        first, last, _ = key[1].indices(self.shape[1])
-        random = np.random.Generator(np.random.SFC64([5, first]))
-        src, dst = random.integers(0, self.num_nodes, (2, last - first), np.int32)
-        far = (random.random(last - first) ** 3 * self.num_nodes).astype(np.int32)
-        near = np.minimum(dst // 1000 * 1000 + src % 1000, self.num_nodes - 1)
-        return np.stack([np.where(src & 1024, near, far), dst])
-
-
-def build_papers(path, p):
-    """Build a store of the size of ogbn-papers100M from edges in random order and float16 features -> figures."""
-    V, random = p["nodes"], np.random.Generator(np.random.SFC64(0))
-    labels = random.permutation(np.arange(-(-V // 1000)) % p["classes"]).repeat(1000)[:V]
-    # of each class there are 64 rows around a centre
-    shapes = (p["classes"], 1, p["features"]), (p["classes"], 64, p["features"])
-    table = sum(random.standard_normal(shape, np.float32) for shape in shapes).astype(np.float16)
-
-    def rows(first, _):
-        own = np.random.Generator(np.random.SFC64([6, first]))
-        of_class = labels[first : first + (1 << 15)]
-        return table[of_class, own.integers(0, 64, len(of_class))]
-
-    edges = RandomEdges(V, p["edges"])
-    chunks = prefetch(rows, range(0, V, 1 << 15), depth=4, threads=4)
-    features = Rows([V, p["features"]], np.float16, chunks)
-    split = {"train": np.sort(random.choice(V, p["train"], replace=False))}
-    nodes = {"features": features, "labels": labels, "num_classes": p["classes"], "split": split}
-    nodes |= {"source": "random, as ogbn-papers100M", "progress": True}
-    with watch() as seen:
-        build_store(path, edge_index=edges, **nodes)
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return {"edges_per_s": p["edges"] / seen["seconds"], "bytes": size, **seen}
 
 
 def train_from_disk(path, args, how, cache, drawn="uniform"):
@@ -273,20 +188,6 @@ def print_training(trained, what):
     print_table(what, shown)
 
 
-def part_papers(args, folder):
-    """Build that store and train --batches batches of 1,024 with fanout 15,10,5 from it -> figures."""
-    args.fanout, args.batch_size, args.graphbolt = [15, 10, 5], 1024, None
-    built = alone(args.threads, build_papers, folder / "papers", PAPERS)
-    print_table("papers", {"build": PAPERS | built})
-    ways = {name: (how, int(args.cache_gb * 1e9)) for name, how in AHEAD.items()}
-    training = train_each(folder / "papers", args, ways)
-    epoch = -(-PAPERS["train"] // args.batch_size) / next(iter(training.values()))["batches_per_s"]
-    print(f"papers: an epoch of {PAPERS['train']:,} nodes in {epoch / 3600:.2f} h")
-    print_training(training, f"{built['bytes'] / 1e9:.1f} GB on disk")
-    shutil.rmtree(folder / "papers")
-    return {"build": built, "training": training, "epoch_s": epoch, **PAPERS}
-
-
 def train_under_root(args, backend, ways):
     """Train from a store under --root, removed at the end unless it was there before -> figures."""
     nodes, there = max(1000, int(args.features_gb * 1e9) // 1024), set(Path(args.root).iterdir())
@@ -353,19 +254,15 @@ def part_train(args, folder):
 
 PARTS = {
     "build": part_build,
-    "reads": lambda args, folder: print_table(
-        "reads/s", alone(args.threads, read_rows, folder, args)
-    ),
     "graphs": part_graphs,
     "train": part_train,  # and then LMDB: both may not fit on the disk
     "lmdb": lambda args, folder: train_under_root(args, "lmdb", {"LMDB": ("map", 0)}),
-    "papers": part_papers,  # only where named: it takes half an hour and much disk
 }
 
 
 def bench_store(args):
-    """Build, read rows, train from disk, write and read small graphs, each in its own process; returns the figures."""
-    parts = chosen_parts(args, PARTS) if args.parts else [*PARTS][:-1]
+    """Build, train from disk, write and read small graphs, each in its own process; returns the figures."""
+    parts = chosen_parts(args, PARTS)
     Path(args.root).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
         figures = {part: PARTS[part](args, Path(folder)) for part in PARTS if part in parts}
