@@ -44,10 +44,10 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time: one call cannot regis
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU the next batch from `prefetch` overwrites `x` unless the ring has reuse=False."""
+    """A batch on the training device. On CPU `x` is valid until the next batch is asked for, unless the ring has reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
-    # [N, F] features of blocks[0].src_nodes; [S, 2F] if the ring aggregates the first hop
+    # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
     x: torch.Tensor
     y: torch.Tensor  # [S] labels of the seeds
     ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
@@ -109,8 +109,8 @@ class CudaCopies:
 class FeatureRing:
     """Gather the features and labels of a batch into reused buffers and bring them to the training device.
 
-    Buffers have a power of two of bytes, as pinned memory does anyway. A batch that needs more gets the next power, which
-    is logged. Gathers use torch's threads; `prefetch` may run several at once.
+    Buffer sizes are rounded up to a power of two, as the pinned allocator does anyway; growth is logged. Gathers use
+    torch's threads; `prefetch` may run several at once.
 
     Args:
         features: [V, F] of any dtype, in host memory or on the device.
@@ -180,7 +180,7 @@ class FeatureRing:
         """
         if slot >= len(self.copied):
             had = f"slot {slot} of a ring with slots={len(self.copied)}"
-            raise ValueError(f"{had}: prefetch(depth=d) takes slots=d + 1, here {slot + 1} or more")
+            raise ValueError(f"{had}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
         seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
         with self.copies.stream(slot, blocks) if self.copies else nullcontext():
             try:
@@ -195,9 +195,9 @@ class FeatureRing:
         return Fetched(moved, x, y, ready, self.began[slot], edges)
 
     def _move(self, slot, blocks, y):
-        """Blocks and labels on the device: what is in host memory takes one copy of pinned memory.
+        """Blocks and labels on the device: all that is in host memory is packed into one pinned buffer and sent in one copy.
 
-        The edges of a first hop that is aggregated on the host stay there: the GPU never reads them.
+        The edges of an outermost hop that is aggregated on the host stay there: the GPU never reads them.
         """
         if self.first_hop and not self.on_device:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
@@ -258,7 +258,8 @@ class FeatureRing:
     def _buffer(self, slot, name, shape, dtype):
         """A buffer of the slot, as a tensor that may be written."""
         if self.copied[slot] is not None:
-            self.copied[slot].synchronize()  # back-pressure: the last copies out of this slot
+            # wait for the last copies out of this pinned buffer; on CPU `prefetch` alone guards a slot
+            self.copied[slot].synchronize()
         size, kept, copies = math.prod(shape) * dtype.itemsize, self.buffers[name], self.copies
         if kept[slot] is None or kept[slot].numel() < size:
             largest = max((buffer.numel() for buffer in kept if buffer is not None), default=0)
@@ -266,8 +267,8 @@ class FeatureRing:
             total = 1 << (size - 1).bit_length() if size else 0
             kept[slot] = copies.buffer(total) if copies else torch.empty(total, dtype=torch.uint8)
             if total > largest and name != "rest":
-                line = f"ring: a batch of {shape[0]:,} rows takes {len(kept)} buffers of"
-                self.log(f"{line} {total:,} bytes each")
+                grown = f"ring: the buffer of a slot has grown to {total:,} bytes"
+                self.log(f"{grown} for a batch of {shape[0]:,} rows; there are {len(kept)} slots")
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
@@ -471,12 +472,12 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
         fanouts: a number for each layer from the seeds outward, -1 for all neighbours. batch_size: seeds of a batch.
 
     Raises:
-        IndexError: if the graph is damaged: a list or an edge leaves it.
+        IndexError: for offsets or node ids out of range.
     """
     num_nodes, num_edges, device = indptr.numel() - 1, indices.numel(), indptr.device
     degree = indptr.diff()
     if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
-        raise IndexError("the graph is damaged: a list in indptr leaves indices or runs backwards")
+        raise IndexError("the graph is damaged: an offset in indptr is out of range or decreases")
     # five numbers a node from here on: V may be large
     degree, train_nodes = degree.float(), train_nodes.to(device)
     seed = min(1.0, batch_size / max(1, train_nodes.numel()))
@@ -504,7 +505,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
 
 
 class CachedFeatures:
-    """Features whose hottest rows are kept nearer: on a GPU before host memory, in RAM before a store on disk.
+    """Features whose hottest rows are kept nearer: on the GPU in front of host memory, in RAM in front of a store on disk.
 
     Args:
         features: the features behind the cache. device: where to keep rows.

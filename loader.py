@@ -6,8 +6,8 @@
         torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y).backward()
 
 Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the
-same for any number of threads and batches prepared ahead, and the same in sum for any number of processes. To copy
-this file take sampler.py and features.py along.
+same for any number of threads and batches prepared ahead; over all processes, a step's seeds are the same for any
+number of them. If you copy this file, take sampler.py and features.py along.
 """
 
 from contextlib import ExitStack, closing, nullcontext
@@ -48,7 +48,7 @@ def from_edge_index(edge_index, num_nodes):
     source, destination = edges.long()
     low, high = map(int, edges.aminmax()) if edges.numel() else (0, -1)
     if low < 0 or high >= num_nodes:
-        raise ValueError(f"edge_index has nodes {low} to {high}: they lie in [0, {num_nodes})")
+        raise ValueError(f"edge_index has ids {low} to {high}: ids must be in [0, {num_nodes})")
     # one int64 an edge: numpy sorts these fastest
     keys = np.sort((destination * num_nodes + source).numpy())
     indptr = np.zeros(num_nodes + 1, np.int64)
@@ -71,10 +71,10 @@ def _check_sizes(graph, seeds, edges):
 
 
 class Batch(NamedTuple):
-    """One pass forward and backward, on the training device: the seeds of a step, or this process's part of them."""
+    """Data of one forward and backward pass, on the training device: this process's seeds of a step, or of one pass of it."""
 
     blocks: list  # one for each layer, outermost hop first
-    # [N, F] features of blocks[0].src_nodes; [S, 2F] where the ring aggregates the first hop
+    # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
     x: Tensor
     y: Tensor  # [S] labels of the seeds
     seeds: Tensor  # [S] node ids
@@ -94,8 +94,8 @@ def seeds_at(times, nodes=None):
 
     Args:
         times: int64 [V], of the nodes.
-        nodes: int64 [n]: a seed is then a number below n, of a node here and its time in times [n], so that a node may
-            be a seed at several times.
+        nodes: int64 [n]: seeds are then indices i < n and mean node nodes[i] at times[i], with times [n], so that a node
+            can be a seed at several times.
     """
 
     def draw(batch):
@@ -106,9 +106,9 @@ def seeds_at(times, nodes=None):
 
 
 class NodeLoader:
-    """Iterate over the batches of an epoch; each `for` is another epoch, in another order. A loop that was left early
-    goes on with the next batch when it is entered again, and so does a loader given another one's `state_dict`:
-    also in the middle of an epoch, and for another number of processes.
+    """Iterate over the batches of an epoch; each `for` is another epoch, in another order. Breaking out of a loop and
+    iterating again resumes at the first unfinished step, and so does a loader given another one's `state_dict`: also in
+    the middle of an epoch, and for another number of processes.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
@@ -124,8 +124,8 @@ class NodeLoader:
             next batch is asked for. False: every batch may be kept. On a GPU x is a tensor of its own anyway.
         edges: True brings the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
         sampler, ring: used instead of those that would be made from the arguments above.
-        draw: function of a Batch with its seeds, which may number anything -> (the nodes to sample for, options of the
-            sampler, y; None: the labels of the nodes).
+        draw: function (Batch with its seeds alone) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
+            Seeds may then index any kind of example; y None: the labels of the nodes.
         load: function of a Batch with its seeds and a slot -> `Fetched`, used instead of sampler and ring.
         timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
@@ -173,9 +173,9 @@ class NodeLoader:
         self.steps = -(-self.seeds.numel() // self.total_batch)
         if sampler is None and not load:
             arrays = graph.indptr, getattr(graph, "sampled_indices", graph.indices)
-            waiting = getattr(graph, "sampling_threads", None)  # for the disk
-            # to check a graph on disk would read all of it
-            options = dict(seed=seed, edge_ids=edges, threads=waiting, check=not waiting)
+            disk_threads = getattr(graph, "sampling_threads", None)  # of a graph that stays on disk
+            # to check that one would read all of it
+            options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
             sampler = NeighborSampler(*map(torch.as_tensor, arrays), fanouts, **options)
         if ring is None and not load:
             rows = getattr(graph.features, "tensor", graph.features)
@@ -194,7 +194,7 @@ class NodeLoader:
     def __iter__(self):
         epoch, first = self.epoch, self.step
         looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
-        # plans of a cache that looks ahead have an order: they are carried out by one thread
+        # the look-ahead cache executes its plans in order, so a single thread fetches
         options = {**self.options, "threads": 1} if looking_ahead else self.options
         with ExitStack() as stack:
             parts = self._parts(epoch, first)
@@ -248,7 +248,7 @@ class NodeLoader:
         return part._replace(**fetched._asdict()), fetched
 
     def state_dict(self):
-        """Where the loader stands, as plain numbers: the steps whose batches were all handed out are done."""
+        """The position of the loader, as plain numbers: steps whose batches were all handed out are done."""
         kept = {"seed": self.seed, "seeds": self.seeds.numel(), "total_batch": self.total_batch}
         return {"epoch": self.epoch, "step": self.step, **kept}
 

@@ -36,7 +36,7 @@ except ImportError:
 RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in native/rule.h
 METHODS = ("uniform", "labor", "latest")
 BACKENDS = ("auto", "native", "torch", "dgl")
-DAMAGED = "the graph is damaged: a list in indptr or a node in indices lies outside of it"
+DAMAGED = "the graph is damaged: an offset in indptr or a node id in indices is out of range"
 
 
 class Block(NamedTuple):
@@ -80,10 +80,10 @@ class Block(NamedTuple):
 
 
 class DamagedGraph(IndexError):
-    """A list in `indptr` or a node in `indices`, read while sampling, lies outside of the graph."""
+    """An offset in `indptr` or a node id in `indices`, read while sampling, is out of range."""
 
 
-class Task(NamedTuple):
+class SamplingSpec(NamedTuple):
     """What a backend samples: the graph, contiguous and on one device, and how to draw from it."""
 
     indptr: Tensor  # int64 [V+1]
@@ -117,12 +117,12 @@ class NeighborSampler:
         replace: draw with replacement (uniform only).
         method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with common
             neighbours take the same ones, which makes the outer hops smaller; "latest", for edges with times: the last k.
-        layer_dependency, batch_dependency: of "labor": all hops share a node's draw, and so do this many consecutive
-            steps (GraphBolt's idea): fewer distinct sources, in a batch and between batches.
+        layer_dependency: ("labor" only) reuse a node's random draw in all hops: fewer distinct sources in a batch.
+        batch_dependency: ("labor" only) reuse it for this many consecutive steps, as GraphBolt does: fewer new sources.
         weights: float [M], not negative: draw without replacement with probability following the weights
             (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
-        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node takes
-            from its edges up to the time of the seed it is reached from. strict: only edges before that time.
+        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node samples
+            among its edges no later than the time of the seed it was reached from. strict: only edges before that time.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
@@ -134,7 +134,7 @@ class NeighborSampler:
         backend: the name of the backend in use. engine: its object.
 
     Raises:
-        ValueError, TypeError: the argument, its value and what would have worked.
+        ValueError, TypeError: for invalid arguments; the message names the value and what is accepted.
     """
 
     def __init__(
@@ -157,17 +157,21 @@ class NeighborSampler:
         threads=None,
     ):
         self.fanouts, self.seed = [int(k) for k in fanouts], int(seed)
-        alike = layer_dependency, batch_dependency
-        _check_options(self.fanouts, replace, method, weights, edge_times, strict, backend, *alike)
+        dependent = layer_dependency, batch_dependency
+        _check_options(
+            self.fanouts, replace, method, weights, edge_times, strict, backend, *dependent
+        )
         if check:
             _check_graph(indptr, indices, weights, edge_times)
-        self.steps_alike, self.timed = int(batch_dependency), edge_times is not None
+        self.batch_dependency, self.timed = int(batch_dependency), edge_times is not None
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()
         self.num_nodes = indptr.numel() - 1
         weights, edge_times = (t if t is None else t.contiguous() for t in (weights, edge_times))
         rule = "replace" if replace else method if weights is None else "weighted"
         graph = self.indptr, self.indices, weights, edge_times
-        self.task = Task(*graph, bool(strict), bool(layer_dependency), rule, edge_ids, threads)
+        self.task = SamplingSpec(
+            *graph, bool(strict), bool(layer_dependency), rule, edge_ids, threads
+        )
         self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
@@ -178,8 +182,8 @@ class NeighborSampler:
             step: int, the number of the batch; it keys the random draws.
             times: int64 [S], the time of each seed, where the edges have times and only there.
             exclude: edges that are not taken in any hop, as if the graph did not have them: their positions in
-                `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which is read from end to end. With a
-                graph on a GPU the host waits for it once more.
+                `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which costs O(M). On a GPU this adds a
+                synchronization of the host.
             relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
                 straight out of the feature table; its src_nodes are then the destinations alone.
 
@@ -196,7 +200,7 @@ class NeighborSampler:
         _check_ids("seeds", seeds, "node ids")
         _check_times(times, seeds, self.timed)
         exclude = None if exclude is None else self._edge_set(exclude)
-        step //= self.steps_alike
+        step //= self.batch_dependency
         if self.backend == "native" and self.indices.is_cuda:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
@@ -210,7 +214,7 @@ class NeighborSampler:
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
         try:
             blocks = self.engine.sample(*work)
-        except IndexError as error:  # not of the seeds: it was read from the graph
+        except IndexError as error:  # seeds were checked: the bad index came from the graph
             raise DamagedGraph(DAMAGED) from error
         if blocks is None:
             _check_range(seeds, self.num_nodes)
@@ -255,12 +259,12 @@ def _warn_missing():
 # Arguments that are refused.
 
 
-def _check_options(fanouts, replace, method, weights, times, strict, backend, alike, steps):
+def _check_options(fanouts, replace, method, weights, times, strict, backend, layer, steps):
     kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
     kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
     by_time = "strict" if strict else method if method == "latest" else None
-    alike = "layer_dependency" if alike else "batch_dependency" if steps > 1 else None
-    not_dgl = alike or (None if times is None else "edge_times")
+    dependent = "layer_dependency" if layer else "batch_dependency" if steps > 1 else None
+    not_dgl = dependent or (None if times is None else "edge_times")
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
@@ -270,9 +274,9 @@ def _check_options(fanouts, replace, method, weights, times, strict, backend, al
         ),
         (replace and -1 in fanouts, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
-        (by_time and times is None, f"{by_time} goes by the times of edges; give edge_times"),
+        (by_time and times is None, f"{by_time} needs edge_times"),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
-        (alike and method != "labor", f"{alike} is for method 'labor', not {method!r}"),
+        (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
     ):
         if wrong:
@@ -307,7 +311,9 @@ def _check_graph(indptr, indices, weights, edge_times):
         falls[starts - 1] = False  # from one list to the next
         if (falls := falls.nonzero()).numel():
             v = int(torch.searchsorted(indptr, falls[0] + 1, right=True)) - 1
-            raise ValueError(f"edge_times falls in the list of node {v}; sort each list by time")
+            raise ValueError(
+                f"edge_times decreases within the list of node {v}; sort each list by time"
+            )
 
 
 def _check_ids(name, ids, what):
@@ -345,7 +351,7 @@ def _repeated(seeds, times):
     values, counts = pairs.unique(dim=1, return_counts=True)
     node, time = values[:, counts > 1][:, 0].tolist()
     which = f"node {node}" if times is None else f"node {node} at time {time}"
-    return f"seeds contains {which} more than once; each seed may come once in a batch"
+    return f"seeds contains {which} more than once; seeds must be distinct within a batch"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,7 +396,7 @@ class TorchBackend:
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
-        # stream -> idle tables [V] of each node's number in the batch, V where it has none; cleaned before the next
+        # stream -> idle tables [V] of each node's local id in the batch, V where it has none; cleaned before the next
         # batch on the same stream uses them
         self.tables = {}
 
@@ -435,7 +441,7 @@ class TorchBackend:
         return blocks
 
     def _number(self, seeds):
-        """-> (idle tables of the current stream, a table in which the seeds are numbered; None if one is repeated)."""
+        """-> (idle tables of the current stream, a table of local ids with the seeds in it; None if one is repeated)."""
         stream = torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None
         idle = self.tables.setdefault(stream, [])
         try:
@@ -454,14 +460,14 @@ class TorchBackend:
         start, end = task.indptr.index_select(0, v), task.indptr.index_select(0, v + 1)
         degree = end - start
         damaged = (start < 0) | (degree < 0) | (end > task.indices.numel())
-        # on a GPU every look is a wait, and damage an assertion there
+        # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")
         if times is not None:
             degree = number_before(task.edge_times, start, degree, times, task.strict)
-        gap = None
+        gap = None  # [S] index in exclude of a list's first excluded edge
         if exclude is not None:
-            gap = torch.searchsorted(exclude, start)  # [S] the first excluded edge of a list
+            gap = torch.searchsorted(exclude, start)
             degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
         if rule in ("labor", "weighted"):  # every edge of every list is looked at
             indptr, places = _prefix_sum(degree), _expand(start, degree)
@@ -506,9 +512,9 @@ class TorchBackend:
         return (rank < k) & (weight > 0)
 
     def _relabel(self, table, src, ids):
-        """Number the new nodes among ids int64 [E] by first appearance -> src_nodes [N], positions in it [E]."""
+        """Assign local ids to the new nodes among ids int64 [E], by first appearance -> src_nodes [N], positions in it [E]."""
         like, local = dict(dtype=src.dtype, device=src.device), table.index_select(0, ids)
-        new = (local == self.num_nodes).nonzero().squeeze(1)  # edges to nodes without a number
+        new = (local == self.num_nodes).nonzero().squeeze(1)  # edges to nodes without a local id
         ids = ids[new]
         claim = torch.arange(-ids.numel(), 0, **like)  # below every number
         # the first edge wins, whatever the order of writes
@@ -530,7 +536,7 @@ def _expand(start, counts):
 
 
 def number_before(edge_times, start, degree, times, strict):
-    """How many edges of each list [S] come by its time [S], or, if strict, before it: binary searches side by side."""
+    """For each list [S] the number of edges no later than its time [S], earlier if strict: a vectorized binary search."""
     at, left = start, degree  # the edges before `at` do; the next `left` are undecided
     for _ in range(int(degree.max()).bit_length() if degree.numel() else 0):
         half = left // 2
@@ -541,7 +547,7 @@ def number_before(edge_times, start, degree, times, strict):
 
 
 def _number_by_appearance(src, ends):
-    """Number what is in ends [E] but not in src [N], which is distinct, behind that -> all of it, numbers of ends."""
+    """Append the ids of ends [E] that are not in src [N] (distinct), by first appearance -> (all ids, position of each end)."""
     values, inverse = torch.cat([src, ends]).unique(return_inverse=True)
     place = torch.arange(inverse.numel(), device=src.device)
     first = torch.full_like(values, inverse.numel()).scatter_reduce_(0, inverse, place, "amin")
@@ -551,9 +557,10 @@ def _number_by_appearance(src, ends):
 
 
 def _past_excluded(edges, exclude, gap):
-    """Edges [E], counted without the excluded ones [X] -> the edges they are; gap [E]: the first excluded of the list.
+    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick`.
 
-    One lies before an edge if, less those before it, it comes first; that difference ascends too.
+    exclude[i] - i is the number of kept edges before excluded edge i, which never decreases: a binary search in it
+    gives how many excluded edges to skip.
     """
     behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(behind, edges - gap, right=True) - gap

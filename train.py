@@ -4,7 +4,7 @@
     python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
-    python train.py --task link --dataset cora --model gcn           # edges: which are there that are not known
+    python train.py --task link --dataset cora --model gcn           # link prediction
     python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
@@ -71,7 +71,8 @@ class Eager:
     """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods.
 
     Attributes:
-        parallel: the network as it is distributed. load: of `NodeLoader`; None: that of the task.
+        parallel: the model, in DistributedDataParallel if there are several ranks.
+        load: the loader's argument `load`; None: the task's.
     """
 
     load = None
@@ -97,13 +98,14 @@ class Eager:
         self.losses.total += loss.detach()
         if batch.last:
             with clock.timed("optimizer", on_gpu=True):
-                if self.losses.finite(batch.step + 1):  # else the weights stay those of the loss
+                # a loss that is not finite skips the update: the weights are still those that produced it
+                if self.losses.finite(batch.step + 1):
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
 
 
 def train_epoch(run, stepper, stop, save, epoch, first):
-    """Run the steps of one epoch from step `first` -> (steps done in the epoch, stopped early, figures, laps)."""
+    """Run the steps of one epoch from step `first` -> (next step, stopped early, figures, spans of the stages)."""
     ranks, args, count, done = run.ranks, run.args, 0, first
     run.model.train()
     clock, losses = Clock(ranks.gpus), stepper.begin()
@@ -165,11 +167,11 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         rate = learning_rate(args, epoch)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        second = epoch == min(start + 1, args.epochs - 1)  # the epoch to profile and draw
-        with profile(report, ranks.rank) if args.profile and second else nullcontext():
+        profiled = epoch == min(start + 1, args.epochs - 1)
+        with profile(report, ranks.rank) if args.profile and profiled else nullcontext():
             step, stopped, figures, laps = train_epoch(run, stepper, stop, save, epoch, first)
         first = 0
-        if args.timeline and second and ranks.leads:
+        if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
                 draw_timeline({f"--prefetch {args.prefetch}": laps}, args.timeline)
         at = f"in epoch {epoch + 1}, step {step} of {args.steps}"
@@ -212,19 +214,19 @@ def prepare(args):
     return datasets.prepare(args.dataset, args.root, **options)
 
 
-def prepared(ranks, args):
-    """What one rank of each machine prepares; the others wait for it."""
+def prepare_on_one_rank(ranks, args):
+    """`prepare` on one rank of each machine; the others wait, then find the store built."""
     with ranks.patience():
         path = prepare(args) if ranks.local_rank == 0 else None
     return path or prepare(args)
 
 
 def train(ranks, args, path):
-    """Open, train, evaluate -> (exit code, exact score of each split, what it is; None where the run was stopped)."""
+    """Open, train, evaluate -> (exit code, {part: exact score}, name of that score); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
     fits = {"fits": partial(check_graph, state, file)} if state else {}
-    run = open_run(ranks, args, path or prepared(ranks, args), **fits)
+    run = open_run(ranks, args, path or prepare_on_one_rank(ranks, args), **fits)
     args, model = run.args, run.model
     optimizer = torch.optim.Adam(
         model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True
@@ -270,7 +272,7 @@ def train_many(ranks, args, path):
         if code:
             return code
         exact.append({name: score for name, score in scores.items() if score is not None})
-        path = None  # of the next seed
+        path = None  # with another split the next seed may have another store
     columns = {name: [scores[name] for scores in exact] for name in exact[0]}
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(values) for name, values in columns.items()}
@@ -300,7 +302,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
-    """Run the command line -> exit code."""
+    """Run the command line -> exit code; `ddp.launch` exits with that of a rank that fails."""
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         path = None if ddp.under_torchrun() else prepare(args)

@@ -42,7 +42,7 @@ def job_type():
 
 
 def load(task):
-    """Backend for a task (`sampler.Task`), or None, after one warning, where the C code cannot be compiled."""
+    """Backend for a task (`sampler.SamplingSpec`), or None, after one warning, where the C code cannot be compiled."""
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
@@ -171,7 +171,7 @@ class Backend:
         if result == -1:
             raise MemoryError(f"no memory to sample a hop of {S} nodes")
         if result < 0:
-            raise IndexError("a list in indptr or a node in indices lies outside of the graph")
+            raise IndexError("an offset in indptr or a node id in indices is out of range")
         return result
 
 

@@ -81,7 +81,7 @@ class Backend:
     `Frame`, which keeps 4 bytes for each node of the graph.
 
     Args:
-        task: see `Task` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
+        task: see `SamplingSpec` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
         compiled: function of a name and CUDA source -> build.Kernels or None.
     """
 
@@ -126,7 +126,9 @@ class Backend:
                 self.kernels.wait()
                 trouble = frame.trouble
                 if trouble & DAMAGED:
-                    raise IndexError("the graph is damaged: a list or a node lies outside of it")
+                    raise IndexError(
+                        "the graph is damaged: an offset in indptr or a node id in indices is out of range"
+                    )
                 if trouble != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):

@@ -223,5 +223,5 @@ def reading_all_edges():
         yield
     except IndexError as error:
         said = str(error)  # torch's own words name no node
-        said = "a node in indices lies outside of it" if said.endswith("in self") else said
+        said = "a node id in indices is out of range" if said.endswith("in self") else said
         raise DamagedGraph(said) from error

@@ -221,7 +221,7 @@ def _sampling(way, folder, i, indptr, indices, fanouts, options):
 
     def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
         exclude = None if exclude is None else s._edge_set(exclude)
-        blocks = kernels.sample(seeds, step // s.steps_alike, relabel_outer, exclude, times)
+        blocks = kernels.sample(seeds, step // s.batch_dependency, relabel_outer, exclude, times)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
         return [Block(*fields) for fields in reversed(blocks)]
@@ -1032,11 +1032,11 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (TypeError, "weights", dict(weights=torch.ones(2))),
     (ValueError, "weights.*negative", dict(weights=_T([1.0, -1.0, 0.0]))),
     (ValueError, "weights.*NaN", dict(weights=_T([1.0, _NAN, 0.0]))),
-    (ValueError, "falls in the list of node 0", dict(edge_times=_T([2, 1, 0]))),
+    (ValueError, "decreases within the list of node 0", dict(edge_times=_T([2, 1, 0]))),
     (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=_ONES)),
     (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=torch.ones(2).long())),
-    (ValueError, "latest goes by the times of edges; give edge_t", dict(method="latest")),
-    (ValueError, "strict goes by the times", dict(strict=True)),
+    (ValueError, "latest needs edge_t", dict(method="latest")),
+    (ValueError, "strict needs edge_t", dict(strict=True)),
     (ValueError, "'latest' and weights exc", dict(method="latest", **_TIMED, weights=_ONES)),
     (ValueError, "backend 'dgl' has no edge_times", dict(backend="dgl", **_TIMED)),
 ]

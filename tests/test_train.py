@@ -58,9 +58,9 @@ from tests.common import (
         ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),
         # when degrees are counted
         ("indices", "--model gcn", "holds 1000, and its nodes are 0 to 199"),
-        ("indices", "--model sage --cache 1000", "a node in indices lies outside of it"),
+        ("indices", "--model sage --cache 1000", "a node id in indices is out of range"),
         # met while sampling
-        ("indices", "--model sage --fanout -1,-1", "a node in indices lies outside of it"),
+        ("indices", "--model sage --fanout -1,-1", "a node id in indices is out of range"),
         # by one of two ranks
         ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
         ("indptr", "--model sage", "in indptr"),
