@@ -231,7 +231,7 @@ def train(ranks, args, path):
     optimizer = torch.optim.Adam(
         model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True
     )
-    best = {"score": -1.0, "epoch": 0, "model": None}  # of --weights best
+    best = {"score": -math.inf, "epoch": 0, "model": None}  # of --weights best
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state, fits
     best["model"] = best["model"] if args.weights == "best" else None

@@ -30,7 +30,7 @@ FN hop_t law_of(const batch_t *b, const part_t *h) {
   hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop]};
   return hop;
 }
-// Count the edges of a row where its degree tells them: by rules before LABOR, without excluded
+// Count the edges of a row where its degree tells them: rules UNIFORM and REPLACE, without excluded
 // edges.
 FN void count_by_degree(const batch_t *b, const part_t *h, i64 i, ID v) {
   i64 degree = degree_of(b, v), least = b->rule == REPLACE ? (degree ? h->k : 0) : degree;

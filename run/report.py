@@ -141,7 +141,9 @@ class Report:
             self._append(figures)
         if self.board and "epoch" in figures:
             with self.attempt("tensorboard"):
-                for name, value in figures.items():
+                valid = figures.get("valid") or {}  # a dict for links and graphs
+                flat = {**figures, **{f"valid/{name}": value for name, value in valid.items()}}
+                for name, value in flat.items():
                     if isinstance(value, float):
                         self.board.add_scalar(name, value, figures["epoch"])
                 self.board.flush()

@@ -19,8 +19,9 @@ class Task:
         unused: {why: flags that have no effect, as words}. temporal: what --temporal auto stands for.
         weights: default of --weights where there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
-        widths: names of the data's widths that the network is built from.
-        classes_agree: --residual may go by the classes of neighbours. static_steps: a step can be a CUDA graph.
+        widths: names of the data's widths, keys of its meta.json, that the network is built from.
+        classes_agree: --residual may go by the classes of neighbours. static_steps: a step, with the cross-entropy of
+            classes as its loss, can be a CUDA graph.
         embeds: outputs are embeddings, --hidden wide, also of a user's network.
         placed: --mode places graph and features. timed_inference: exact inference of a node goes by its own time.
         timed_pairs: examples have times of their own; else they are nodes, with those of `node_time`.
@@ -70,7 +71,10 @@ class Task:
         """Summed over the examples of a batch."""
 
     def validate(self, run):
-        """Figures of the validation part -> ({name: value}, the one that --early-stop goes by)."""
+        """Figures of the validation part -> ({name: value}, the one that --early-stop goes by: the larger the better).
+
+        Printed is `valid_sampled`, a share of 1, or `valid`, a dict; None where there is no such part.
+        """
 
     def finish(self, run, report):
         """Report exact scores, write predictions -> {part: score}."""

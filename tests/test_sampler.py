@@ -41,7 +41,7 @@ from tests.common import (
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
-    """Section 4 of the design for one node: positions in its neighbour list."""
+    """The rule of native/rule.h for one node: positions in its neighbour list."""
 
     def draw(node, j):
         return _mix(_mix(key ^ node) ^ j) >> 32
