@@ -4,6 +4,7 @@ import importlib.util
 import json
 import resource
 import signal
+import sys
 import types
 
 import pytest
@@ -132,3 +133,15 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_of_nodes_without_l
             output = capsys.readouterr().out
             assert output.endswith(f"\nwrote {tmp_path}/p.npy: {array}\n") and "n/a" not in output
             assert ("exact" in output or "MRR" in output) == (exact and not edges), output
+
+
+def test_tensorboard_gets_the_validation_figures_of_every_task(tmp_path, monkeypatch):
+    shown, writer = {}, types.SimpleNamespace(flush=lambda: None)
+    writer.add_scalar = lambda name, value, epoch: shown.__setitem__(name, (value, epoch))
+    module = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    told = report.Report(ddp.Ranks(), types.SimpleNamespace(log=None, tensorboard="board"))
+    told.tell("", {"epoch": 1, "loss": 0.5, "valid_sampled": 0.9})
+    told.tell("", {"epoch": 2, "loss": 0.25, "valid": {"mrr": 0.75}})
+    told.tell("", {"epoch": 3, "valid": None})
+    assert shown == {"loss": (0.25, 2), "valid_sampled": (0.9, 1), "valid/mrr": (0.75, 2)}
