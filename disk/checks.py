@@ -70,7 +70,7 @@ def _check_rows_of_labels(labels, num_classes):
 
 
 def check_graph(edge_index, indptr, indices, num_nodes):
-    """(edge_index, indptr, indices, M): one of the two forms, with its shapes and its indptr checked."""
+    """((edge_index, indptr, indices), M): one of the two forms, with its shapes and its indptr checked."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
         raise StoreError("the graph is given either as edge_index or as indptr and indices")
     if num_nodes > 1 << 32:
@@ -79,7 +79,7 @@ def check_graph(edge_index, indptr, indices, num_nodes):
         edge_index = files.array_like("edge_index", edge_index)
         if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
             raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed")
-        return edge_index, None, None, int(edge_index.shape[1])
+        return (edge_index, None, None), int(edge_index.shape[1])
     indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
     if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
         raise StoreError(
@@ -89,7 +89,7 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
-    return None, indptr, indices, int(count)
+    return (None, indptr, indices), int(count)
 
 
 def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:

@@ -159,7 +159,7 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
             file = f"{name}.npy"
             records[file] = files.write_npy(building / file, "int64", [len(ids)], [ids])
-        (building / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
+        files.write_meta(building, meta, records)
         GraphDataset.open(building)
     return path
 

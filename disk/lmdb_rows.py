@@ -281,7 +281,7 @@ def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     with contextlib.closing(LmdbFile(path, sync=False)) as file:
         while batch := list(itertools.islice(blocks, 1024)):
             file.append(batch)
-    return files.file_record(path, dtype, shape, files.sha256_of(path))
+    return files.file_record(path, dtype, shape)
 
 
 def _block_value(rows) -> bytes:

@@ -21,7 +21,7 @@ import threading
 
 import torch
 
-from disk.files import StoreError, out_of_range, reading
+from disk.files import StoreError, check_ids, reading
 from native import build
 
 DEPTH = 64  # requests in flight
@@ -96,8 +96,7 @@ class RowReader:
             IndexError: for a number that is no row.
             StoreError: where the disk fails or the file ends too soon; what was read by then is in `out`.
         """
-        if (bad := out_of_range(ids, self.rows)) is not None:
-            raise IndexError(f"node {bad} is out of range: ids lie in [0, {self.rows})")
+        check_ids(ids, self.rows)
         ids, at = ids.to(torch.int64).contiguous(), ctypes.c_int64()
         room = len(out) >= len(ids) or places is not None
         if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:

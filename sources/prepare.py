@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -33,6 +32,7 @@ from disk.checks import check_labels, check_split
 from disk.files import (
     READABLE,
     StoreError,
+    locked,
     read_meta,
     reading,
     refuse_existing,
@@ -95,10 +95,18 @@ def prepare(
     word, key, make = _recipe(name, root, int(seed), options)
     target = root / f"{word}-{_digest(key)}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
-        with _locked(root):  # of several processes one builds, the others wait for it
-            if not (target / "meta.json").is_file():
-                with reading(dataset):
-                    make(target, backend=backend, progress=progress)
+        made = not root.exists()
+        try:
+            with reading(root):
+                root.mkdir(parents=True, exist_ok=True)
+                with locked(root.resolve()):  # of several processes one builds, the others wait
+                    if not (target / "meta.json").is_file():
+                        with reading(dataset):
+                            make(target, backend=backend, progress=progress)
+        finally:
+            if made:
+                with contextlib.suppress(OSError):  # it stays unless it is empty
+                    root.rmdir()
     return target
 
 
@@ -149,24 +157,6 @@ def _unknown(name) -> str:
         return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
     names = ", ".join(NAMES)
     return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
-
-
-@contextlib.contextmanager
-def _locked(directory):
-    """Hold a lock on a directory, which the kernel drops with the process; one made for this goes if it stays empty."""
-    made = not directory.exists()
-    with reading(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            if made:
-                directory.rmdir()
 
 
 def _digest(value) -> str:
