@@ -1,4 +1,4 @@
-"""Feature rows of a file behind a cache of hot rows, and a page cache that knows what the next batches ask for.
+"""Look-ahead cache: feature rows of a file behind the hottest rows, and a page cache that knows the next batches.
 
     cache = LookaheadCache(store.features, budget=1 << 30, hot=expected_visits(...))
     with cache.looking_ahead(sampled_batches) as batches:      # the same batches in the same order, `lookahead` later
@@ -58,12 +58,8 @@ def library():
 
 
 class KeptPages:
-    """The pages of a table that the page cache keeps: at first as much of the file as there is room for, then those
-    that are used soonest.
-
-    Args:
-        reader: RowReader of the table. places: pages to keep. lookahead: batches of the window.
-    """
+    """The pages of a table, of a RowReader, that the page cache keeps: at first as much of the file as there is room for
+    (`places` pages), then those that are used soonest in a window of `lookahead` batches."""
 
     def __init__(self, reader, places, lookahead):
         self.reader = reader
@@ -166,9 +162,7 @@ class LookaheadCache(CachedFeatures):
     @contextmanager
     def looking_ahead(self, batches):
         """Pass batches on in their order, each when those of the window behind it are known; a context, whose end
-        forgets what was expected. They are taken, and decided on, on a thread of its own; on another the reading of
-        their pages begins.
-        """
+        forgets what was expected. One thread takes and plans them, another begins to read their pages."""
         planned = self._planned(batches)
         # what prefetch is given to call is next()
         ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)
