@@ -18,7 +18,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading
+from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading, refuse
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -109,9 +109,8 @@ class Arrays:
     """Arrays by name; what is asked for counts as taken, and `close` looks at the rest.
 
     Args:
-        source: what messages call the file or object.
+        source: what messages call the file or object. ignore: names of arrays to do without.
         values: {name: array, tensor, or function that reads an array}; one that is None is not there.
-        ignore: names of arrays to do without.
     """
 
     def __init__(self, source, values, ignore=()):
@@ -174,9 +173,9 @@ class Arrays:
             raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
         return array
 
-    def integers(self, name):
-        """An array of whole numbers as int64."""
-        return integers(f"{self.source}: {name}", self[name])
+    def integers(self, name, values=None):
+        """An array of whole numbers as int64, or `values` of that name."""
+        return integers(f"{self.source}: {name}", self[name] if values is None else values)
 
     def edge_index(self):
         """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
@@ -215,15 +214,12 @@ class Arrays:
             raise self.error(f"{name} is {[*values.shape]}, one-hot rows: take {name}.argmax(1)")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
-            return integers(f"{self.source}: {name}", values)
+            return self.integers(name, values)
         values = values.astype(np.float64)
         missing = np.isnan(values)
-        bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
-        if len(bad):
-            raise self.error(
-                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where "
-                "there is none; labels that are fractions, node regression, are not supported"
-            )
+        bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
+        why = "labels are whole numbers, or NaN where there is none; labels that are fractions, node regression, "
+        refuse(bad, f"{self.source}: {name}", values, f"{why}are not supported")
         if missing.any():
             few, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
             self.say(f"{few} in {name} are NaN{empty}: these nodes have no label (-1)")
@@ -265,9 +261,8 @@ class Arrays:
         num_nodes, entries = len(indptr) - 1, indices.size
         rises = indptr.ndim == 1 and num_nodes > 0 and not (np.diff(indptr) < 0).any()
         if not rises or [*indptr[[0, -1]]] != [0, entries] or values.shape != (entries,):
-            raise self.error(
-                f"feat_indptr must rise from 0 to the {entries} entries of feat_indices, and feat_data have as many"
-            )
+            what = f"feat_indptr must rise from 0 to the {entries} entries of feat_indices"
+            raise self.error(f"{what}, and feat_data have as many")
         shape = [num_nodes, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
@@ -286,12 +281,12 @@ class Arrays:
             how = "each row divided by its sum (row_normalize=0 leaves them)"
             how = how if normalize else "as they are"
             self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
-        dtype = np.float32 if counts else values.dtype
+        dtype, step = np.float32 if counts else values.dtype, max(1, PIECE // shape[1])
 
-        def rows(first, last):
-            a, b = indptr[first], indptr[last]
-            row = np.repeat(np.arange(last - first), np.diff(indptr[first : last + 1]))
-            size = (last - first) * shape[1]
+        def rows(first):
+            ends = indptr[first : first + step + 1]
+            row, (a, b) = np.repeat(np.arange(len(ends) - 1), np.diff(ends)), ends[[0, -1]]
+            size = (len(ends) - 1) * shape[1]
             dense = np.bincount(row * shape[1] + indices[a:b], values[a:b], size)
             dense = dense.reshape(-1, shape[1])
             if normalize:
@@ -299,9 +294,7 @@ class Arrays:
                 dense /= np.where(total, total, 1)
             return dense.astype(dtype)
 
-        step = max(1, PIECE // shape[1])
-        firsts = range(0, num_nodes, step)
-        return Rows(shape, dtype, (rows(a, min(a + step, num_nodes)) for a in firsts))
+        return Rows(shape, dtype, map(rows, range(0, num_nodes, step)))
 
     def close(self, num_nodes=None, num_edges=None):
         """Name what was not taken; what seems to say something of edges, splits, features or labels is refused."""
@@ -316,7 +309,7 @@ class Arrays:
                 why = "no array of that name is known" + (f", {near[0]} is" if near else "")
                 if of_edges or "edge" in name:
                     why = "what edges carry is called edge_weight, edge_time or edge_features"
-                what = f"{name} is not used: {why}; drop the array, or {self._do_without(name)}"
-                raise self.error(what)
+                what = f"{name} is not used: {why}"
+                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
         if rest:
             self.say(f"not used: {', '.join(map(str, rest))}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from disk.files import check_finite
+from disk.files import check_finite, refuse
 from features import prefetch
 from sources.splits import of_graphs
 
@@ -68,9 +68,8 @@ def crystals(arrays, given, seed):
     atoms = np.diff(offsets)
     coords = arrays.shaped("frac_coords", len(numbers), 3).astype(np.float64)
     lattice = arrays.shaped("lattice", len(atoms), 3, 3).astype(np.float64)
-    bad = np.flatnonzero((numbers < 0) | (numbers > 118))
-    if len(bad):
-        raise arrays.error(f"Z[{bad[0]}] is {numbers[bad[0]]}: atomic numbers lie in [0, 118]")
+    bad = (numbers < 0) | (numbers > 118)
+    refuse(bad, f"{arrays.source}: Z", numbers, "atomic numbers lie in [0, 118]")
     check_finite(f"{arrays.source}: frac_coords", torch.from_numpy(coords))
     _check_cells(arrays, lattice, atoms, radius)
     y = _targets(arrays, "energy", len(atoms), atoms)
@@ -121,7 +120,6 @@ def periodic_neighbours(coords, lattice, radius):
 
     Args:
         coords: float64 [n, 3] fractional coordinates. lattice: float64 [3, 3], rows are the vectors of the cell.
-        radius: in the unit of the lattice.
 
     Returns:
         (edge_index int64 [2, E], distance float64 [E]); a pair occurs once for each image within the radius, an atom

@@ -77,10 +77,7 @@ def prepare(
         root: directory for downloads and for the stores built here.
         seed: draws what an .npz file leaves open, except the split of a graph (`choose_split` draws that); a synthetic
             graph has its own seed parameter.
-        backend: "mmap" or "lmdb", for the features.
-        symmetrize: add the reverse of every edge, for .npz files of one graph.
-        drop_duplicates: keep one of several equal edges, for such files.
-        progress: show bars.
+        symmetrize, drop_duplicates: for .npz files of one graph. backend, progress: as for `build_store`.
     """
     name, root = str(dataset), Path(root)
     options = {"symmetrize": symmetrize, "drop_duplicates": drop_duplicates}
@@ -93,7 +90,9 @@ def prepare(
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
     word, key, make = _recipe(name, root, int(seed), options)
-    target = root / f"{word}-{_digest(key)}{'' if backend == 'mmap' else f'-{backend}'}"
+    # the oldest format of a store that can still be read is part of its name
+    digest = hashlib.sha256(json.dumps([READABLE[0], key], sort_keys=True).encode()).hexdigest()[:8]
+    target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
         made = not root.exists()
         try:
@@ -130,19 +129,15 @@ def _recipe(name, root, seed, options):
     types = {n: type(value) for n, value in SYNTHETIC.items()} if word == "synthetic" else {}
     given = parse(parameters, types, word)
     key = {**SYNTHETIC, **given} if types else word
-    make = functools.partial(_build_named, word=word, parameters=key, root=root)
-    return word, key, make
 
-
-def _build_named(path, word, parameters, root, progress, **options) -> Path:
-    """Build the store of one of NAMES."""
-    options["progress"] = progress
-    if word == "synthetic":
-        return build_store(path, **synthetic(parameters), **options)
-    if word in PLANETOID:
-        return build_store(path, **planetoid(word, root), **options)
-    with ogb(word, root, progress) as graph:
+    def make(path, **options):
+        if word in OGB:
+            with ogb(word, root, options["progress"]) as graph:
+                return build_store(path, **graph, **options)
+        graph = planetoid(word, root) if word in PLANETOID else synthetic(key)
         return build_store(path, **graph, **options)
+
+    return word, key, make
 
 
 def _unknown(name) -> str:
@@ -157,11 +152,6 @@ def _unknown(name) -> str:
         return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
     names = ", ".join(NAMES)
     return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
-
-
-def _digest(value) -> str:
-    """Eight characters that stand for a JSON value and for the oldest format of a store that can still be read."""
-    return hashlib.sha256(json.dumps([READABLE[0], value], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def npz_file(text):
@@ -207,8 +197,8 @@ def build(
 ):
     """Build a store at a path of your own -> its path.
 
-    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature. Many
-    small graphs: see sources/molecules.py.
+    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature; those of
+    many small graphs: sources/molecules.py.
 
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
@@ -233,17 +223,18 @@ def build(
     elif split is not None:
         given["split"] = int(split)
     columns = dict(edge_weight=weights, edge_time=times, edge_features=edge_features)
-    columns |= dict(node_time=node_times)
+    columns["node_time"] = node_times
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
-    for idle, why in (
-        ({} if tables else columns, "weights, times and edge_features are for tables"),
-        (own if npz else {}, "it holds features, labels and split itself"),
-        (given if tables else {}, "tables have no parameters"),
-    ):
-        if idle:
-            raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
+    if columns and not tables:
+        idle, why = columns, "weights, times and edge_features are for tables"
+    elif npz:
+        idle, why = own, "it holds features, labels and split itself"
+    else:
+        idle, why = given if tables else {}, "tables have no parameters"
+    if idle:
+        raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
     with contextlib.ExitStack() as stack:
         stack.enter_context(reading(f"cannot build {path}: {kind}" if tables else kind))
         if tables:
@@ -260,8 +251,8 @@ def build(
 
 
 def _draws(arrays, split=False) -> bool:
-    """Whether a seed decides on what is in a store: a part of the split of many graphs, or which training nodes of a
-    graph show their label; with `split`, whether on the split of one graph."""
+    """Whether a seed decides on what is in a store: a part of the split of many graphs, which training nodes of a graph
+    show their label or, with `split`, the split of one graph."""
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
@@ -272,8 +263,8 @@ def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, *
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
-        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for: then the split
-            of a graph is drawn when it is opened. options: of `build_store`.
+        given: dict, parameters of `NPZ`. seed: draws what is left open; None: the split of a graph is drawn when it is
+            opened. options: of `build_store`.
     """
     drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
@@ -357,9 +348,8 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
 
 def main(argv=None) -> int:
     """The command line: build a data set and print the path of its store."""
-    parser = argparse.ArgumentParser(
-        prog="sources.prepare", description="Build a data set and print where its store is."
-    )
+    about = "Build a data set and print where its store is."
+    parser = argparse.ArgumentParser(prog="sources.prepare", description=about)
     add = parser.add_argument
     add("dataset", help=f"a path, or one of {', '.join(NAMES)}")
     add("--root", default="data", help="directory for downloads and stores")

@@ -26,9 +26,8 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from disk.files import SPLITS, Rows, StoreError, integers, reading, sync
+from disk.files import SPLITS, Rows, StoreError, integers, progress_bar, reading, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -45,13 +44,10 @@ PLANETOID = ("cora", "citeseer", "pubmed")
 
 @contextlib.contextmanager
 def ogb(name, root, progress=False):
-    """A context of an OGB node-property graph (arXiv 2005.00687), as `build_store` takes it.
+    """A context of one of OGB's node-property graphs (arXiv 2005.00687), as `build_store` takes it.
 
-    The archive is downloaded into `root`, where temporary files lie meanwhile; RINGBLOCK_OGB_URL names a mirror. As in
+    The archive is downloaded into `root`, where temporary files are meanwhile; RINGBLOCK_OGB_URL names a mirror. As in
     OGB's reference examples every edge gets its reverse; for arxiv and papers100M duplicates are then dropped.
-
-    Args:
-        name: one of OGB. progress: show a bar.
     """
     archive, kind, classes, drop_duplicates = OGB[name]
     file = Path(root) / archive
@@ -141,13 +137,10 @@ def _npy_chunks(file, name):
 
 
 def planetoid(name, root) -> dict:
-    """Cora, citeseer or pubmed from the original files, with the public split (arXiv 1603.08861), as `build_store` takes
-    it.
+    """One of PLANETOID from the original files, with the public split (arXiv 1603.08861), as `build_store` takes it.
 
-    Args:
-        name: one of PLANETOID.
-        root: the files `ind.NAME.*` are looked for here and in root/planetoid, else downloaded into the latter;
-            RINGBLOCK_PLANETOID_URL names a mirror.
+    The files `ind.NAME.*` are looked for in root and in root/planetoid, else downloaded into the latter;
+    RINGBLOCK_PLANETOID_URL names a mirror.
     """
     parts = {}
     for part in ("y", "tx", "ty", "allx", "ally", "graph", "test.index"):
@@ -196,14 +189,6 @@ def planetoid(name, root) -> dict:
 class _Matrix:
     """A pickled scipy.sparse.csr_matrix: its attributes."""
 
-    def dense(self):
-        rows, columns = (int(n) for n in getattr(self, "_shape", None) or self.shape)
-        dense = np.zeros((rows, columns), np.float32)
-        if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < columns:
-            raise ValueError(f"its matrix has entries outside of columns 0 to {columns - 1}")
-        dense[np.repeat(np.arange(rows), np.diff(self.indptr)), self.indices] = self.data
-        return dense
-
 
 def _number(name, *_):
     """A dtype of numpy's own, which no state in the pickle changes."""
@@ -214,7 +199,7 @@ def _number(name, *_):
 
 class _Unpickler(pickle.Unpickler):
     """Reads what the Planetoid files hold and nothing else: a name stands for what is admitted under it, whatever the
-    module, which differs between Python 2 and 3, numpy 1 and 2, older and newer scipy."""
+    module, which differs between versions of Python, numpy and scipy."""
 
     admitted = {
         "ndarray": np.ndarray,
@@ -238,9 +223,14 @@ def _unpickled(file):
     """A Planetoid file: a dense array, the dense array of a sparse matrix, or a dict of lists."""
     with open(file, "rb") as data:
         value = _Unpickler(data, encoding="latin1").load()
-    if isinstance(value, np.ndarray):
-        return value
-    return value.dense() if isinstance(value, _Matrix) else dict(value)
+    if not isinstance(value, _Matrix):
+        return value if isinstance(value, np.ndarray) else dict(value)
+    rows, columns = (int(n) for n in getattr(value, "_shape", None) or value.shape)
+    dense = np.zeros((rows, columns), np.float32)
+    if len(value.indices) and not 0 <= value.indices.min() <= value.indices.max() < columns:
+        raise ValueError(f"its matrix has entries outside of columns 0 to {columns - 1}")
+    dense[np.repeat(np.arange(rows), np.diff(value.indptr)), value.indices] = value.data
+    return dense
 
 
 def download(url, target, progress=False):
@@ -254,14 +244,16 @@ def download(url, target, progress=False):
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for file in (part, tag):
-            _check_own(file)
+        for file in filter(os.path.lexists, (part, tag)):
+            status = file.lstat()  # another user may have put something in its place
+            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not own or status.st_nlink > 1:
+                raise StoreError(f"{file} is no regular file of yours: remove it")
         have = part.stat().st_size if part.is_file() and tag.is_file() else 0
-        size, total = _fetch(url, part, tag, have, target.name, progress)
+        size, total = _fetch(url, part, tag, have, progress)
         if total not in (None, size):
-            raise StoreError(
-                f"the download of {url} stopped at {size} of {total} bytes; run it again to go on from there"
-            )
+            how = "run it again to go on from there"
+            raise StoreError(f"the download of {url} stopped at {size} of {total} bytes; {how}")
         sync(part)
         os.replace(part, target)
         sync(target.parent)
@@ -273,7 +265,7 @@ def download(url, target, progress=False):
         raise StoreError(f"the download of {url} failed: {error}; {advice}") from error
 
 
-def _fetch(url, part, tag, have, name, progress) -> tuple[int, int | None]:
+def _fetch(url, part, tag, have, progress) -> tuple[int, int | None]:
     """Append to a part what is missing behind its first `have` bytes -> (its size, that of the whole)."""
     ranges = {"Range": f"bytes={have}-", "If-Range": tag.read_text()} if have else {}
     try:
@@ -295,24 +287,11 @@ def _fetch(url, part, tag, have, name, progress) -> tuple[int, int | None]:
                 file.write(version)
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
-        bar = dict(total=total, initial=have, desc=name, unit="B", unit_scale=True)
-        with (
-            open(part, "ab" if have else "wb", opener=_open_own) as file,
-            tqdm(**bar, disable=None if progress else True) as bar,
-        ):
+        bar = dict(total=total, initial=have, desc=part.stem, unit="B")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if have else os.O_TRUNC)
+        handle = os.open(part, flags, 0o666)
+        with open(handle, "ab" if have else "wb") as file, progress_bar(progress, **bar) as bar:
             while data := response.read(1 << 20):
                 file.write(data)
                 bar.update(len(data))
             return file.tell(), total
-
-
-def _check_own(file):
-    """Refuse what another user may have put in the place of a file that is written to under a known name."""
-    if os.path.lexists(file):
-        status = file.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
-            raise StoreError(f"{file} is no regular file of yours: remove it")
-
-
-def _open_own(file, flags):
-    return os.open(file, flags | os.O_NOFOLLOW, 0o666)

@@ -22,13 +22,11 @@ DRAWN = "20 nodes of each class for training, 30 for validation, the rest for te
 
 
 def found(arrays, count, choice=None):
-    """The split of `count` nodes or graphs, {part: ids}; a list of them where there are several, empty where none.
+    """The split of `count` nodes or graphs among `Arrays`, {part: ids}; a list of them where there are several and none
+    is chosen by `choice`, from 0; empty where there is none.
 
     Ids are [n], of several splits [K, n] (or [n, K] where that fits all parts), short rows filled up with -1. Masks
     are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
-
-    Args:
-        arrays: `Arrays`, which may have the names in PARTS. choice: which of several splits to take alone, from 0.
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
     if names and "train" not in names:
@@ -117,8 +115,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     """Have an open GraphStore hold the split to train with.
 
     Args:
-        graph: of `prepare`.
-        number: which of the splits it came with, counted from 0; None: the one whose turn it is.
+        number: which of the splits it came with, from 0; None: the one whose turn it is.
         seed: draws the split of a graph that came without one.
         turn: the number of the run, from 0: each takes another of the splits, the first again after the last.
         say: function of a line that says what was taken, where there was a choice.
@@ -142,9 +139,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
 
 def say_empty_parts(split, things, say):
     """Say which part of a split is empty, and what a run cannot do without it."""
-    for part, without in (
-        ("valid", "no epoch can be chosen by its score"),
-        ("test", "there will be no test score"),
-    ):
-        if not len(split[part]):
-            say(f"split   it has no {part} {things}: {without}")
+    if not len(split["valid"]):
+        say(f"split   it has no valid {things}: no epoch can be chosen by its score")
+    if not len(split["test"]):
+        say(f"split   it has no test {things}: there will be no test score")
