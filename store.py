@@ -1,8 +1,7 @@
 """A graph on disk, one copy for every process: build a store, open it, verify it.
 
 A store is a directory of .npy files beside a meta.json; features are one more .npy (backend "mmap") or an LMDB file of
-blocks of rows (backend "lmdb"). It is built in a hidden directory beside the target and renamed at the end: complete or
-not there. Every process opens it by its path; the pages are shared by all of them.
+blocks of rows (backend "lmdb"). It is complete or not there; all processes that open it share its pages.
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
@@ -94,13 +93,11 @@ def build_store(
     """Write a graph to disk as a store; complete, or not there at all.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
-    is then read a piece at a time. With edge_index the neighbour lists come out sorted by source, in bounded memory
-    and independent of the order of the input; indptr and indices are stored as they are unless an option changes them.
-    With edge_time every list is sorted by time, edges of one time by source, and indices are stored as they are where
-    their lists rise in time already.
+    is then read a piece at a time. Neighbour lists come out sorted by source, with edge_time by time, then source, in
+    bounded memory; indptr and indices are stored as they are unless an option or lists that fall in time change them.
 
     Args:
-        path: directory to create; its parents are created as well.
+        path: directory to create, with its parents.
         edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
@@ -110,8 +107,7 @@ def build_store(
             disjoint. Or a list of K such splits of the same graph.
         edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
             dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge.
-        node_time: integers [V], the time at which a node is classified.
-        node_names: [V] different strings or numbers, what the nodes were called where the graph comes from.
+        node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None, unless most classes were empty then.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
@@ -121,11 +117,7 @@ def build_store(
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar where stderr is a terminal.
 
-    Returns:
-        The path of the store.
-
-    Raises:
-        StoreError: for input that makes no sense, a target that exists, a full disk. Nothing is left behind.
+    Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
     """
     path = Path(path)
     if backend not in BACKENDS:
@@ -231,19 +223,15 @@ class GraphStore:
     """A graph on disk, read through memory maps that all processes share.
 
     Attributes:
-        indptr: int64 [V + 1] and
-        indices: int32 or int64 [M], the graph in CSC form; both read-only: writing to them kills the process.
+        indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 where there is none; of several labels a node int8 [V, C] of 0 and 1.
-        split: dict of int64 node ids for "train", "valid" and "test": of several splits the one that was taken, by
-            `take_split`, or the first. num_splits: how many there are.
+        split: dict of int64 node ids for "train", "valid" and "test": of `num_splits` the one taken by `take_split`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         sampled_indices, sampling_threads: `indices`, and None; of a graph that half of the free memory cannot hold,
             whose lists are read from the disk when they are sampled, a map that does not read ahead, and SAMPLERS.
-        edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
-        node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled:
-            False where no node has a label.
-        path: the directory. meta: the contents of meta.json.
+        edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
     def __init__(self, path, meta):
@@ -287,12 +275,8 @@ class GraphStore:
 
     @classmethod
     def open(cls, path) -> GraphStore:
-        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr; nothing
-        is read into memory.
-
-        Raises:
-            StoreError: if it is no store, of another format version, incomplete or damaged.
-        """
+        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr;
+        StoreError if it is none, of another format version, incomplete or damaged."""
         meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
@@ -309,7 +293,10 @@ class GraphStore:
         if not 0 <= number < self.num_splits:
             has = f"{self.path} has {self.num_splits}, counted from 0"
             raise StoreError(f"split {number} is out of range: {has}")
-        self.split = {name: checks.row_of_split(ids, number) for name, ids in self._splits.items()}
+        self.split = {  # of several splits [K, n] a row without what fills it up
+            name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
+            for name, ids in self._splits.items()
+        }
 
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
@@ -330,11 +317,9 @@ class MmapFeatures:
     where there is a C compiler: through the page cache where it has room for a share of KEPT of the table, else past it.
 
     Attributes:
-        large: True for such a table.
+        shape, dtype: (V, F), torch dtype. large: True for such a table.
         beside: bytes of memory that others take, which is not left for the table's pages: the graph, and caches.
         tensor: [V, F], read-only, without a copy; not there when large: rows go through `gather`.
-        shape: (V, F).
-        dtype: torch dtype.
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):
@@ -367,24 +352,16 @@ class MmapFeatures:
         return self.room() - beside >= KEPT * self._table.nbytes
 
     def default_cache(self) -> int:
-        """Bytes for a cache of rows before a large table: an eighth of the free memory where the page cache then keeps
-        the table, else half."""
+        """Bytes for a cache of rows: an eighth of the free memory where the page cache then keeps the table, else half."""
         free = free_host_bytes()
         return free // 8 if self.stays(free // 8) else free // 2
 
     def gather(self, ids, out=None) -> Tensor:
-        """Copy rows.
+        """Copy rows -> [n, F].
 
         Args:
-            ids: int32 or int64 [n] node ids, in any order, repeats allowed.
-            out: [n, F] of this dtype to write into; a tensor is made when None.
-
-        Returns:
-            [n, F], `out` if that was given.
-
-        Raises:
-            IndexError: for an id that is no row.
-            StoreError: where the disk fails.
+            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError for one that is no row.
+            out: [n, F] of this dtype to write into and return; a tensor is made when None.
         """
         out = files.gather_target(self, ids, out)
         if self.large and self._reader and out.is_contiguous():
@@ -413,6 +390,10 @@ def _contents(path) -> Iterator[tuple]:
     graph = GraphStore.open(path)
     indptr, indices = graph.indptr, graph.indices.numpy()
 
+    def sources():
+        for _ in sort.checked_indices(indices, graph.num_nodes, False):
+            pass
+
     def labels():
         given = graph.labels.numpy() if graph.labelled else None
         checks.check_labels(given, graph.num_nodes, graph.num_classes)
@@ -424,10 +405,7 @@ def _contents(path) -> Iterator[tuple]:
         yield BACKENDS["lmdb"], graph.features.verify
     yield columns.NAMES, graph.node_names
     yield "indptr.npy", lambda: refuse(indptr.diff() < 0, "indptr", indptr, "the next is smaller")
-    yield (
-        "indices.npy",
-        lambda: list(map(len, sort.checked_indices(indices, graph.num_nodes, False))),
-    )
+    yield "indices.npy", sources
     yield "labels.npy", labels
     yield from columns.column_checks(graph)
 
@@ -456,9 +434,9 @@ def _beside(name):
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise StoreError(
-            f"this command needs {name.replace('.', '/')}.py, which is not beside store.py ({error})"
-        ) from error
+        file = f"{name.replace('.', '/')}.py"
+        said = f"this command needs {file}, which is not beside store.py ({error})"
+        raise StoreError(said) from error
 
 
 def _fanout(text) -> list[int]:
@@ -512,11 +490,11 @@ def _parser():
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
     add("--seed", type=int, help="draws the split where there is none (default 0)")
-    for name, text in (
-        ("info", "print sizes, degrees, options, source"),
-        ("verify", "compare every byte"),
-        ("estimate", "print what training takes in each mode"),
-    ):
+    for name, text in {
+        "info": "print sizes, degrees, options, source",
+        "verify": "compare every byte",
+        "estimate": "print what training takes in each mode",
+    }.items():
         add = commands.add_parser(name, help=text).add_argument
         add("path", help="directory of the store")
     for flag, kind, default, text in (

@@ -1,7 +1,6 @@
-"""What may become a store: the arrays of a graph are checked before any file is written.
+"""Check the arrays of a graph before they become a store: StoreError for values that make no sense.
 
-A value that makes no sense is a StoreError that names the argument, the value and what would have worked. This file
-needs disk/files.py, numpy and torch.
+This file needs disk/files.py, numpy and torch.
 """
 
 from __future__ import annotations
@@ -26,21 +25,27 @@ def check_features(features) -> tuple[int, int, str]:
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None; StoreError for what cannot be
-    meant. Of None, -1 for all nodes."""
+    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None. Of None, -1 for all nodes."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     if "float" in (dtype := str(getattr(labels, "dtype", ""))):
         raise StoreError(f"labels has dtype {dtype}: the class of each node is an integer")
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        raise StoreError(
-            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, or [{num_nodes}, C] of 0 and 1"
-        )
+        forms = f"[{num_nodes}] is needed, or [{num_nodes}, C] of 0 and 1"
+        raise StoreError(f"labels has shape {list(labels.shape)}: {forms}")
     if (labels == -1).all():
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
-        return _check_rows_of_labels(labels, num_classes)
+        if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
+            raise StoreError(
+                f"labels has shape {list(labels.shape)} and num_classes is {num_classes}: several labels a node are "
+                f"[V, C] with C from 2 to {MAX_CLASSES:,}"
+            )
+        bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
+        why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
+        refuse(bad, "labels", labels, why)
+        return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:
         num_classes = max(int(labels.max()) + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
@@ -56,19 +61,6 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     return labels, num_classes
 
 
-def _check_rows_of_labels(labels, num_classes):
-    """Several labels a node: int8 [V, C] of 0 and 1, or a row of -1, and C."""
-    if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-        raise StoreError(
-            f"labels has shape {list(labels.shape)} and num_classes is {num_classes}: several labels a node are "
-            f"[V, C] with C from 2 to {MAX_CLASSES:,}"
-        )
-    bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
-    why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
-    refuse(bad, "labels", labels, why)
-    return labels.astype(np.int8), labels.shape[1]
-
-
 def check_graph(edge_index, indptr, indices, num_nodes):
     """((edge_index, indptr, indices), M): one of the two forms, with its shapes and its indptr checked."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
@@ -82,10 +74,9 @@ def check_graph(edge_index, indptr, indices, num_nodes):
         return (edge_index, None, None), int(edge_index.shape[1])
     indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
     if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
-        raise StoreError(
-            f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: [{num_nodes + 1}] and [M] "
-            f"are needed, with {num_nodes} rows of features"
-        )
+        shapes = f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}"
+        needed = f"[{num_nodes + 1}] and [M] are needed, with {num_nodes} rows of features"
+        raise StoreError(f"{shapes}: {needed}")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
@@ -99,9 +90,8 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     for first, chunk in files.chunked("features", features, progress=progress):
         chunk = files.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
-            raise StoreError(
-                f"features came with rows of {list(chunk.shape[1:])} {chunk.dtype}, [{width}] {dtype} was announced"
-            )
+            came = f"rows of {list(chunk.shape[1:])} {chunk.dtype}"
+            raise StoreError(f"features came with {came}, [{width}] {dtype} was announced")
         files.check_finite("features", chunk, first)
         largest.append(files.largest_of(chunk))
         yield files.as_numpy(chunk.detach().cpu())
@@ -125,11 +115,6 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
         for row, split in zip(rows[name], checked):
             row[: len(split[name])] = split[name]
     return rows
-
-
-def row_of_split(ids, number):
-    """The ids of split `number` out of [K, n], or out of [n] where there is one -> int64 [n]."""
-    return ids if ids.ndim == 1 else ids[number][ids[number] >= 0]
 
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:

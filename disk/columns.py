@@ -1,10 +1,5 @@
 """The arrays of a store, and what edges and nodes carry beside the graph.
 
-    kinds = arrays_of(meta)                            # {name: (dtype, shape)} of every array but the split
-    columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)   # each may be None
-    files = write_arrays(folder, arrays, rows)         # rows [M']: which edge of the input each stored edge is
-    pairs = column_checks(graph)                       # what `verify` looks at
-
     edge_weight    float32 [M]    not negative: how likely an edge is drawn, compared with the others of its list
     edge_time      int64 [M]      when an edge came to be; each neighbour list is sorted by it
     edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
@@ -54,7 +49,8 @@ def index_dtype(num_nodes) -> str:
 
 
 def check_columns(num_edges, num_nodes, node_names=None, **columns) -> tuple[dict, dict]:
-    """Look at every value of the columns that are given, a piece at a time.
+    """Look at every value of the columns that are given, a piece at a time; StoreError for another shape or dtype, NaN,
+    infinity, a negative weight, a name that is there twice.
 
     Args:
         columns: by the names in COLUMNS: arrays, memmaps or tensors, or None. Weights may be any real numbers, times
@@ -63,9 +59,6 @@ def check_columns(num_edges, num_nodes, node_names=None, **columns) -> tuple[dic
     Returns:
         ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; the width and
         dtype of edge_features as meta.json keeps them, {} without).
-
-    Raises:
-        StoreError: for another shape or dtype, NaN, infinity, a negative weight, a name that is there twice.
     """
     checked, widths = {}, {}
     for name, values in columns.items():
@@ -133,12 +126,8 @@ def _check_names(names, num_nodes):
 
 
 def write_arrays(path, arrays, rows=None) -> dict:
-    """Write arrays and node_names as files, a piece at a time -> their records for meta.json.
-
-    Args:
-        arrays: {name: numpy array}, columns as `check_columns` returns them.
-        rows: int64 [M'], which edge of the input each stored edge is; None where the edges are stored as they came.
-    """
+    """Write {name: numpy array} and node_names as files, a piece at a time -> their records for meta.json. rows: int64
+    [M'], which edge of the input each stored edge is; None where the edges are stored as they came."""
     records = {}
     for name, array in arrays.items():
         if name == "node_names":

@@ -6,8 +6,8 @@
     labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: its old content or its new one is there
 
-Every array is a plain .npy file of format 1.0; meta.json holds the size and the SHA-256 of every file that never
-changes, and a checksum of itself. This file needs torch, numpy and tqdm.
+Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of every file that never changes, and a
+checksum of itself. This file needs torch, numpy and tqdm.
 """
 
 from __future__ import annotations
@@ -136,11 +136,8 @@ def scratch_folder(path):
 @contextlib.contextmanager
 def _part_beside(path, folder=False):
     """A hidden file (or folder) beside `path` under an unpredictable name, gone at the end unless it was renamed ->
-    (its path, its descriptor).
-
-    It is locked for as long as its process lives, in whatever container that is; what is not locked was left by a
-    writer of `path` that was killed, and is removed here.
-    """
+    (its path, its descriptor). It is locked for as long as its process lives, in whatever container that is; what is not
+    locked was left by a writer of `path` that was killed, and is removed here."""
     start = os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
     name = re.compile(re.escape(start) + r"[0-9a-f]{16}\.part")
     with contextlib.suppress(OSError):  # a folder that may be written to but not listed
@@ -306,11 +303,10 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
             raise ValueError(f"its format is none of {', '.join(FORMATS)}")
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
-        if meta.get("format_version") not in READABLE:
-            raise StoreError(
-                f"{path}: store format {meta.get('format_version')!r:.200}; this code reads "
-                f"{' and '.join(map(str, READABLE))}; rebuild it"
-            )
+        if (version := meta.get("format_version")) not in READABLE:
+            reads = " and ".join(map(str, READABLE))
+            said = f"store format {version!r:.200}; this code reads {reads}; rebuild it"
+            raise StoreError(f"{path}: {said}")
         for name, allowed in dict(spec).items():
             value, kind = meta.get(name), int if isinstance(allowed, range) else str
             if type(value) is not kind or value not in allowed:
@@ -333,11 +329,11 @@ def irregular(folder) -> dict[str, str]:
     """{name: what is wrong} of the entries of a store's folder that are no regular files: a link would have another
     file read or written, a pipe waits for ever. A folder among them is never opened."""
     kinds = {file.name: stat.filemode(file.lstat().st_mode)[0] for file in Path(folder).iterdir()}
-    return {
-        name: f"it is {IRREGULAR.get(kind, 'a device')}, and no regular file; remove it or rebuild the store"
-        for name, kind in sorted(kinds.items())
-        if kind not in "-d"
+    kinds = {
+        name: IRREGULAR.get(kind, "a device") for name, kind in kinds.items() if kind not in "-d"
     }
+    why = "and no regular file; remove it or rebuild the store"
+    return {name: f"it is {kind}, {why}" for name, kind in sorted(kinds.items())}
 
 
 def refuse_irregular(folder):
