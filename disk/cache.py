@@ -8,11 +8,9 @@
 What the sampler draws is a function of the seed and the step, so the next batches can be drawn before they are fetched.
 Where the kernel's page cache has room for a large share of the file, that window says which pages are kept
 (native/pages.c): the kernel would give up what was not used for longest, which says nothing about when a batch draws it
-next. What a batch lacks is read before its turn. Ginex (PVLDB 15(11)) plans its own cache of rows so, in super-batches of
-two passes over the disk; rows planned that way beside planned pages were no faster than the hottest rows, chosen once.
-
-The values of rows do not depend on any of this. To copy this file take native/, features.py, disk/files.py and
-disk/reader.py along.
+next. What a batch lacks is read before its turn. Ginex (PVLDB 15(11)) plans its own cache of rows so; beside planned
+pages that was no faster than the hottest rows, chosen once. To copy this file take native/, features.py, disk/files.py
+and disk/reader.py along.
 """
 
 import ctypes
@@ -120,18 +118,16 @@ class LookaheadCache(CachedFeatures):
     Beside the rows it takes 4 bytes a node, and with pages 20 bytes for each 4 KiB, and the blocks of the window.
 
     Args:
-        features: `MmapFeatures` of a store.
-        budget: bytes of rows to keep.
+        features: `MmapFeatures` of a store. budget: bytes of rows to keep.
         lookahead: batches of the window; None: as many as use each page TOUCHES times, as long as their blocks take no
             more than a quarter of the budget and a 32nd of the page cache; 0 where no pages are planned.
         hot: [V] the larger the hotter: `expected_visits`.
         batches: expected number of batches (None: unknown); short runs plan no pages.
-        share: (rank, world) among the processes of this machine that read the table. Where there are several, each
-            reads its part of it in order, and what stays is left to the kernel: none knows the batches of the others.
+        share: (rank, world) among the processes of this machine that read the table. Of several each reads its part of
+            it in order, and the kernel decides what stays: none knows the batches of the others.
 
-    Attributes:
-        shape, dtype: of the features. room: bytes of the page cache in which pages are kept; 0: the kernel decides, or
-        rows are read past it. hit_rate: share of the rows asked for that were in `budget`.
+    Attributes (others: `CachedFeatures`):
+        room: bytes of the page cache in which pages are kept; 0: the kernel decides, or rows are read past it.
     """
 
     def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):

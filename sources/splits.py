@@ -1,11 +1,4 @@
-"""Splits of nodes and of small graphs: found among arrays, drawn, chosen for a run.
-
-    split = found(arrays, len(y))             # ids, masks, or several of them -> {"train": ids, ...}, or a list of such
-    split = drawn_per_class(labels, random)
-    choose_split(store, number=None, seed=0)  # which split an open GraphStore holds in this run
-
-K splits of V nodes.
-"""
+"""Splits of nodes and of small graphs: found among arrays, drawn, chosen for a run. K splits of V nodes."""
 
 from __future__ import annotations
 
@@ -33,8 +26,8 @@ def found(arrays, count, choice=None):
         parts = " and ".join(names.values())
         raise arrays.error(f"it has {parts}, but no {' or '.join(PARTS['train'])} to train on")
     values = {part: arrays[name] for part, name in names.items()}
-    shapes = [v.shape for part, v in values.items() if not _is_mask(names[part], v)]
-    shapes = [shape for shape in shapes if len(shape) == 2 and min(shape) > 1]
+    ids = [v for part, v in values.items() if "mask" not in names[part] and v.dtype != bool]
+    shapes = [v.shape for v in ids if v.ndim == 2 and min(v.shape) > 1]
     turned = len({shape[1] for shape in shapes}) == 1 < len({shape[0] for shape in shapes})
     rows = {p: _rows(arrays, names[p], v, count, turned) for p, v in values.items()}
     several = sorted({len(splits) for splits in rows.values()} - {1})
@@ -47,25 +40,21 @@ def found(arrays, count, choice=None):
     if choice is not None and not 0 <= choice < several[0]:
         raise arrays.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
 
-    def ids(splits, number):
+    def ids_of(splits, number):
         row = splits[number % len(splits)]
         if row.dtype == bool:
             return np.flatnonzero(row)
         return row[row != -1] if len(splits) > 1 else row
 
     numbers = [choice or 0] if choice is not None or not several else range(several[0])
-    taken = [{part: ids(r, number) for part, r in rows.items()} for number in numbers]
+    taken = [{part: ids_of(r, number) for part, r in rows.items()} for number in numbers]
     return taken if len(taken) > 1 else taken[0]
-
-
-def _is_mask(name, values):
-    return "mask" in name or values.dtype == bool
 
 
 def _rows(arrays, name, values, count, turned):
     """A part of one split or of K as [K, n]: ids (`turned`: given as [n, K]), or bool where they are masks."""
     shape = list(values.shape)
-    if not _is_mask(name, values):
+    if "mask" not in name and values.dtype != bool:
         if values.ndim == 2 and min(shape) > 1:
             return values.T if turned else values
         if values.ndim == 0 or values.size != max(shape):
