@@ -22,8 +22,6 @@ LMDB may end the process on damage behind the head of its file. Files of a store
 cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib
@@ -274,7 +272,7 @@ class GraphStore:
             self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
 
     @classmethod
-    def open(cls, path) -> GraphStore:
+    def open(cls, path) -> "GraphStore":
         """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr;
         StoreError if it is none, of another format version, incomplete or damaged."""
         meta = files.read_meta(path, *LAYOUT)

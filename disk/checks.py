@@ -3,8 +3,6 @@
 This file needs disk/files.py, numpy and torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

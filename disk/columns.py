@@ -9,8 +9,6 @@
 V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

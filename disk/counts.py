@@ -6,8 +6,6 @@
 V nodes, M edges. This file needs numpy.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 EDGE_CHUNK = 1 << 22  # edges read at a time

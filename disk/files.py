@@ -10,8 +10,6 @@ Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of
 checksum of itself. This file needs torch, numpy and tqdm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

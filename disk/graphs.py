@@ -8,8 +8,6 @@ G graphs of a batch have N nodes and E edges in all; F columns of node features,
 is one value of an LMDB file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -165,7 +163,7 @@ class GraphDataset:
         self.split = files.map_split(path, records) if records else {}
 
     @classmethod
-    def open(cls, path) -> GraphDataset:
+    def open(cls, path) -> "GraphDataset":
         """Open a data set that `build_graphs` made, after checking its meta.json and the size and header of every file;
         StoreError if it is none, of another format version, incomplete or damaged."""
         meta = files.read_meta(path, *LAYOUT)

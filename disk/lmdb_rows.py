@@ -7,8 +7,6 @@
 `LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch, numpy and lmdb.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -7,8 +7,6 @@
 V nodes, M edges. This file needs disk/files.py and numpy.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Iterator

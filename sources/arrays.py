@@ -6,8 +6,6 @@ x = arrays.features()                    # [V, F], a dense array or the rows of 
 arrays.close(len(y), num_edges)          # names what was not taken, refuses what would have changed the result
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools
@@ -36,7 +34,7 @@ MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
 
 
-def open_npz(file, ignore=()) -> Arrays:
+def open_npz(file, ignore=()) -> "Arrays":
     """The arrays of an .npz file, which are read when they are asked for."""
     if not os.path.isfile(file):
         raise StoreError(f"cannot read {file}: there is no regular file of that name")
@@ -58,7 +56,7 @@ def _read(archive, member):
         return array
 
 
-def of_object(graph, own, ignore=()) -> Arrays:
+def of_object(graph, own, ignore=()) -> "Arrays":
     """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them, `own` in place of theirs."""
     kind = type(graph).__name__
     if hasattr(graph, "ndata"):

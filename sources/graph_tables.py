@@ -9,8 +9,6 @@ rows in that order, other ids and text name the nodes in the order of the rows. 
 what.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -7,8 +7,6 @@
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

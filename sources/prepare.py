@@ -14,8 +14,6 @@
 graph once, with all the splits that it came with; `choose_split` of sources/splits.py takes or draws one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -9,8 +9,6 @@ The files of Planetoid are pickles: they are read by an unpickler that knows arr
 and nothing that runs code.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import http.client

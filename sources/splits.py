@@ -1,7 +1,5 @@
 """Splits of nodes and of small graphs: found among arrays, drawn, chosen for a run. K splits of V nodes."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

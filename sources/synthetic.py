@@ -5,8 +5,6 @@
 V nodes of the graph, F feature width, C classes.
 """
 
-from __future__ import annotations
-
 import types
 
 import numpy as np

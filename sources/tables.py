@@ -9,8 +9,6 @@ quotes, gzip, bzip2 and xz (by their content), and parquet. An error names the l
 count. r is the number of rows in a batch.
 """
 
-from __future__ import annotations
-
 import bz2
 import collections
 import contextlib
