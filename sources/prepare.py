@@ -1,9 +1,6 @@
 """A name, a path or a graph at hand -> a store directory.
 
-    path = prepare("synthetic:nodes=2449029,degree=50")          # planted communities, no download
-    path = prepare("ogbn-products", root="data")                 # or another of NAMES
-    path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
-    path = prepare("some/store")                                 # a store is taken as it is
+    path = prepare("synthetic:nodes=2449029,degree=50")          # or another of NAMES, an .npz file, a store
     path = build("mine.npz:split=3", "some/store", symmetrize=True)
     path = build("edges.csv.gz", "some/store", features="x.csv.gz", labels="y.csv", weights="w")
     path = build(dgl_graph_or_pyg_data, "some/store")
@@ -26,17 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from disk import files
 from disk.checks import check_labels, check_split
-from disk.files import (
-    READABLE,
-    StoreError,
-    locked,
-    read_meta,
-    reading,
-    refuse_existing,
-    scratch_folder,
-    sha256_of,
-)
+from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, LABELS, Arrays, of_object, open_npz
 from sources.graph_tables import TABLE, read_tables
@@ -82,21 +71,25 @@ def prepare(
     options = {option: True for option, on in options.items() if on}
     flags = [f"--{option.replace('_', '-')}" for option in options]
     if os.path.isfile(os.path.join(name, "meta.json")):
-        if backend == "lmdb" and read_meta(name).get("backend") != backend:
+        if backend == "lmdb" and files.read_meta(name).get("backend") != backend:
             flags.append(f"--backend {backend}")
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
-    word, key, make = _recipe(name, root, int(seed), options)
+    word, key, make = _recipe(name, root, int(seed), options, flags)
     # the oldest format of a store that can still be read is part of its name
-    digest = hashlib.sha256(json.dumps([READABLE[0], key], sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(
+        json.dumps([files.READABLE[0], key], sort_keys=True).encode()
+    ).hexdigest()[:8]
     target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
         made = not root.exists()
         try:
             with reading(root):
                 root.mkdir(parents=True, exist_ok=True)
-                with locked(root.resolve()):  # of several processes one builds, the others wait
+                with files.locked(
+                    root.resolve()
+                ):  # of several processes one builds, the others wait
                     if not (target / "meta.json").is_file():
                         with reading(dataset):
                             make(target, backend=backend, progress=progress)
@@ -107,7 +100,7 @@ def prepare(
     return target
 
 
-def _recipe(name, root, seed, options):
+def _recipe(name, root, seed, options, flags):
     """(what the store's folder is called, a JSON value that stands for its content, function that builds it)."""
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
@@ -115,15 +108,14 @@ def _recipe(name, root, seed, options):
         arrays = open_npz(file, given.get("ignore", ()))
         drawn = seed if _draws(arrays) else None  # the split of one graph: when it is opened
         # a changed file is another data set
-        key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
+        key = [files.sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
         key += ["drop_duplicates"] * ("drop_duplicates" in options)
         make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
         return Path(file).stem[:100], key, make
     if word not in NAMES:
         raise StoreError(_unknown(name))
-    for flag in options:
-        flag = flag.replace("_", "-")
-        raise StoreError(f"--{flag} has no effect on {word}: it is for files of your own")
+    if flags:
+        raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
     types = {n: type(value) for n, value in SYNTHETIC.items()} if word == "synthetic" else {}
     given = parse(parameters, types, word)
     key = {**SYNTHETIC, **given} if types else word
@@ -213,7 +205,7 @@ def build(
     """
     path, is_file = Path(path), isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
-    refuse_existing(path)
+    files.refuse_existing(path)
     given = {"ignore": list(ignore)} if ignore else {}
     own = dict(features=features, labels=labels)
     if isinstance(split, dict):
@@ -236,7 +228,7 @@ def build(
     with contextlib.ExitStack() as stack:
         stack.enter_context(reading(f"cannot build {path}: {kind}" if tables else kind))
         if tables:
-            folder = stack.enter_context(scratch_folder(path))
+            folder = stack.enter_context(files.scratch_folder(path))
             arrays = read_tables(kind, own, columns, folder)
             options["node_names"] = arrays.pop("node_names")
             arrays = Arrays(kind, arrays)
@@ -321,7 +313,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
         source["features"] = "labels of half of the training nodes"
     of_graph = dict(features=features, labels=labels, split=split, num_classes=num_classes)
     build_store(path, edge_index=edges, source=source, **of_graph, **columns, **options)
-    counts = read_meta(path)["edges"]
+    counts = files.read_meta(path)["edges"]
     if counts["one_way"]:
         some = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
         arrays.say(f"{some} have no reverse: messages go one way; --symmetrize adds the reverses")
