@@ -253,8 +253,9 @@ class GraphStore:
         self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            ends = f"{self.indptr[0]} to {self.indptr[-1]}, not from 0 to {self.num_edges}"
-            raise StoreError(f"{path}: indptr.npy runs from {ends}")
+            raise StoreError(
+                f"{path}: indptr.npy does not run from 0 to {self.num_edges}; rebuild it"
+            )
         self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)
@@ -432,9 +433,8 @@ def _beside(name):
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        file = f"{name.replace('.', '/')}.py"
-        said = f"this command needs {file}, which is not beside store.py ({error})"
-        raise StoreError(said) from error
+        file = name.replace(".", "/")
+        raise StoreError(f"this command needs {file}.py beside store.py ({error})") from error
 
 
 def _fanout(text) -> list[int]:

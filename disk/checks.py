@@ -88,8 +88,8 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     for first, chunk in files.chunked("features", features, progress=progress):
         chunk = files.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
-            came = f"rows of {list(chunk.shape[1:])} {chunk.dtype}"
-            raise StoreError(f"features came with {came}, [{width}] {dtype} was announced")
+            came = f"{list(chunk.shape[1:])} {chunk.dtype}"
+            raise StoreError(f"features has rows of {came}, [{width}] {dtype} was announced")
         files.check_finite("features", chunk, first)
         largest.append(files.largest_of(chunk))
         yield files.as_numpy(chunk.detach().cpu())

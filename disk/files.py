@@ -302,8 +302,7 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            reads = " and ".join(map(str, READABLE))
-            said = f"store format {version!r:.200}; this code reads {reads}; rebuild it"
+            said = f"store format {version!r:.200}; this code reads 2 and {VERSION}; rebuild it"
             raise StoreError(f"{path}: {said}")
         for name, allowed in dict(spec).items():
             value, kind = meta.get(name), int if isinstance(allowed, range) else str

@@ -223,8 +223,8 @@ class GraphDataset:
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
             if rows.shape[1:] != (width,) or rows.dtype != dtype:
-                said = f"{list(rows.shape)} {rows.dtype}, not {width} {dtype}"
-                raise StoreError(f"{name} rows are {said}")
+                found = f"{list(rows.shape)} {rows.dtype}"
+                raise StoreError(f"{name} rows are {found}, not {width} {dtype}")
             files.check_finite(f"{name} rows", rows)
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))

@@ -70,8 +70,7 @@ class LmdbFile:
             said = os.strerror(code := self._errno(str(error)))
             if not self.sync:
                 raise OSError(code, said) from error
-            said = f"cannot write to {self.path}: {said}; what is in it is as it was"
-            raise StoreError(said) from error
+            raise StoreError(f"{self.path}: {said}; what is in it is as it was") from error
         finally:
             with self._turn:
                 LmdbFile._running -= 1
@@ -120,8 +119,8 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            said = f"{entries} values, and the last is not of that number; rebuild the store"
-            raise StoreError(f"{self.path} counts {said}")
+            said = f"{entries} values, and the last is not of that number"
+            raise StoreError(f"{self.path} counts {said}; rebuild it")
         return entries
 
     def append(self, values):

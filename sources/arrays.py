@@ -216,8 +216,8 @@ class Arrays:
         values = values.astype(np.float64)
         missing = np.isnan(values)
         bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
-        why = "labels are whole numbers, or NaN where there is none; labels that are fractions, node regression, "
-        refuse(bad, f"{self.source}: {name}", values, f"{why}are not supported")
+        why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
+        refuse(bad, f"{self.source}: {name}", values, why)
         if missing.any():
             few, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
             self.say(f"{few} in {name} are NaN{empty}: these nodes have no label (-1)")
@@ -247,8 +247,8 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            what = f"row_normalize={row_normalize} has no effect"
-            raise self.error(f"{what}: it is for a CSR matrix of features")
+            given = f"row_normalize={row_normalize}"
+            raise self.error(f"{given} has no effect: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):
@@ -259,22 +259,21 @@ class Arrays:
         num_nodes, entries = len(indptr) - 1, indices.size
         rises = indptr.ndim == 1 and num_nodes > 0 and not (np.diff(indptr) < 0).any()
         if not rises or [*indptr[[0, -1]]] != [0, entries] or values.shape != (entries,):
-            what = f"feat_indptr must rise from 0 to the {entries} entries of feat_indices"
-            raise self.error(f"{what}, and feat_data have as many")
+            rise = f"feat_indptr must rise from 0 to the {entries} entries of feat_indices"
+            raise self.error(f"{rise}, and feat_data have as many")
         shape = [num_nodes, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
             shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
-            what = f"{num_nodes} rows and from 1 to {PIECE:,} columns are needed"
-            raise self.error(f"its features have shape {shape}: {what}")
+            needed = f"{num_nodes} rows and from 1 to {PIECE:,} columns"
+            raise self.error(f"its features have shape {shape}: {needed} are needed")
         if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
             raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
         if normalize and (least := values.min(initial=0)) < 0:
-            what = "rows with values below 0 are not divided by their sum; give row_normalize=0"
-            raise self.error(f"feat_data holds {least}: {what}")
+            raise self.error(f"feat_data holds {least}: rows have no sum; give row_normalize=0")
         if data:
             how = "each row divided by its sum (row_normalize=0 leaves them)"
             how = how if normalize else "as they are"

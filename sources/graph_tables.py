@@ -92,7 +92,7 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
         real = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
             what = f"{file} has a column {table.column(j)}, and features must not tell the label"
-            raise StoreError(f"{what}: leave it out, or rename it if it is something else")
+            raise StoreError(f"{what}: leave it out, or rename it")
         if not real:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds, found = dict.fromkeys(real, float), []
@@ -155,8 +155,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
     if node is None:
         if table.rows < nodes.count:
-            what = f"{nodes.source} has {nodes.count:,} rows of features"
-            raise StoreError(f"{table.name} has {table.rows:,} rows, {what}")
+            has = f"{table.name} has {table.rows:,} rows"
+            raise StoreError(f"{has}, {nodes.source} has {nodes.count:,} rows of features")
         return np.arange(nodes.count), columns
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
@@ -291,8 +291,7 @@ def _column(table, word) -> int:
         return table.names.index(word)
     if word.isdecimal() and 1 <= int(word) <= table.width:
         return int(word) - 1
-    names = f"columns 1 to {table.width}, without names"
-    names = short(", ".join(table.names), "") if table.names else names
+    names = short(", ".join(table.names or map(str, range(1, table.width + 1))), "")
     what = f"has no column {short(word)}, and there is no file of that name"
     raise StoreError(f"{table.name} {what}: it has {names}")
 

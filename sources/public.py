@@ -250,8 +250,7 @@ def download(url, target, progress=False):
         have = part.stat().st_size if part.is_file() and tag.is_file() else 0
         size, total = _fetch(url, part, tag, have, progress)
         if total not in (None, size):
-            how = "run it again to go on from there"
-            raise StoreError(f"the download of {url} stopped at {size} of {total} bytes; {how}")
+            raise StoreError(f"{url} stopped at {size} of {total} bytes; run it again to go on")
         sync(part)
         os.replace(part, target)
         sync(target.parent)

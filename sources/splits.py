@@ -62,8 +62,7 @@ def _rows(arrays, name, values, count, turned):
         form = f"a mask is [{count}], of K splits [K, {count}] or [{count}, K]"
         raise arrays.error(f"{name} is {shape}: {form}")
     if not ((values == 0) | (values == 1)).all():
-        ids = f"{name.partition('_')[0]}_idx"
-        raise arrays.error(f"{name} holds values other than 0 and 1; ids belong into {ids}")
+        raise arrays.error(f"{name} holds values other than 0 and 1; ids are called ..._idx")
     by_row = shape[-1] == count and len(shape) == 2
     return (values if by_row else values.reshape(count, -1).T).astype(bool)
 
@@ -71,8 +70,7 @@ def _rows(arrays, name, values, count, turned):
 def drawn_per_class(labels, random) -> dict:
     """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
     if labels.ndim == 2:
-        what = "train_idx, val_idx, test_idx"
-        raise StoreError(f"nodes with several labels each need a split of their own: {what}")
+        raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
     order = np.argsort(labels, kind="stable")
     order = order[np.searchsorted(labels[order], 0) :]
     classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)

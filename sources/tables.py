@@ -209,8 +209,7 @@ class Table:
         if len(head) >= HEAD:  # without the line that is cut off
             head = head[: head.rfind(b"\n") + 1] or head
         if b"\0" in head:
-            what = "is no text in UTF-8: unpack archives, save tables as csv"
-            raise StoreError(f"{self.name} {what}")
+            raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
         if len(lines[0]) > BLOCK:
             raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
