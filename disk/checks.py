@@ -121,22 +121,22 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
     split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in files.SPLITS}
     owner = np.full(len(labels), -1, np.int8)
-
-    def refuse_any(bad, why):
-        if len(bad):
-            raise StoreError(f"split {name!r} holds {what} {bad[0]}{why}")
-
     for part, (name, ids) in enumerate(split.items()):
-        refuse_any(ids[(ids < 0) | (ids >= len(labels))], f": {what} ids lie in [0, {len(labels)})")
-        taken = ids[owner[ids] >= 0]
-        if len(taken):
-            other = files.SPLITS[owner[taken[0]]]
-            raise StoreError(f"{what} {taken[0]} is in split {other!r} and in {name!r}")
+        inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
+        again[np.unique(ids, return_index=True)[1]] = False
+        unlabelled = labels[ids * inside] < 0
+        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.any(1)
+        for bad, why in (
+            (~inside, f": {what} ids lie in [0, {len(labels)})"),
+            (again, " more than once"),
+            (unlabelled, ", which has no label (-1)"),
+        ):
+            if bad.any():
+                raise StoreError(f"split {name!r} holds {what} {ids[bad][0]}{why}")
+        for taken in ids[owner[ids] >= 0]:
+            other = files.SPLITS[owner[taken]]
+            raise StoreError(f"{what} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
-        values, counts = np.unique(ids, return_counts=True)
-        refuse_any(values[counts > 1], " more than once")
-        unlabelled = labels[ids] < 0 if labels.ndim == 1 else (labels[ids] < 0).any(1)
-        refuse_any(ids[unlabelled], ", which has no label (-1)")
     if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split

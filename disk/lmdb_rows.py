@@ -361,11 +361,8 @@ class LmdbFeatures:
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
 
-        def check(txn):
-            for number in range(-(-self.shape[0] // self.block_rows)):
-                self._block(txn, number, check=True)
-
-        self.file.read(check)
+        blocks = range(-(-self.shape[0] // self.block_rows))
+        self.file.read(lambda txn: [self._block(txn, n, check=True).size for n in blocks])
 
 
 def _forget_sha256(file):
@@ -383,16 +380,12 @@ def _forget_sha256(file):
 
 
 def verify_directory(path, layout, contents) -> list[str]:
-    """Read every file of a directory, to which nothing may be written meanwhile, compare it with its checksum, and look
-    at what the files hold together; StoreError if there is no store.
+    """Compare every file of a directory, to which nothing may be written meanwhile, with its checksum, and look at what
+    the files hold together -> a sentence per problem, "FILE: ..."; StoreError if there is no store.
 
     Args:
         layout: format, specification and file names, as `read_meta` takes them.
-        contents: function of the path, used when no file is damaged: iterator over (file, function that raises
-            StoreError where it holds something wrong).
-
-    Returns:
-        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
+        contents: function of the path -> iterator over (file, function that raises StoreError where that is wrong).
     """
     path, problems = Path(path), []
     if path.is_dir() and (found := files.irregular(path)):

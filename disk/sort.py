@@ -49,17 +49,14 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered) -> It
 
 
 def sorted_sources(graph, options, indptr, folder, order=None, times=None, progress=False):
-    """Sort edges by destination, then source, a range of destinations at a time, in bounded memory -> chunks of the
-    sorted sources.
+    """Sort edges by destination, then time, if there is one, then source -> chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those in vector registers. Edges with
     numbers, by which rows of other arrays follow them, are sorted a quarter at a time: equal ones stay in the order of
-    the input, reverses behind the edges that were given. With times each list is sorted by time, edges of one time by
-    source. Of equal edges `drop_duplicates` keeps the earliest, else the first.
+    the input, reverses behind the edges that were given. Of these `drop_duplicates` keeps the earliest, else the first.
 
     Args:
-        graph: edge_index [2, M], or None and the indptr and indices of CSC.
-        options: {"symmetrize", "drop_self_loops", "drop_duplicates": bool}.
+        graph: edge_index [2, M], or None and the indptr and indices of CSC. options: those of `build_store`.
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
         folder: where 8 bytes an edge, 16 with numbers, are kept for a while if there is more than one range.
         order: binary file, into which goes int64 [M'], which edge of the input each sorted edge is; or None.
@@ -130,11 +127,8 @@ def spooled_bytes(num_edges, numbered) -> int:
 
 def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterator[tuple]:
     """Cut the nodes into ranges of destinations of up to `most` edges -> of each the keys uint64 [n] of (destination,
-    source), not sorted, and the numbers of the edges int64 [n] or None.
-
-    However many there are, two passes: one counts the edges, one writes each of them to where its range lies, in a
-    temporary file if there is more than one range.
-    """
+    source), not sorted, and the numbers of the edges int64 [n] or None. One pass counts the edges, another writes each
+    to where its range is, in a temporary file if there are several."""
     cuts, counts = _cut(edges, num_nodes, most)
     ends, folder = np.cumsum(counts), folder if len(counts) > 1 else None
     filled, total = ends - counts, int(ends[-1])
