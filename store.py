@@ -61,10 +61,6 @@ ARRAYS = ("indptr", "indices", "labels", *SPLITS, *columns.COLUMNS)
 LAYOUT = FORMAT, SPEC, (*(f"{name}.npy" for name in ARRAYS), columns.NAMES, *BACKENDS.values())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# building
-
-
 def build_store(
     path,
     *,
@@ -126,15 +122,8 @@ def build_store(
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    carried, widths = columns.check_columns(
-        num_edges,
-        num_nodes,
-        edge_weight=edge_weight,
-        edge_time=edge_time,
-        edge_features=edge_features,
-        node_time=node_time,
-        node_names=node_names,
-    )
+    given = dict(zip(columns.COLUMNS, (edge_weight, edge_time, edge_features, node_time)))
+    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given)
     options = {
         "symmetrize": bool(symmetrize),
         "drop_self_loops": bool(drop_self_loops),
@@ -161,8 +150,7 @@ def build_store(
     }
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() - columns.OF_NODES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
-    drops = drop_self_loops or drop_duplicates
-    least = 0 if drops else most_edges * edge_bytes
+    least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * (row_bytes + 16) + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
@@ -213,10 +201,6 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     files.write_meta(path, meta, {**records, file.name: {**record, "largest": max(largest)}})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# opening
-
-
 class GraphStore:
     """A graph on disk, read through memory maps that all processes share.
 
@@ -234,8 +218,8 @@ class GraphStore:
 
     def __init__(self, path, meta):
         self.path, self.meta, records = Path(path), meta, meta["files"]
-        self.num_nodes, self.num_edges = meta["num_nodes"], meta["num_edges"]
-        self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
+        for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
+            setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
@@ -374,10 +358,6 @@ class MmapFeatures:
 
 def _features_of(path):
     return GraphStore.open(path).features
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# verifying, and the command line
 
 
 def verify(path) -> list[str]:

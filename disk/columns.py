@@ -46,12 +46,12 @@ def index_dtype(num_nodes) -> str:
     return "int32" if num_nodes < 1 << 31 else "int64"
 
 
-def check_columns(num_edges, num_nodes, node_names=None, **columns) -> tuple[dict, dict]:
+def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict]:
     """Look at every value of the columns that are given, a piece at a time; StoreError for another shape or dtype, NaN,
     infinity, a negative weight, a name that is there twice.
 
     Args:
-        columns: by the names in COLUMNS: arrays, memmaps or tensors, or None. Weights may be any real numbers, times
+        columns: {name of COLUMNS: array, memmap or tensor, or None}. Weights may be any real numbers, times
             also floats that are whole, features [M] for a single one. node_names: [V] strings or numbers, or None.
 
     Returns:

@@ -253,10 +253,6 @@ def import_lmdb():
     return lmdb
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# feature rows
-
-
 def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
     blocks = (_block_value(rows) for rows in _regroup(chunks, block_rows))
@@ -373,10 +369,6 @@ def _forget_sha256(file):
     if record.pop("sha256", None):
         # one writer at a time: this is called inside its transaction
         files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# verifying
 
 
 def verify_directory(path, layout, contents) -> list[str]:
