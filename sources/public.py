@@ -88,13 +88,12 @@ def _arrays(file, outer, kind, spooled) -> dict:
         return np.concatenate([*table(name, kind)])[:, 0]
 
     def array(member, name):
-        return _npy_chunks(outer.open(members[f"raw/{member}.npz"]), name)
+        return _npy_rows(outer.open(members[f"raw/{member}.npz"]), name)
 
     if "raw/data.npz" in members:
-        shape, dtype, chunks = array("data", "edge_index")
-        edge_index = spool(spooled, chunks, dtype, shape[1])
-        features = Rows(*array("data", "node_feat"))
-        labels = np.concatenate([*array("node-label", "node_label")[2]]).reshape(-1)
+        edges, features = array("data", "edge_index"), array("data", "node_feat")
+        edge_index = spool(spooled, edges.chunks, edges.dtype, edges.shape[1])
+        labels = np.concatenate([*array("node-label", "node_label").chunks]).reshape(-1)
     else:
         nodes, edges = (int(column(f"raw/num-{what}-list").sum()) for what in ("node", "edge"))
         edge_index = spool(spooled, table("raw/edge"), np.int64, 2).T
@@ -112,8 +111,8 @@ def _arrays(file, outer, kind, spooled) -> dict:
     )
 
 
-def _npy_chunks(file, name):
-    """(shape, dtype, chunks of rows) of an array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
+def _npy_rows(file, name) -> Rows:
+    """An array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
     data = zipfile.ZipFile(file).open(f"{name}.npy")
     version = np.lib.format.read_magic(data)[0]
     read = getattr(np.lib.format, f"read_array_header_{version}_0")
@@ -123,15 +122,10 @@ def _npy_chunks(file, name):
     width = shape[1] if shape[1] <= 1 << 22 else 1
 
     def chunks():
-        left, step = shape[0] * shape[1], (1 << 22) // width * width
-        while left:
-            raw = np.frombuffer(data.read(min(step, left) * dtype.itemsize), dtype)
-            if len(raw) < min(step, left):
-                raise ValueError(f"{name} ends early")
-            yield raw.reshape(-1, width)
-            left -= len(raw)
+        while raw := data.read((1 << 22) // width * width * dtype.itemsize):
+            yield np.frombuffer(raw, dtype).reshape(-1, width)
 
-    return shape, dtype, chunks()
+    return Rows(shape, dtype, chunks())
 
 
 def planetoid(name, root) -> dict:
