@@ -1,8 +1,7 @@
 """A graph on disk, one copy for every process: build a store, open it, verify it.
 
 A store is a directory of .npy files beside a meta.json; features are one more .npy (backend "mmap") or an LMDB file of
-blocks of rows (backend "lmdb"). It is built in a hidden directory beside the target and renamed at the end: complete or
-not there. Every process opens it by its path; the pages are shared by all of them.
+blocks of rows (backend "lmdb"). It is complete or not there; all processes that open it share its pages.
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
@@ -14,16 +13,14 @@ not there. Every process opens it by its path; the pages are shared by all of th
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
-v are indices[indptr[v]:indptr[v+1]]; what edges and nodes carry: disk/columns.py. To copy this file take disk/ and native/
-along; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+v are indices[indptr[v]:indptr[v+1]]; its other arrays: disk/columns.py. To copy this file take disk/ and native/ along;
+they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, which
 stand alone after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
 LMDB may end the process on damage behind the head of its file. Files of a store in use may be renamed or removed, but not
 cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -32,6 +29,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,19 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import checks, files, lmdb_rows, sort
-from disk.columns import (
-    COLUMNS,
-    NAMES,
-    OF_NODES,
-    check_columns,
-    column_checks,
-    described,
-    map_columns,
-    out_of_order,
-    read_names,
-    write_columns,
-)
+from disk import checks, columns, files, lmdb_rows, sort
 from disk.counts import count_edges
 from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
 from disk.lmdb_rows import LmdbFeatures
@@ -71,13 +57,8 @@ SPEC = {
     "feature_dtype": files.DTYPES,
     "backend": tuple(BACKENDS),
 }
-ARRAYS = ("indptr", "indices", "labels", *SPLITS, *COLUMNS)
-FILES = (*(f"{name}.npy" for name in ARRAYS), NAMES, *BACKENDS.values())
-LAYOUT = FORMAT, SPEC, FILES
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# building
+ARRAYS = ("indptr", "indices", "labels", *SPLITS, *columns.COLUMNS)
+LAYOUT = FORMAT, SPEC, (*(f"{name}.npy" for name in ARRAYS), columns.NAMES, *BACKENDS.values())
 
 
 def build_store(
@@ -106,13 +87,11 @@ def build_store(
     """Write a graph to disk as a store; complete, or not there at all.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
-    is then read a piece at a time. With edge_index the neighbour lists come out sorted by source, in bounded memory
-    and independent of the order of the input; indptr and indices are stored as they are unless an option changes them.
-    With edge_time every list is sorted by time, edges of one time by source, and indices are stored as they are where
-    their lists rise in time already.
+    is then read a piece at a time. Neighbour lists come out sorted by source, with edge_time by time, then source, in
+    bounded memory; indptr and indices are stored as they are unless an option or lists that fall in time change them.
 
     Args:
-        path: directory to create; its parents are created as well.
+        path: directory to create, with its parents.
         edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
@@ -121,25 +100,18 @@ def build_store(
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
         edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
-            dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge. Arrays,
-            memmaps or tensors.
-        node_time: integers [V], the time at which a node is classified.
-        node_names: [V] different strings or numbers, what the nodes were called where the graph comes from.
+            dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge.
+        node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None, unless most classes were empty then.
-        symmetrize: add the reverse of every edge.
-        drop_self_loops: leave out edges from a node to itself.
+        symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one edge of several with the same ends (after symmetrizing), with its weight, time and
             features: of edges with times the earliest, then one that was given before a reverse, then the first.
         block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar where stderr is a terminal.
 
-    Returns:
-        The path of the store.
-
-    Raises:
-        StoreError: for input that makes no sense, a target that exists, a full disk. Nothing is left behind.
+    Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
     """
     path = Path(path)
     if backend not in BACKENDS:
@@ -149,19 +121,14 @@ def build_store(
     labelled = labels is not None
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
-    graph = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    edge_index, indptr, indices, num_edges = graph
-    columns, widths = check_columns(
-        num_edges,
-        num_nodes,
-        edge_weight=edge_weight,
-        edge_time=edge_time,
-        edge_features=edge_features,
-        node_time=node_time,
-        node_names=node_names,
-    )
-    symmetrize, drop_loops, drop_equal = map(bool, (symmetrize, drop_self_loops, drop_duplicates))
-    options = dict(symmetrize=symmetrize, drop_self_loops=drop_loops, drop_duplicates=drop_equal)
+    graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
+    given = dict(zip(columns.COLUMNS, (edge_weight, edge_time, edge_features, node_time)))
+    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given)
+    options = {
+        "symmetrize": bool(symmetrize),
+        "drop_self_loops": bool(drop_self_loops),
+        "drop_duplicates": bool(drop_duplicates),
+    }
     row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
@@ -181,26 +148,26 @@ def build_store(
         "labelled": labelled,
         **widths,
     }
-    arrays = dict(indptr=indptr, labels=labels, **split)
-    of_edges = [array.nbytes for name, array in columns.items() if name not in OF_NODES]
-    edge_bytes = 4 + sum(of_edges) // max(num_edges, 1)
-    least = 0 if drop_loops or drop_equal else num_edges * (edge_bytes << symmetrize)
+    most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() - columns.OF_NODES
+    edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
+    least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * (row_bytes + 16) + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
-        need = max(need, least + sort.spooled_bytes(num_edges << symmetrize, bool(of_edges)))
+        need = max(need, least + sort.spooled_bytes(most_edges, bool(of_edges)))
     with files.complete_or_not_there(path, need) as building:
-        _write_store(building, meta, edge_index, indices, arrays, features, columns, progress)
+        _write_store(
+            building, meta, graph, {"labels": labels, **split}, carried, features, progress
+        )
         GraphStore.open(building)
     return path
 
 
-def _write_store(path, meta, edge_index, indices, arrays, features, columns, progress):
+def _write_store(path, meta, graph, arrays, carried, features, progress):
     """Write every file of a store, meta.json last."""
-    num_nodes, options, records = meta["num_nodes"], meta["options"], {}
-    times, numbered = columns.get("edge_time"), bool(columns.keys() - OF_NODES)
-    rises = edge_index is None and (times is None or out_of_order(arrays["indptr"], times) is None)
-    order = path / "order"  # of the columns' rows, while they are written
+    (edge_index, indptr, indices), order = graph, None
+    num_nodes, options, times = meta["num_nodes"], meta["options"], carried.get("edge_time")
+    rises = edge_index is None and (times is None or columns.out_of_order(indptr, times) is None)
     if rises and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
@@ -209,110 +176,90 @@ def _write_store(path, meta, edge_index, indices, arrays, features, columns, pro
             "must rise in edge_time"
         )
     else:
-        graph = edge_index, arrays["indptr"], indices, num_nodes, options, numbered
-        indptr = arrays["indptr"] = np.zeros(num_nodes + 1, np.int64)
-        numbers = {"num_edges": meta["num_edges"], "times": times} if numbered else {}
-        edges = functools.partial(sort.edge_chunks, *graph)
-        edges = edges, indptr, path, options["drop_duplicates"], progress
-        chunks = sort.sorted_edges(*edges, **numbers)
-        plain = (sources for sources, _ in chunks)
-        chunks = sort.spooled_sources(chunks, order) if numbered else plain
-    most, dtype = [meta["num_edges"] << options["symmetrize"]], sort.index_dtype(num_nodes)
-    records["indices.npy"] = record = files.write_npy(path / "indices.npy", dtype, most, chunks)
-    meta["num_edges"] = record["shape"][0]
-    written = files.map_npy(path, "indices.npy", record, dtype, None).numpy()
-    meta["edges"] = count_edges(arrays["indptr"], written)
-    for name, array in arrays.items():
-        file = f"{name}.npy"
-        records[file] = files.write_npy(path / file, array.dtype, list(array.shape), [array])
+        if carried.keys() - columns.OF_NODES:
+            order = tempfile.TemporaryFile(dir=path)
+        indptr = np.zeros(num_nodes + 1, np.int64)
+        chunks = sort.sorted_sources(graph, options, indptr, path, order, times, progress)
+    most, dtype = [meta["num_edges"] << options["symmetrize"]], columns.index_dtype(num_nodes)
+    records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
+    written = np.load(path / "indices.npy", mmap_mode="r")
+    meta["num_edges"], meta["edges"] = len(written), count_edges(indptr, written)
     rows = None
-    if order.exists():
-        rows = np.memmap(order, np.int64, "r") if meta["num_edges"] else np.empty(0, np.int64)
-    records.update(write_columns(path, columns, rows))
-    order.unlink(missing_ok=True)
+    if order:
+        order.flush()
+        rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
+    arrays = {"indptr": indptr, **arrays, **carried}
+    records.update(columns.write_arrays(path, arrays, rows))
     file, largest = path / BACKENDS[meta["backend"]], []
     shape, dtype = [num_nodes, meta["feature_dim"]], files.storage_dtype(meta["feature_dtype"])
     rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # rows begin on a block of the disk
-        records[file.name] = files.write_npy(file, dtype, shape, rows, head=4096)
+        record = files.write_npy(file, dtype, shape, rows, head=4096)
     else:
-        records[file.name] = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
-    records[file.name]["largest"] = max(largest)
-    (path / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# opening
+        record = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
+    files.write_meta(path, meta, {**records, file.name: {**record, "largest": max(largest)}})
 
 
 class GraphStore:
     """A graph on disk, read through memory maps that all processes share.
 
     Attributes:
-        indptr: int64 [V + 1] and
-        indices: int32 or int64 [M], the graph in CSC form; both read-only: writing to them kills the process.
+        indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 where there is none; of several labels a node int8 [V, C] of 0 and 1.
-        split: dict of int64 node ids for "train", "valid" and "test": of several splits the one that was taken, by
-            `take_split`, or the first. num_splits: how many there are.
+        split: dict of int64 node ids for "train", "valid" and "test": of `num_splits` the one taken by `take_split`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         sampled_indices, sampling_threads: `indices`, and None; of a graph that half of the free memory cannot hold,
             whose lists are read from the disk when they are sampled, a map that does not read ahead, and SAMPLERS.
-        edge_weight: float32 [M], edge_time: int64 [M], edge_features: [M, D], a row for each of `indices`, and
-        node_time: int64 [V]; None where there is none. With edge_time each list of neighbours is sorted by it.
-        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features. labelled:
-            False where no node has a label.
-        path: the directory.
-        meta: the contents of meta.json.
+        edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
+        num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
     def __init__(self, path, meta):
-        self.path, self.meta = Path(path), meta
-        self.num_nodes, self.num_edges = V, M = meta["num_nodes"], meta["num_edges"]
-        self.num_classes, self.feature_dim = meta["num_classes"], meta["feature_dim"]
+        self.path, self.meta, records = Path(path), meta, meta["files"]
+        for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
+            setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]
-        indices = "indices.npy", sort.index_dtype(V), [M]
-        self.indptr, self.indices = self._map("indptr.npy", "int64", [V + 1]), self._map(*indices)
-        several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
-        labels = ("int8", [V, self.num_classes]) if several else ("int64", [V])
-        self.labels = self._map("labels.npy", *labels)
-        self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
-        if self.indices.nbytes > free // 2:
-            self.sampled_indices = self._map(*indices, ahead=False)
-            self.sampling_threads = SAMPLERS
-        for name, column in map_columns(path, meta).items():
-            setattr(self, name, column)
-        self.edge_dim = 0 if self.edge_features is None else self.edge_features.shape[1]
-        if NAMES in meta["files"]:
-            files.check_size(path, NAMES, meta["files"][NAMES])
-        self._splits = files.map_split(path, meta["files"])
+        kinds = columns.arrays_of(meta)
+        for name, kind in kinds.items():
+            there = name not in columns.COLUMNS or f"{name}.npy" in records
+            setattr(self, name, self._map(f"{name}.npy", *kind) if there else None)
+        self.edge_dim = 0
+        if self.edge_features is not None:
+            self.edge_dim = self.edge_features.shape[1]
+            self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))
+        if columns.NAMES in records:
+            files.check_size(path, columns.NAMES, records[columns.NAMES])
+        self._splits = files.map_split(path, records)
         train = self._splits["train"]
         self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            ends = f"{self.indptr[0]} to {self.indptr[-1]}, not from 0 to {M}"
-            raise StoreError(f"{path}: indptr.npy runs from {ends}")
-        shape, dtype = (V, self.feature_dim), getattr(torch, meta["feature_dtype"])
+            raise StoreError(
+                f"{path}: indptr.npy does not run from 0 to {self.num_edges}; rebuild it"
+            )
+        self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
+        if self.indices.nbytes > free // 2:
+            self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)
+            self.sampling_threads = SAMPLERS
+        shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
         if meta["backend"] == "mmap":
             stored = files.storage_dtype(meta["feature_dtype"])
             table = self._map(file, stored, list(shape), ahead=not large)
-            head = meta["files"][file]["bytes"] - table.nbytes
+            head = records[file]["bytes"] - table.nbytes
             graph = self.indptr.nbytes + self.indices.nbytes
             self.features = MmapFeatures(table.view(dtype), large, self.path, head, graph)
         else:
-            lmdb_rows.check_lmdb(self.path, file, meta["files"][file])
+            lmdb_rows.check_lmdb(self.path, file, records[file])
             self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
 
     @classmethod
-    def open(cls, path) -> GraphStore:
-        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr; nothing
-        is read into memory.
-
-        Raises:
-            StoreError: if it is no store, of another format version, incomplete or damaged.
-        """
+    def open(cls, path) -> "GraphStore":
+        """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr;
+        StoreError if it is none, of another format version, incomplete or damaged."""
         meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
@@ -322,14 +269,17 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
-        return read_names(self.path, self.meta["files"])
+        return columns.read_names(self.path, self.meta["files"])
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
         if not 0 <= number < self.num_splits:
             has = f"{self.path} has {self.num_splits}, counted from 0"
             raise StoreError(f"split {number} is out of range: {has}")
-        self.split = {name: checks.row_of_split(ids, number) for name, ids in self._splits.items()}
+        self.split = {  # of several splits [K, n] a row without what fills it up
+            name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
+            for name, ids in self._splits.items()
+        }
 
     def check_split(self):
         """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
@@ -350,11 +300,9 @@ class MmapFeatures:
     where there is a C compiler: through the page cache where it has room for a share of KEPT of the table, else past it.
 
     Attributes:
-        large: True for such a table.
+        shape, dtype: (V, F), torch dtype. large: True for such a table.
         beside: bytes of memory that others take, which is not left for the table's pages: the graph, and caches.
         tensor: [V, F], read-only, without a copy; not there when large: rows go through `gather`.
-        shape: (V, F).
-        dtype: torch dtype.
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):
@@ -387,24 +335,16 @@ class MmapFeatures:
         return self.room() - beside >= KEPT * self._table.nbytes
 
     def default_cache(self) -> int:
-        """Bytes for a cache of rows before a large table: an eighth of the free memory where the page cache then keeps
-        the table, else half."""
+        """Bytes for a cache of rows: an eighth of the free memory where the page cache then keeps the table, else half."""
         free = free_host_bytes()
         return free // 8 if self.stays(free // 8) else free // 2
 
     def gather(self, ids, out=None) -> Tensor:
-        """Copy rows.
+        """Copy rows -> [n, F].
 
         Args:
-            ids: int32 or int64 [n] node ids, in any order, repeats allowed.
-            out: [n, F] of this dtype to write into; a tensor is made when None.
-
-        Returns:
-            [n, F], `out` if that was given.
-
-        Raises:
-            IndexError: for an id that is no row.
-            StoreError: where the disk fails.
+            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError for one that is no row.
+            out: [n, F] of this dtype to write into and return; a tensor is made when None.
         """
         out = files.gather_target(self, ids, out)
         if self.large and self._reader and out.is_contiguous():
@@ -420,10 +360,6 @@ def _features_of(path):
     return GraphStore.open(path).features
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# verifying, and the command line
-
-
 def verify(path) -> list[str]:
     """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`."""
     return lmdb_rows.verify_directory(path, LAYOUT, _contents)
@@ -432,6 +368,10 @@ def verify(path) -> list[str]:
 def _contents(path) -> Iterator[tuple]:
     graph = GraphStore.open(path)
     indptr, indices = graph.indptr, graph.indices.numpy()
+
+    def sources():
+        for _ in sort.checked_indices(indices, graph.num_nodes, False):
+            pass
 
     def labels():
         given = graph.labels.numpy() if graph.labelled else None
@@ -442,14 +382,11 @@ def _contents(path) -> Iterator[tuple]:
 
     if graph.meta["backend"] == "lmdb":
         yield BACKENDS["lmdb"], graph.features.verify
-    yield NAMES, graph.node_names
+    yield columns.NAMES, graph.node_names
     yield "indptr.npy", lambda: refuse(indptr.diff() < 0, "indptr", indptr, "the next is smaller")
-    yield (
-        "indices.npy",
-        lambda: list(map(len, sort.checked_indices(indices, graph.num_nodes, False))),
-    )
+    yield "indices.npy", sources
     yield "labels.npy", labels
-    yield from column_checks(graph)
+    yield from columns.column_checks(graph)
 
 
 def info(path) -> str:
@@ -462,7 +399,7 @@ def info(path) -> str:
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
-        "columns": described(graph),
+        "columns": columns.described(graph),
         "classes": classes if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
@@ -476,9 +413,8 @@ def _beside(name):
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise StoreError(
-            f"this command needs {name.replace('.', '/')}.py, which is not beside store.py ({error})"
-        ) from error
+        file = name.replace(".", "/")
+        raise StoreError(f"this command needs {file}.py beside store.py ({error})") from error
 
 
 def _fanout(text) -> list[int]:
@@ -532,11 +468,11 @@ def _parser():
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
     add("--seed", type=int, help="draws the split where there is none (default 0)")
-    for name, text in (
-        ("info", "print sizes, degrees, options, source"),
-        ("verify", "compare every byte"),
-        ("estimate", "print what training takes in each mode"),
-    ):
+    for name, text in {
+        "info": "print sizes, degrees, options, source",
+        "verify": "compare every byte",
+        "estimate": "print what training takes in each mode",
+    }.items():
         add = commands.add_parser(name, help=text).add_argument
         add("path", help="directory of the store")
     for flag, kind, default, text in (

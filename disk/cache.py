@@ -1,4 +1,4 @@
-"""Feature rows of a file behind a cache of hot rows, and a page cache that knows what the next batches ask for.
+"""Look-ahead cache: feature rows of a file behind the hottest rows, and a page cache that knows the next batches.
 
     cache = LookaheadCache(store.features, budget=1 << 30, hot=expected_visits(...))
     with cache.looking_ahead(sampled_batches) as batches:      # the same batches in the same order, `lookahead` later
@@ -8,11 +8,9 @@
 What the sampler draws is a function of the seed and the step, so the next batches can be drawn before they are fetched.
 Where the kernel's page cache has room for a large share of the file, that window says which pages are kept
 (native/pages.c): the kernel would give up what was not used for longest, which says nothing about when a batch draws it
-next. What a batch lacks is read before its turn. Ginex (PVLDB 15(11)) plans its own cache of rows so, in super-batches of
-two passes over the disk; rows planned that way beside planned pages were no faster than the hottest rows, chosen once.
-
-The values of rows do not depend on any of this. To copy this file take native/, features.py, disk/files.py and
-disk/reader.py along.
+next. What a batch lacks is read before its turn. Ginex (PVLDB 15(11)) plans its own cache of rows so; beside planned
+pages that was no faster than the hottest rows, chosen once. To copy this file take native/, features.py, disk/files.py
+and disk/reader.py along.
 """
 
 import ctypes
@@ -58,12 +56,8 @@ def library():
 
 
 class KeptPages:
-    """The pages of a table that the page cache keeps: at first as much of the file as there is room for, then those
-    that are used soonest.
-
-    Args:
-        reader: RowReader of the table. places: pages to keep. lookahead: batches of the window.
-    """
+    """The pages of a table, of a RowReader, that the page cache keeps: at first as much of the file as there is room for
+    (`places` pages), then those that are used soonest in a window of `lookahead` batches."""
 
     def __init__(self, reader, places, lookahead):
         self.reader = reader
@@ -124,18 +118,16 @@ class LookaheadCache(CachedFeatures):
     Beside the rows it takes 4 bytes a node, and with pages 20 bytes for each 4 KiB, and the blocks of the window.
 
     Args:
-        features: `MmapFeatures` of a store.
-        budget: bytes of rows to keep.
+        features: `MmapFeatures` of a store. budget: bytes of rows to keep.
         lookahead: batches of the window; None: as many as use each page TOUCHES times, as long as their blocks take no
             more than a quarter of the budget and a 32nd of the page cache; 0 where no pages are planned.
         hot: [V] the larger the hotter: `expected_visits`.
         batches: expected number of batches (None: unknown); short runs plan no pages.
-        share: (rank, world) among the processes of this machine that read the table. Where there are several, each
-            reads its part of it in order, and what stays is left to the kernel: none knows the batches of the others.
+        share: (rank, world) among the processes of this machine that read the table. Of several each reads its part of
+            it in order, and the kernel decides what stays: none knows the batches of the others.
 
-    Attributes:
-        shape, dtype: of the features. room: bytes of the page cache in which pages are kept; 0: the kernel decides, or
-        rows are read past it. hit_rate: share of the rows asked for that were in `budget`.
+    Attributes (others: `CachedFeatures`):
+        room: bytes of the page cache in which pages are kept; 0: the kernel decides, or rows are read past it.
     """
 
     def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
@@ -166,9 +158,7 @@ class LookaheadCache(CachedFeatures):
     @contextmanager
     def looking_ahead(self, batches):
         """Pass batches on in their order, each when those of the window behind it are known; a context, whose end
-        forgets what was expected. They are taken, and decided on, on a thread of its own; on another the reading of
-        their pages begins.
-        """
+        forgets what was expected. One thread takes and plans them, another begins to read their pages."""
         planned = self._planned(batches)
         # what prefetch is given to call is next()
         ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)

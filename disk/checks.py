@@ -1,10 +1,7 @@
-"""What may become a store: the arrays of a graph are checked before any file is written.
+"""Check the arrays of a graph before they become a store: StoreError for values that make no sense.
 
-A value that makes no sense is a StoreError that names the argument, the value and what would have worked. This file
-needs disk/files.py, numpy and torch.
+This file needs disk/files.py, numpy and torch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 
@@ -26,21 +23,27 @@ def check_features(features) -> tuple[int, int, str]:
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None; StoreError for what cannot be
-    meant. Of None, -1 for all nodes."""
+    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None. Of None, -1 for all nodes."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     if "float" in (dtype := str(getattr(labels, "dtype", ""))):
         raise StoreError(f"labels has dtype {dtype}: the class of each node is an integer")
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        raise StoreError(
-            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, or [{num_nodes}, C] of 0 and 1"
-        )
+        forms = f"[{num_nodes}] is needed, or [{num_nodes}, C] of 0 and 1"
+        raise StoreError(f"labels has shape {list(labels.shape)}: {forms}")
     if (labels == -1).all():
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
-        return _check_rows_of_labels(labels, num_classes)
+        if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
+            raise StoreError(
+                f"labels has shape {list(labels.shape)} and num_classes is {num_classes}: several labels a node are "
+                f"[V, C] with C from 2 to {MAX_CLASSES:,}"
+            )
+        bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
+        why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
+        refuse(bad, "labels", labels, why)
+        return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:
         num_classes = max(int(labels.max()) + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
@@ -56,21 +59,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     return labels, num_classes
 
 
-def _check_rows_of_labels(labels, num_classes):
-    """Several labels a node: int8 [V, C] of 0 and 1, or a row of -1, and C."""
-    if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-        raise StoreError(
-            f"labels has shape {list(labels.shape)} and num_classes is {num_classes}: several labels a node are "
-            f"[V, C] with C from 2 to {MAX_CLASSES:,}"
-        )
-    bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
-    why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
-    refuse(bad, "labels", labels, why)
-    return labels.astype(np.int8), labels.shape[1]
-
-
 def check_graph(edge_index, indptr, indices, num_nodes):
-    """(edge_index, indptr, indices, M): one of the two forms, with its shapes and its indptr checked."""
+    """((edge_index, indptr, indices), M): one of the two forms, with its shapes and its indptr checked."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
         raise StoreError("the graph is given either as edge_index or as indptr and indices")
     if num_nodes > 1 << 32:
@@ -79,17 +69,16 @@ def check_graph(edge_index, indptr, indices, num_nodes):
         edge_index = files.array_like("edge_index", edge_index)
         if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
             raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed")
-        return edge_index, None, None, int(edge_index.shape[1])
+        return (edge_index, None, None), int(edge_index.shape[1])
     indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
     if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
-        raise StoreError(
-            f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}: [{num_nodes + 1}] and [M] "
-            f"are needed, with {num_nodes} rows of features"
-        )
+        shapes = f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}"
+        needed = f"[{num_nodes + 1}] and [M] are needed, with {num_nodes} rows of features"
+        raise StoreError(f"{shapes}: {needed}")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
-    return None, indptr, indices, int(count)
+    return (None, indptr, indices), int(count)
 
 
 def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
@@ -99,9 +88,8 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     for first, chunk in files.chunked("features", features, progress=progress):
         chunk = files.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
-            raise StoreError(
-                f"features came with rows of {list(chunk.shape[1:])} {chunk.dtype}, [{width}] {dtype} was announced"
-            )
+            came = f"{list(chunk.shape[1:])} {chunk.dtype}"
+            raise StoreError(f"features has rows of {came}, [{width}] {dtype} was announced")
         files.check_finite("features", chunk, first)
         largest.append(files.largest_of(chunk))
         yield files.as_numpy(chunk.detach().cpu())
@@ -127,33 +115,28 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
     return rows
 
 
-def row_of_split(ids, number):
-    """The ids of split `number` out of [K, n], or out of [n] where there is one -> int64 [n]."""
-    return ids if ids.ndim == 1 else ids[number][ids[number] >= 0]
-
-
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
     """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
     if unknown := set(split) - set(files.SPLITS):
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
     split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in files.SPLITS}
     owner = np.full(len(labels), -1, np.int8)
-
-    def refuse_any(bad, why):
-        if len(bad):
-            raise StoreError(f"split {name!r} holds {what} {bad[0]}{why}")
-
     for part, (name, ids) in enumerate(split.items()):
-        refuse_any(ids[(ids < 0) | (ids >= len(labels))], f": {what} ids lie in [0, {len(labels)})")
-        taken = ids[owner[ids] >= 0]
-        if len(taken):
-            other = files.SPLITS[owner[taken[0]]]
-            raise StoreError(f"{what} {taken[0]} is in split {other!r} and in {name!r}")
+        inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
+        again[np.unique(ids, return_index=True)[1]] = False
+        unlabelled = labels[ids * inside] < 0
+        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.any(1)
+        for bad, why in (
+            (~inside, f": {what} ids lie in [0, {len(labels)})"),
+            (again, " more than once"),
+            (unlabelled, ", which has no label (-1)"),
+        ):
+            if bad.any():
+                raise StoreError(f"split {name!r} holds {what} {ids[bad][0]}{why}")
+        for taken in ids[owner[ids] >= 0]:
+            other = files.SPLITS[owner[taken]]
+            raise StoreError(f"{what} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
-        values, counts = np.unique(ids, return_counts=True)
-        refuse_any(values[counts > 1], " more than once")
-        unlabelled = labels[ids] < 0 if labels.ndim == 1 else (labels[ids] < 0).any(1)
-        refuse_any(ids[unlabelled], ", which has no label (-1)")
     if what == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split

@@ -1,9 +1,4 @@
-"""What edges and nodes carry beside the graph: weights, times and features of edges, times and names of nodes.
-
-    columns, widths = check_columns(M, V, edge_weight=w, edge_time=t, edge_features=e, node_time=s)   # each may be None
-    files = write_columns(folder, columns, rows)      # rows [M']: which edge of the input each stored edge is
-    columns = map_columns(folder, meta)               # of an open store
-    pairs = column_checks(graph)                      # what `verify` looks at
+"""The arrays of a store, and what edges and nodes carry beside the graph.
 
     edge_weight    float32 [M]    not negative: how likely an edge is drawn, compared with the others of its list
     edge_time      int64 [M]      when an edge came to be; each neighbour list is sorted by it
@@ -13,8 +8,6 @@
 
 V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
@@ -31,37 +24,49 @@ OF_NODES = {"node_time", "node_names"}
 NAMES = "nodes.txt"
 
 
-def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
-    """Look at every value of the columns that are given, a piece at a time.
+def arrays_of(meta) -> dict:
+    """{name: (dtype, shape)} of the arrays that a store may have, but the split, as its meta.json tells."""
+    V, M, dtype = meta["num_nodes"], meta["num_edges"], meta.get("edge_dtype", "float32")
+    if dtype not in files.DTYPES:
+        raise ValueError(f"it has edge_dtype = {dtype!r:.200}, which is no sane value")
+    several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
+    return {
+        "indptr": ("int64", [V + 1]),
+        "indices": (index_dtype(V), [M]),
+        "labels": ("int8", [V, meta["num_classes"]]) if several else ("int64", [V]),
+        "edge_weight": ("float32", [M]),
+        "edge_time": ("int64", [M]),
+        "edge_features": (files.storage_dtype(dtype), [M, meta.get("edge_dim")]),
+        "node_time": ("int64", [V]),
+    }
+
+
+def index_dtype(num_nodes) -> str:
+    """The narrower of the two dtypes of `indices` that holds every node."""
+    return "int32" if num_nodes < 1 << 31 else "int64"
+
+
+def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict]:
+    """Look at every value of the columns that are given, a piece at a time; StoreError for another shape or dtype, NaN,
+    infinity, a negative weight, a name that is there twice.
 
     Args:
-        columns: by the names in COLUMNS: arrays, memmaps or tensors, or None. Weights may be any real numbers, times
+        columns: {name of COLUMNS: array, memmap or tensor, or None}. Weights may be any real numbers, times
             also floats that are whole, features [M] for a single one. node_names: [V] strings or numbers, or None.
 
     Returns:
         ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; the width and
         dtype of edge_features as meta.json keeps them, {} without).
-
-    Raises:
-        StoreError: for another shape or dtype, NaN, infinity, a negative weight, a name that is there twice.
     """
     checked, widths = {}, {}
     for name, values in columns.items():
         if values is None:
             continue
-        if name == "node_names":
-            _check_names(values, num_nodes)
-            checked[name] = values
-            continue
         values, of = files.array_like(name, values), name.partition("_")[0]
         shape, count = tuple(values.shape), num_nodes if of == "node" else num_edges
         most, width = (2, ", D") if name == "edge_features" else (1, "")
-        if (
-            isinstance(values, files.Rows)
-            or shape[:1] != (count,)
-            or len(shape) > most
-            or 0 in shape[1:]
-        ):
+        fits = shape[:1] == (count,) and len(shape) <= most and 0 not in shape[1:]
+        if not fits or isinstance(values, files.Rows):
             raise StoreError(
                 f"{name} is a {type(values).__name__} {list(shape)}: an array [{count}{width}] is needed, a row "
                 f"for each {of} that is given"
@@ -75,14 +80,24 @@ def check_columns(num_edges, num_nodes, **columns) -> tuple[dict, dict]:
         _check_values(name, values)
         is_tensor = isinstance(values, torch.Tensor)
         checked[name] = files.as_numpy(values.detach().cpu()) if is_tensor else np.asarray(values)
+    if node_names is not None:
+        _check_names(node_names, num_nodes)
+        checked["node_names"] = node_names
     return checked, widths
 
 
 def _check_values(name, values):
     """Look at every weight, or every feature, of edges."""
     for first, chunk in files.chunked(name, values):
-        check = _check_weights if name == "edge_weight" else files.check_finite
-        check(name, files.as_rows(name, chunk), first)
+        chunk = files.as_rows(name, chunk)
+        if name == "edge_features":
+            files.check_finite(name, chunk, first)
+            continue
+        if chunk.is_complex():
+            raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
+        bad = ~(torch.isfinite(chunk.float()) & (chunk >= 0))
+        why = "a weight says how likely an edge is drawn, so it is finite and not negative"
+        refuse(bad, name, chunk, why, first)
 
 
 def _whole_numbers(name, values) -> np.ndarray:
@@ -93,14 +108,6 @@ def _whole_numbers(name, values) -> np.ndarray:
     bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
     refuse(bad, name, values, "whole numbers are needed; of finer times give a multiple")
     return values.astype(np.int64)
-
-
-def _check_weights(name, chunk, first):
-    if chunk.is_complex():
-        raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
-    bad = ~(torch.isfinite(chunk.float()) & (chunk >= 0))
-    why = "a weight says how likely an edge is drawn, so it is finite and not negative"
-    refuse(bad, name, chunk, why, first)
 
 
 def _check_names(names, num_nodes):
@@ -116,45 +123,24 @@ def _check_names(names, num_nodes):
         seen.add(name)
 
 
-def write_columns(path, columns, rows=None) -> dict:
-    """Write columns as files, a piece at a time -> their records for meta.json.
-
-    Args:
-        columns: as `check_columns` returns them.
-        rows: int64 [M'], which edge of the input each stored edge is; None where the edges are stored as they came.
-    """
+def write_arrays(path, arrays, rows=None) -> dict:
+    """Write {name: numpy array} and node_names as files, a piece at a time -> their records for meta.json. rows: int64
+    [M'], which edge of the input each stored edge is; None where the edges are stored as they came."""
     records = {}
-    for name, array in columns.items():
+    for name, array in arrays.items():
         if name == "node_names":
             (path / NAMES).write_bytes("".join(f"{line}\n" for line in array).encode())
-            digest = files.sha256_of(path / NAMES)
-            records[NAMES] = files.file_record(path / NAMES, "str", [len(array)], digest)
+            records[NAMES] = files.file_record(path / NAMES, "str", [len(array)])
             continue
-        picked, file = None if name in OF_NODES or rows is None else rows, f"{name}.npy"
-        dtype = {"edge_weight": "float32", "edge_features": array.dtype}.get(name, "int64")
-        dtype = "uint8" if name == "edge_features" and array.dtype.kind == "b" else dtype
-        count, step = len(array if picked is None else picked), files.chunk_rows(array)
+        dtype = {"edge_weight": "float32"}.get(name, array.dtype)
+        dtype = files.storage_dtype("uint8" if dtype == np.bool_ else dtype)
+        sorted_rows = rows if name in COLUMNS and name not in OF_NODES else None
+        count, step = len(array if sorted_rows is None else sorted_rows), files.chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
-        chunks = (array[cut if picked is None else picked[cut]] for cut in cuts)
-        shape, dtype = [count, *array.shape[1:]], files.storage_dtype(dtype)
+        chunks = (array[cut if sorted_rows is None else sorted_rows[cut]] for cut in cuts)
+        file, shape = f"{name}.npy", [count, *array.shape[1:]]
         records[file] = files.write_npy(path / file, dtype, shape, chunks)
     return records
-
-
-def map_columns(path, meta) -> dict:
-    """{name: tensor, or None where there is none} of the arrays in COLUMNS."""
-    M, V, dtype = meta["num_edges"], meta["num_nodes"], meta.get("edge_dtype", "float32")
-    if dtype not in files.DTYPES:
-        raise StoreError(f"{path}: meta.json has edge_dtype = {dtype!r:.200}; rebuild the store")
-    features = files.storage_dtype(dtype), [M, meta.get("edge_dim")]
-    kinds = dict(zip(COLUMNS, (("float32", [M]), ("int64", [M]), features, ("int64", [V]))))
-    found = dict.fromkeys(COLUMNS)
-    for name, kind in kinds.items():
-        if record := meta["files"].get(f"{name}.npy"):
-            found[name] = files.map_npy(path, f"{name}.npy", record, *kind)
-    if found["edge_features"] is not None:
-        found["edge_features"] = found["edge_features"].view(getattr(torch, dtype))
-    return found
 
 
 def read_names(path, records) -> list[str] | None:
@@ -170,17 +156,14 @@ def read_names(path, records) -> list[str] | None:
 
 
 def out_of_order(indptr, times) -> int | None:
-    """The first edge that is earlier than the one before it in its list, or None.
-
-    Args:
-        indptr: int64 [V+1], times: int64 [M], numpy arrays.
-    """
+    """The first edge that is earlier than the one before it in its list, or None; of indptr int64 [V+1] and times int64
+    [M], numpy arrays."""
     step = files.chunk_rows(times)
     for a in range(0, max(len(times) - 1, 0), step):
         chunk = times[a : a + step + 1]
         falls = np.flatnonzero(chunk[1:] < chunk[:-1]) + a + 1
-        place = np.searchsorted(indptr, falls)
-        falls = falls[indptr[np.minimum(place, len(indptr) - 1)] != falls]  # no list begins there
+        # those where no list begins
+        falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]
         if len(falls):
             return int(falls[0])
     return None

@@ -3,10 +3,8 @@
     meta["edges"] = count_edges(indptr, indices)      # once, when a store is built
     print(edge_line(store))                           # 4,300 edges: 2,000 duplicates, 300 self loops, ...
 
-Letters: V nodes, M edges. This file needs numpy.
+V nodes, M edges. This file needs numpy.
 """
-
-from __future__ import annotations
 
 import numpy as np
 
@@ -26,54 +24,35 @@ def count_edges(indptr, indices) -> dict[str, int]:
         `duplicates`: edges that repeat another; `self_loops`; `isolated`: nodes without any edge; `one_way`: edges
         without a reverse, among the `one_way_of` edges that were looked up.
     """
-    duplicates = self_loops = 0
-    touched = indptr[1:] > indptr[:-1]
-    for a, b, nodes in _lists(indptr, np.arange(len(indptr) - 1)):
-        src, dst = indices[a:b], np.repeat(nodes, np.diff(indptr[nodes[0] : nodes[-1] + 2]))
+    num_nodes, num_edges = len(indptr) - 1, len(indices)
+    looked_up = np.arange(num_edges)
+    if num_edges > EXACT:
+        looked_up = np.sort(np.random.default_rng(0).integers(0, num_edges, SAMPLE))
+    src, dst = indices[looked_up], np.searchsorted(indptr, looked_up, "right") - 1
+    reverses, times = np.unique(_keys(src, dst, num_nodes), return_counts=True)
+    found, has_reverses = np.zeros(len(reverses), bool), np.zeros(num_nodes, bool)
+    has_reverses[src] = True
+    touched, first, duplicates, self_loops = indptr[1:] > indptr[:-1], 0, 0, 0
+    while first < num_nodes:  # lists of up to EDGE_CHUNK edges together, or a longer one
+        last = int(np.searchsorted(indptr, indptr[first] + EDGE_CHUNK, "right")) - 1
+        last = max(last, first + 1)
+        src, sizes = indices[indptr[first] : indptr[last]], np.diff(indptr[first : last + 1])
+        dst = np.repeat(np.arange(first, last), sizes)
         self_loops += int((src == dst).sum())
         touched[src] = True
         same = dst[1:] == dst[:-1]
         if (same & (src[1:] < src[:-1])).any():
-            keys = _keys(dst, src, len(indptr))
-            keys.sort()
+            keys = np.sort(_keys(dst, src, num_nodes))
             duplicates += int((keys[1:] == keys[:-1]).sum())
         else:
             duplicates += int((same & (src[1:] == src[:-1])).sum())
-    one_way, one_way_of = without_reverse(indptr, indices)
-    isolated = int((~touched).sum())
-    return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, one_way_of)))
-
-
-def without_reverse(indptr, indices) -> tuple[int, int]:
-    """Count edges (u -> v) without an edge (v -> u) -> (how many, of how many edges that were looked up)."""
-    num_edges = len(indices)
-    if num_edges <= EXACT:
-        edges = np.arange(num_edges)
-    else:
-        edges = np.sort(np.random.default_rng(0).integers(0, num_edges, SAMPLE))
-    dst, src = np.searchsorted(indptr, edges, "right") - 1, indices[edges].astype(np.int64)
-    wanted, times = np.unique(_keys(src, dst, len(indptr)), return_counts=True)
-    found = np.zeros(len(wanted), bool)
-    for *_, nodes in _lists(indptr, np.unique(src)):
-        counts = indptr[nodes + 1] - indptr[nodes]
-        ends = np.cumsum(counts)
-        at = np.arange(ends[-1]) + np.repeat(indptr[nodes] - ends + counts, counts)
-        keys = _keys(np.repeat(nodes, counts), indices[at], len(indptr))
-        low, high = np.searchsorted(wanted, _keys(nodes[[0, -1]] + [0, 1], 0, len(indptr)))
-        found[low:high] |= np.isin(wanted[low:high], keys)
-    return int(times[~found].sum()), len(edges)
-
-
-def _lists(indptr, nodes):
-    """Cut ascending nodes into runs whose lists have up to EDGE_CHUNK edges together (or one node) -> (first edge,
-    edge behind the last, nodes) of each."""
-    ends = np.cumsum(indptr[nodes + 1] - indptr[nodes])
-    first = 0
-    while first < len(nodes):
-        most = (ends[first - 1] if first else 0) + EDGE_CHUNK
-        last = max(first + 1, int(np.searchsorted(ends, most, "right")))
-        yield indptr[nodes[first]], indptr[nodes[last - 1] + 1], nodes[first:last]
+        of_interest = np.repeat(has_reverses[first:last], sizes)
+        low, high = np.searchsorted(reverses, _keys([first, last], 0, num_nodes))
+        keys = _keys(dst[of_interest], src[of_interest], num_nodes)
+        found[low:high] |= np.isin(reverses[low:high], keys)
         first = last
+    one_way, isolated = int(times[~found].sum()), int((~touched).sum())
+    return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, len(looked_up))))
 
 
 def _keys(rows, columns, count) -> np.ndarray:
@@ -86,21 +65,21 @@ def _keys(rows, columns, count) -> np.ndarray:
 
 def edge_line(store) -> str | None:
     """What is unusual about the edges of an open store, for one line; None where a large one was not counted."""
-    found = store.meta.get("edges")
-    if type(found) is not dict or any(type(found.get(name)) is not int for name in COUNTED):
+    counted = store.meta.get("edges")
+    if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
         if store.num_edges > EXACT:
             return None
-        found = count_edges(store.indptr.numpy(), store.indices.numpy())
-    share = 100 * found["one_way"] / max(found["one_way_of"], 1)
-    one_way = f"{share:.0f} %" if share >= 1 else f"{found['one_way']:,}"
-    if 0 < share < 1 and found["one_way_of"] < store.num_edges:
+        counted = count_edges(store.indptr.numpy(), store.indices.numpy())
+    share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
+    one_way = f"{share:.0f} %" if share >= 1 else f"{counted['one_way']:,}"
+    if 0 < share < 1 and counted["one_way_of"] < store.num_edges:
         one_way = "under 1 %"
-    parts = [
-        f"{found['duplicates']:,} duplicates" * bool(found["duplicates"]),
-        f"{found['self_loops']:,} self loops" * bool(found["self_loops"]),
-        f"{one_way} without a reverse" * bool(found["one_way"]),
-        f"{found['isolated']:,} isolated nodes" * bool(found["isolated"]),
-    ]
-    return f"{store.num_edges:,} edges: " + (
-        ", ".join(filter(None, parts)) or "no duplicates or self loops, every edge has its reverse"
-    )
+    words = {
+        "duplicates": f"{counted['duplicates']:,} duplicates",
+        "self_loops": f"{counted['self_loops']:,} self loops",
+        "one_way": f"{one_way} without a reverse",
+        "isolated": f"{counted['isolated']:,} isolated nodes",
+    }
+    unusual = ", ".join(text for name, text in words.items() if counted[name])
+    unusual = unusual or "no duplicates or self loops, every edge has its reverse"
+    return f"{store.num_edges:,} edges: {unusual}"

@@ -1,17 +1,14 @@
-"""A directory of checksummed files that is complete or not there: what graphs on disk are made of.
+"""Atomically written directories of checksummed files: what graphs on disk are made of.
 
     with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path at the end
         record = write_npy(building / "labels.npy", "int64", [V], chunks)
-        (building / "meta.json").write_bytes(dump_meta({..., "files": {"labels.npy": record}}))
+        write_meta(building, meta, {"labels.npy": record})
     labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: its old content or its new one is there
 
-Every array is a plain .npy file of format 1.0; meta.json holds the size and the SHA-256 of every file that never
-changes, and a checksum of itself. Opening a directory checks sizes and heads, which is safe on any bytes; verifying it
-reads everything. This file needs torch, numpy and tqdm.
+Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of every file that never changes, and a
+checksum of itself. This file needs torch, numpy and tqdm.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -53,10 +50,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):
-    """What is wrong with a graph, a store or a data set, in one sentence for its user.
-
-    It may quote a file that a stranger made: what cannot be printed is escaped.
-    """
+    """What is wrong with a graph, in one sentence; what a stranger's file holds and cannot be printed is escaped."""
 
     def __str__(self):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
@@ -64,11 +58,7 @@ class StoreError(ValueError):
 
 @contextlib.contextmanager
 def reading(path, advice=""):
-    """Turn whatever a library raises at foreign bytes into one StoreError that names the file and what it said.
-
-    with reading("graph.npz", "; download it again"):
-        arrays = np.load("graph.npz", allow_pickle=False)
-    """
+    """Turn whatever a library raises at foreign bytes into one StoreError that names the file and what it said."""
     try:
         yield
     except (StoreError, AssertionError, NameError):  # our own sentence, or our own mistake
@@ -144,23 +134,20 @@ def scratch_folder(path):
 @contextlib.contextmanager
 def _part_beside(path, folder=False):
     """A hidden file (or folder) beside `path` under an unpredictable name, gone at the end unless it was renamed ->
-    (its path, its descriptor).
-
-    It is locked for as long as its process lives, in whatever container that is; what is not locked was left by a
-    writer of `path` that was killed, and is removed here.
-    """
+    (its path, its descriptor). It is locked for as long as its process lives, in whatever container that is; what is not
+    locked was left by a writer of `path` that was killed, and is removed here."""
     start = os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
     name = re.compile(re.escape(start) + r"[0-9a-f]{16}\.part")
     with contextlib.suppress(OSError):  # a folder that may be written to but not listed
         for left in filter(lambda entry: name.fullmatch(entry.name), list(path.parent.iterdir())):
-            with contextlib.suppress(OSError), _locked(left, os.O_RDONLY, fcntl.LOCK_NB):
+            with contextlib.suppress(OSError), locked(left, at_once=fcntl.LOCK_NB):
                 _remove(left)
     make = os.O_RDONLY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
     while True:
         part = path.with_name(f"{start}{secrets.token_hex(8)}.part")
         if folder:
             part.mkdir()
-        with _locked(part, make) as handle:
+        with locked(part, make) as handle:
             if part.exists():  # not taken for a leftover before it was locked
                 try:
                     yield part, handle
@@ -170,8 +157,9 @@ def _part_beside(path, folder=False):
 
 
 @contextlib.contextmanager
-def _locked(path, flags, at_once=0):
-    """The descriptor of a file or folder with a lock on it; OSError where at_once is LOCK_NB and another has it."""
+def locked(path, flags=os.O_RDONLY, at_once=0):
+    """The descriptor of a file or folder with a lock on it, which the kernel drops with the process; OSError where
+    at_once is LOCK_NB and another has it."""
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         try:
@@ -201,16 +189,10 @@ def sync(path):
 
 
 def write_whole(path, write):
-    """Write one file so that its old content or its new one is there, never a part of it.
+    """Write one file by write(binary file), which may not seek, so that its old content or its new one is there, never
+    a part of it; StoreError for a full disk and whatever else the system objects to.
 
     A device or a pipe is written to in place; a symbolic link of this user is followed, one of another user is refused.
-
-    Args:
-        path: the file. Its folder has to exist.
-        write: function of a binary file, which writes all of it; it may not seek.
-
-    Raises:
-        StoreError: for a full disk and whatever else the system objects to. What was at `path` stays.
     """
     path = Path(path)
     try:
@@ -241,7 +223,7 @@ def write_whole(path, write):
 def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
     """Write chunks of rows, behind a header of `head` bytes, as one .npy file; returns its record for meta.json.
     shape[0] may come out smaller."""
-    header = npy_header(dtype, shape, head)
+    header = _npy_header(dtype, shape, head)
     digest, rows = hashlib.sha256(header), 0
     with open(path, "wb") as file:
         file.write(header)
@@ -250,22 +232,20 @@ def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
             file.write(data)
             digest.update(data)
             rows += len(chunk)
-        shape = [rows, *shape[1:]]
-        file.seek(0)
-        file.write(npy_header(dtype, shape, head))
-    if npy_header(dtype, shape, head) != header:
-        digest = sha256_of(path)
+        if rows != shape[0]:
+            shape, digest = [rows, *shape[1:]], None
+            file.seek(0)
+            file.write(_npy_header(dtype, shape, head))
     return file_record(path, dtype, shape, digest)
 
 
-def file_record(path, dtype, shape, digest) -> dict:
+def file_record(path, dtype, shape, digest=None) -> dict:
     """What meta.json says of a file: dtype ("str": a text of shape[0] lines), shape, bytes and digest."""
-    size, sha256 = path.stat().st_size, digest.hexdigest()
+    size, sha256 = path.stat().st_size, (digest or sha256_of(path)).hexdigest()
     return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 
 
-def npy_header(dtype, shape, head=HEAD) -> bytes:
-    """The `head` bytes in front of the data of a .npy file of format 1.0."""
+def _npy_header(dtype, shape, head):
     shape, descr = tuple(int(n) for n in shape), np.dtype(dtype).newbyteorder("<").str
     text = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode()
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", head - 10) + text.ljust(head - 11) + b"\n"
@@ -296,17 +276,17 @@ def dump_meta(meta) -> bytes:
     return (json.dumps(dict(meta, checksum=digest), indent=1, sort_keys=True) + "\n").encode()
 
 
+def write_meta(folder, meta, records):
+    """Write meta.json, the last file of a directory: `meta`, and the records of its files."""
+    (folder / "meta.json").write_bytes(dump_meta(dict(meta, files=records)))
+
+
 def read_meta(path, form=None, spec=(), names=None) -> dict:
-    """Read and check meta.json; anything but the bytes that `dump_meta` wrote is refused.
+    """Read and check meta.json; StoreError for anything but the bytes that `dump_meta` wrote.
 
     Args:
-        path: the directory.
-        form: one of FORMATS, which it has to have; any when None.
-        spec: {name: range of a whole number, or the words} that have to be in it.
-        names: the files that the format may have.
-
-    Raises:
-        StoreError: if it is no store, of another format or version, damaged or altered.
+        path: the directory. form: one of FORMATS, which it has to have; any when None.
+        spec: {name: range of a whole number, or the words} that have to be in it. names: the files that may be.
     """
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
@@ -321,11 +301,9 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
             raise ValueError(f"its format is none of {', '.join(FORMATS)}")
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
-        if meta.get("format_version") not in READABLE:
-            raise StoreError(
-                f"{path}: store format {meta.get('format_version')!r:.200}; this code reads "
-                f"{' and '.join(map(str, READABLE))}; rebuild it"
-            )
+        if (version := meta.get("format_version")) not in READABLE:
+            said = f"store format {version!r:.200}; this code reads 2 and {VERSION}; rebuild it"
+            raise StoreError(f"{path}: {said}")
         for name, allowed in dict(spec).items():
             value, kind = meta.get(name), int if isinstance(allowed, range) else str
             if type(value) is not kind or value not in allowed:
@@ -347,14 +325,12 @@ def _is_record(name, record, names):
 def irregular(folder) -> dict[str, str]:
     """{name: what is wrong} of the entries of a store's folder that are no regular files: a link would have another
     file read or written, a pipe waits for ever. A folder among them is never opened."""
-    with os.scandir(folder) as entries:
-        modes = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
-    kinds = {name: stat.filemode(mode)[0] for name, mode in sorted(modes.items())}
-    return {
-        name: f"it is {IRREGULAR.get(kind, 'a device')}, and no regular file; remove it or rebuild the store"
-        for name, kind in kinds.items()
-        if kind not in "-d"
+    kinds = {file.name: stat.filemode(file.lstat().st_mode)[0] for file in Path(folder).iterdir()}
+    kinds = {
+        name: IRREGULAR.get(kind, "a device") for name, kind in kinds.items() if kind not in "-d"
     }
+    why = "and no regular file; remove it or rebuild the store"
+    return {name: f"it is {kind}, {why}" for name, kind in sorted(kinds.items())}
 
 
 def refuse_irregular(folder):
@@ -465,17 +441,11 @@ def free_host_bytes(root="/") -> int:
 
 
 class Rows(NamedTuple):
-    """Rows that are produced once and in order, for arrays that are never in memory as a whole.
+    """Rows that are produced once and in order, for arrays that are never in memory as a whole."""
 
-    Args:
-        shape: of the whole array, rows first.
-        dtype: numpy or torch dtype of every chunk.
-        chunks: iterable of arrays [r, ...] whose row counts add up to shape[0].
-    """
-
-    shape: tuple
-    dtype: Any
-    chunks: Iterable
+    shape: tuple  # of the whole array, rows first
+    dtype: Any  # numpy or torch dtype of every chunk
+    chunks: Iterable  # arrays [r, ...] whose row counts add up to shape[0]
 
 
 def progress_bar(progress, **options):
@@ -506,28 +476,29 @@ def as_numpy(rows) -> np.ndarray:
     return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
+@contextlib.contextmanager
+def _making(what, name, values):
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        kind = type(values).__name__
+        raise StoreError(f"{name} is a {kind} that makes no {what}: {error}") from error
+
+
 def as_rows(name, rows) -> Tensor:
     """Rows as a tensor, in this machine's byte order; booleans as uint8."""
-    try:
+    with _making("tensor", name, rows):
         if isinstance(rows, np.ndarray):
             rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
         rows = torch.as_tensor(rows)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise StoreError(
-            f"{name} is a {type(rows).__name__} that makes no tensor: {error}"
-        ) from error
     return rows.to(torch.uint8) if rows.dtype == torch.bool else rows
 
 
 def array_like(name, values):
     """`values` if they have shape, dtype and slices (arrays, tensors, `Rows`), a list as an array; else StoreError."""
-    try:
+    with _making("array", name, values):
         values = np.asarray(values) if type(values) in (list, tuple, range) else values
         _ = values.shape, values.dtype
-    except (ValueError, TypeError, AttributeError) as error:
-        raise StoreError(
-            f"{name} is a {type(values).__name__} that makes no array: {error}"
-        ) from error
     if getattr(values, "layout", torch.strided) != torch.strided or hasattr(values, "toarray"):
         raise StoreError(f"{name} is sparse: give a dense array")
     return values
@@ -571,18 +542,18 @@ def largest_of(rows) -> float:
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
 
 
-def out_of_range(ids, count) -> int | None:
-    """One of the ids, a tensor, that does not lie in [0, count), or None."""
-    low, high = (int(n) for n in ids.aminmax()) if len(ids) else (0, -1)
-    return low if low < 0 else high if high >= count else None
+def check_ids(ids, count):
+    """Raise IndexError unless ids, a tensor, lie in [0, count)."""
+    for bad in map(int, ids.aminmax()) if len(ids) else ():
+        if not 0 <= bad < count:
+            raise IndexError(f"node {bad} is out of range: ids lie in [0, {count})")
 
 
 def gather_target(features, ids, out, name="out") -> Tensor:
     """`out`, or a tensor for it, after checking both it and the ids."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
         raise StoreError(f"ids is {_kind(ids)}: an int32 or int64 tensor [n] is needed")
-    if (bad := out_of_range(ids, features.shape[0])) is not None:
-        raise IndexError(f"node {bad} is out of range: ids lie in [0, {features.shape[0]})")
+    check_ids(ids, features.shape[0])
     shape = (len(ids), features.shape[1])
     if out is None:
         return torch.empty(shape, dtype=features.dtype)

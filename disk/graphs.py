@@ -4,11 +4,9 @@
     graphs = GraphDataset.open("molecules")
     batch = graphs.batch(ids)                 # one block-diagonal graph
 
-Letters: G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets.
-A graph is one value of an LMDB file.
+G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets. A graph
+is one value of an LMDB file.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from disk import files
 from disk.checks import check_split, check_stored
+from disk.columns import write_arrays
 from disk.files import StoreError, integers, reading
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
@@ -57,29 +56,21 @@ class GraphBatch(NamedTuple):
 
 
 def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
-    """Put graphs given by their edge lists side by side.
+    """Put graphs given by their edge lists side by side, the edges sorted by destination, then source; StoreError for
+    shapes that do not fit, or an edge that leaves its graph.
 
     Args:
         num_nodes, num_edges: integers [G], at least one node each.
         edge_index: integers [2, E], sources over destinations, graph after graph, counted from 0 in each graph.
         x: [N, F], e: [E, D] features of nodes and edges, graph after graph. y: [G, T].
-
-    Returns:
-        GraphBatch, the edges sorted by destination, then source.
-
-    Raises:
-        StoreError: for shapes that do not fit, or an edge that leaves its graph.
     """
     num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
     edge_index = integers("edge_index", edge_index)
     x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
-    if num_nodes.ndim != 1 or num_edges.ndim != 1 or edge_index.ndim != 2 or len(edge_index) != 2:
-        shapes = [list(array.shape) for array in (num_nodes, num_edges, edge_index)]
-        raise StoreError(
-            "num_nodes is {}, num_edges {} and edge_index {}: [G], [G] and [2, E] are needed".format(
-                *shapes
-            )
-        )
+    nodes, edges, ends = (list(array.shape) for array in (num_nodes, num_edges, edge_index))
+    if len(nodes) != 1 or len(edges) != 1 or len(ends) != 2 or ends[0] != 2:
+        said = f"num_nodes is {nodes}, num_edges {edges} and edge_index {ends}"
+        raise StoreError(f"{said}: [G], [G] and [2, E] are needed")
     src, dst = edge_index
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
@@ -115,20 +106,14 @@ def _must_fit(nodes_of_each, **sizes):
 
 
 def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
-    """Write many small graphs to disk as a `GraphDataset`; complete, or not there at all.
+    """Write many small graphs to disk as a `GraphDataset`; complete, or not there at all -> its path; StoreError for
+    input that makes no sense, a target that exists, a full disk.
 
     Args:
         path: directory to create; its parents are created as well.
         batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
         split: dict with graph numbers for "train", "valid" and "test", disjoint; each may be missing.
-        source: where the graphs come from, kept in meta.json: a string or a dict of JSON values.
-        progress: show a bar where stderr is a terminal.
-
-    Returns:
-        The path of the data set.
-
-    Raises:
-        StoreError: for input that makes no sense, a target that exists, a full disk. Nothing is left behind.
+        source, progress: as for `build_store`.
     """
     path, batches = Path(path), iter(batches)
     first = next(batches, None)
@@ -137,29 +122,24 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     meta = {"format": FORMAT, "format_version": files.VERSION}
     meta["source"] = json.loads(json.dumps(source))
     for name, rows in zip(PARTS, first[3:]):
-        dtype = str(rows.dtype).removeprefix("torch.")
-        if rows.ndim != 2 or dtype not in files.DTYPES:
-            known = ", ".join(files.DTYPES)
-            raise StoreError(
-                f"{name} rows are {list(rows.shape)} {dtype}: two dimensions of {known}"
-            )
+        dtype = files.row_dtype(f"{name} rows", rows)
+        if rows.ndim != 2:
+            raise StoreError(f"{name} rows are {list(rows.shape)}: two dimensions are needed")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     largest = 0.0
     with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
-        graphs, file = GraphDataset(building, dict(meta, files={}), sync=False), "graphs.lmdb"
+        graphs = GraphDataset(building, dict(meta, files={}), sync=False)
         bar = files.progress_bar(progress, desc="graphs", unit="graph")
         with bar, contextlib.closing(graphs.file):
             for batch in itertools.chain([first], batches):
-                graphs.file.append(graphs._values(batch))
+                graphs.append(batch)
                 largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
-        size = (building / file).stat().st_size
-        records = {file: {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}}
-        for name, ids in check_split(split or {}, np.zeros(count, np.int64), "graph").items():
-            file = f"{name}.npy"
-            records[file] = files.write_npy(building / file, "int64", [len(ids)], [ids])
-        (building / "meta.json").write_bytes(files.dump_meta(dict(meta, files=records)))
+        split = check_split(split or {}, np.zeros(count, np.int64), "graph")
+        size = graphs.file.path.stat().st_size
+        record = {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}
+        files.write_meta(building, meta, {"graphs.lmdb": record, **write_arrays(building, split)})
         GraphDataset.open(building)
     return path
 
@@ -183,15 +163,9 @@ class GraphDataset:
         self.split = files.map_split(path, records) if records else {}
 
     @classmethod
-    def open(cls, path) -> GraphDataset:
-        """Open a data set after checking its meta.json and the size and header of every file.
-
-        Args:
-            path: directory that `build_graphs` made.
-
-        Raises:
-            StoreError: if it is none, of another format version, incomplete or damaged.
-        """
+    def open(cls, path) -> "GraphDataset":
+        """Open a data set that `build_graphs` made, after checking its meta.json and the size and header of every file;
+        StoreError if it is none, of another format version, incomplete or damaged."""
         meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the data set"):
             check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
@@ -208,24 +182,15 @@ class GraphDataset:
         check_stored(self.path, self.split, np.zeros(len(self), np.int64), "graph")
 
     def append(self, batch):
-        """Add the graphs of a batch behind the last one: all of them or none, after a crash as well.
-
-        Args:
-            batch: GraphBatch with the widths and dtypes of this data set.
-
-        Raises:
-            StoreError: for another width or dtype, an edge between two graphs, NaN or infinity, a full disk.
-        """
+        """Add the graphs of a GraphBatch behind the last one: all of them or none, after a crash as well; StoreError for
+        another width or dtype than this data set has, an edge between two graphs, NaN or infinity, a full disk."""
         self.file.append(self._values(batch))
 
     def batch(self, ids) -> GraphBatch:
-        """Read graphs, in the order given, as one block-diagonal graph.
+        """Read graphs as one block-diagonal graph.
 
         Args:
-            ids: int [G] numbers of graphs, repeats allowed.
-
-        Returns:
-            GraphBatch.
+            ids: int [G] numbers of graphs, in any order, repeats allowed.
 
         Raises:
             IndexError: for a number that is no graph.
@@ -257,10 +222,9 @@ class GraphDataset:
         if not len(batch.y):
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
-            if rows.ndim != 2 or rows.shape[1] != width or rows.dtype != dtype:
-                raise StoreError(
-                    f"{name} rows are {list(rows.shape)} {rows.dtype}, not {width} {dtype}"
-                )
+            if rows.shape[1:] != (width,) or rows.dtype != dtype:
+                found = f"{list(rows.shape)} {rows.dtype}"
+                raise StoreError(f"{name} rows are {found}, not {width} {dtype}")
             files.check_finite(f"{name} rows", rows)
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
@@ -281,13 +245,8 @@ class GraphDataset:
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
         views, cuts = [], []
-        for array, rows in (
-            (counts, nodes + 1),
-            (local.astype(np.int32), edges),
-            (files.as_numpy(batch.x), nodes),
-            (files.as_numpy(batch.e), edges),
-            (files.as_numpy(batch.y), np.ones_like(nodes)),
-        ):
+        arrays = counts, local.astype(np.int32), *map(files.as_numpy, batch[3:])
+        for array, rows in zip(arrays, (nodes + 1, edges, nodes, edges, np.ones_like(nodes))):
             views.append(memoryview(array.tobytes()))
             cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
         values = []
@@ -308,9 +267,8 @@ class GraphDataset:
         fine = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
         fine &= heads["crc"] == [zlib.crc32(value[size:]) for value in values]
         if not fine.all():
-            raise StoreError(
-                f"{self.file.path}: graph {ids[int(fine.argmin())]} differs from its checksum; rebuild it"
-            )
+            bad = f"graph {ids[int(fine.argmin())]} differs from its checksum"
+            raise StoreError(f"{self.file.path}: {bad}; rebuild it")
         # without each indptr's 0
         starts = np.concatenate([np.full_like(ends[:1], size + 4), ends[:-1]]).tolist()
         indptr, indices, *rows = (
@@ -322,10 +280,8 @@ class GraphDataset:
         whole = np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges))
         whole = whole and (np.diff(indptr) >= 0).all() and nodes.all()
         if not (whole and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
-            raise StoreError(
-                f"{self.file.path}: among {len(ids)} graphs from {ids[0]} on, one has lists or edges that "
-                "leave it; rebuild it"
-            )
+            bad = f"among {len(ids)} graphs from {ids[0]} on, one has lists or edges that leave it"
+            raise StoreError(f"{self.file.path}: {bad}; rebuild it")
         indices = local + np.repeat(np.cumsum(nodes) - nodes, edges)
 
         def rows_of(data, kind, count):

@@ -1,14 +1,11 @@
-"""LMDB's own rules: values under the keys 0, 1, 2, ... that many threads and processes read while one changes them.
+"""Values in LMDB under the keys 0, 1, 2, ... that many threads and processes read while one changes them.
 
     file = LmdbFile(path)
     value = file.read(lambda txn: bytes(txn.get(key(3))))     # one state of the file, whatever others write meanwhile
     file.append([b"...", b"..."])                             # all of them or none, after a crash as well
 
-`LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch and numpy, and lmdb once a file is
-opened.
+`LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch, numpy and lmdb.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -41,11 +38,8 @@ MAP_ROOM = 1 << 30  # the same beyond the end of the file, where address space i
 
 
 class LmdbFile:
-    """An LMDB file whose keys are 0, 1, 2, ...: opened by each process for itself.
-
-    LMDB allows one environment for each file and process. So the objects on one file share an environment, the process
-    is forked between transactions only, and a child closes what it inherited.
-    """
+    """An LMDB file whose keys are 0, 1, 2, ...: LMDB allows one environment for each file and process. So the objects on
+    one file share it, the process is forked between transactions only, and a child closes what it inherited."""
 
     # transactions of this process, and forks that wait for their end
     _turn, _running, _wanted = threading.Condition(), 0, 0
@@ -58,11 +52,8 @@ class LmdbFile:
 
     @contextlib.contextmanager
     def transaction(self, write=False):
-        """A transaction at one state of the file; what is written becomes part of it at the end, or never.
-
-        Raises:
-            StoreError: where the file cannot be read or written; OSError where a build cannot write.
-        """
+        """A transaction at one state of the file; what is written becomes part of it at the end, or never. StoreError
+        where the file cannot be read or written, OSError where a build cannot write."""
         lmdb = import_lmdb()
         with self._turn:
             self._turn.wait_for(lambda: not self._wanted)
@@ -79,9 +70,7 @@ class LmdbFile:
             said = os.strerror(code := self._errno(str(error)))
             if not self.sync:
                 raise OSError(code, said) from error
-            raise StoreError(
-                f"cannot write to {self.path}: {said}; what is in it is as it was"
-            ) from error
+            raise StoreError(f"{self.path}: {said}; what is in it is as it was") from error
         finally:
             with self._turn:
                 LmdbFile._running -= 1
@@ -95,7 +84,7 @@ class LmdbFile:
         included, when there was a second; for PATIENCE seconds, then it is a StoreError.
         """
         end = time.monotonic() + PATIENCE
-        while True:
+        while time.monotonic() <= end:
             with self.transaction() as txn:
                 try:
                     result = work(txn)
@@ -105,11 +94,10 @@ class LmdbFile:
                 else:
                     if not self._overtaken(txn):
                         return result
-            if time.monotonic() > end:
-                raise StoreError(
-                    f"{self.path} could not be read at one moment in {PATIENCE} s: a writer that cannot see this "
-                    "reader, who may not write to the folder, changes it faster"
-                )
+        raise StoreError(
+            f"{self.path} could not be read at one moment in {PATIENCE} s: a writer that cannot see this reader, who "
+            "may not write to the folder, changes it faster"
+        )
 
     def _overtaken(self, txn):
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
@@ -118,11 +106,11 @@ class LmdbFile:
         """The system's error behind an error of LMDB."""
         codes = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EIO
         code = next((code for code in codes if os.strerror(code) in said), errno.EIO)
-        folder = self.path.parent
         # a file that this user may write is opened read-only where its lock file has no room
-        no_lock = code == errno.EACCES and all(os.access(p, os.W_OK) for p in (self.path, folder))
+        no_lock = code == errno.EACCES and self._writable()
         # a write that the disk takes in part is reported as an input/output error
-        cut = code == errno.EIO and shutil.disk_usage(folder).free < 4 * files.ROW_BYTES
+        room = shutil.disk_usage(self.path.parent).free
+        cut = code == errno.EIO and room < 4 * files.ROW_BYTES
         return errno.ENOSPC if no_lock or cut else code
 
     def count(self, txn):
@@ -131,8 +119,8 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            said = f"{entries} values, and the last is not of that number; rebuild the store"
-            raise StoreError(f"{self.path} counts {said}")
+            said = f"{entries} values, and the last is not of that number"
+            raise StoreError(f"{self.path} counts {said}; rebuild it")
         return entries
 
     def append(self, values):
@@ -150,28 +138,33 @@ class LmdbFile:
             self._env.close()
 
     def _environment(self, lmdb):
-        if self._pid != os.getpid():
-            for (pid, *_), env in list(self._open.items()):
-                if pid != os.getpid():
-                    env.close()  # inherited over a fork
-            files.refuse_irregular(self.path.parent)
-            stat, places = os.stat(self.path), (self.path, self.path.parent)
+        if self._pid == os.getpid():
+            return self._env
+        for (pid, *_), env in list(self._open.items()):
+            if pid != os.getpid():
+                env.close()  # inherited over a fork
+        files.refuse_irregular(self.path.parent)
+        with reading(self.path):
+            stat = os.stat(self.path)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
+            writable = self._writable() and (not self.sync or self._room_for_locks())
+            self._locks = writable and self.sync
+            options = dict(readonly=not writable, lock=self._locks, sync=self.sync)
+            options |= dict(path=str(self.path), subdir=False, readahead=False, max_readers=1000)
+            self._env = self._open.get(key)
             try:
-                writable = all(os.access(place, os.W_OK) for place in places)
-                writable = writable and (not self.sync or self._room_for_locks())
-                self._locks = writable and self.sync
-                options = dict(readonly=not writable, lock=self._locks, sync=self.sync)
-                options |= dict(subdir=False, readahead=False, max_readers=1000)
-                self._env = self._open.get(key) or _open_map(self.path, stat.st_size, options)
-            except (lmdb.Error, OSError) as error:
-                raise StoreError(f"{self.path} cannot be opened: {error}") from error
-            self._open[key], self._pid = self._env, os.getpid()
+                self._env = self._env or lmdb.open(map_size=MAP, **options)
+            except lmdb.MemoryError:  # a limit of address space, ulimit -v say
+                self._env = lmdb.open(map_size=stat.st_size + MAP_ROOM, **options)
+        self._open[key], self._pid = self._env, os.getpid()
         return self._env
 
+    def _writable(self):
+        return all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
+
     def _room_for_locks(self):
-        """Take the blocks of LMDB's lock file, which it maps: a hole would kill the process on a full disk -> whether
-        there is room."""
+        """Allocate LMDB's lock file, which it maps: a hole would kill the process on a full disk -> whether there is
+        room."""
         lock = Path(f"{self.path}-lock")
         there = lock.exists()
         try:
@@ -214,25 +207,14 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def _open_map(path, size, options):
-    """Open an LMDB environment of a file of `size` bytes, with address space in which it can grow."""
-    lmdb = import_lmdb()
-    try:
-        return lmdb.open(str(path), map_size=MAP, **options)
-    except lmdb.MemoryError:  # a limit of address space, ulimit -v say
-        return lmdb.open(str(path), map_size=size + MAP_ROOM, **options)
-
-
 def key(number) -> bytes:
     """The key of value `number`."""
     return number.to_bytes(8, "big")
 
 
 def check_lmdb(path, name, record) -> Path:
-    """Check that an LMDB file is there and not cut, and that the two states that it keeps follow one another -> path.
-
-    LMDB takes the later of two states, or the earlier without a word where the number of the later was damaged.
-    """
+    """Check that an LMDB file is there and not cut, and that the two states that it keeps follow one another -> path:
+    LMDB takes the later, or the earlier without a word where the number of the later was damaged."""
     file = files.check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
@@ -271,17 +253,13 @@ def import_lmdb():
     return lmdb
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# feature rows
-
-
 def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
     blocks = (_block_value(rows) for rows in _regroup(chunks, block_rows))
     with contextlib.closing(LmdbFile(path, sync=False)) as file:
         while batch := list(itertools.islice(blocks, 1024)):
             file.append(batch)
-    return files.file_record(path, dtype, shape, files.sha256_of(path))
+    return files.file_record(path, dtype, shape)
 
 
 def _block_value(rows) -> bytes:
@@ -305,9 +283,7 @@ class LmdbFeatures:
     """Feature rows in an LMDB file, `block_rows` consecutive rows per value; many threads and processes may use it.
 
     Attributes:
-        shape: (V, F).
-        dtype: torch dtype.
-        large: True when all rows together are more than the memory that is free.
+        shape, dtype: (V, F), torch dtype. large: True when all rows together are more than the memory that is free.
     """
 
     def __init__(self, path, shape, dtype, block_rows, large=False):
@@ -322,10 +298,14 @@ class LmdbFeatures:
         """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
         out = files.gather_target(self, ids, out)
         target = files.as_numpy(out)
-        if self.large:  # have many threads wait for the disk first
+        if self.large:  # many threads wait for the disk first: py-lmdb reads a page of each value
             blocks = np.unique(ids.numpy() // self.block_rows)
+
+            def touch(blocks):
+                self.file.read(lambda txn: [txn.get(key(n)) for n in blocks.tolist()].clear())
+
             with ThreadPoolExecutor(READ_THREADS) as pool:
-                list(pool.map(self._touch, np.array_split(blocks, 4 * READ_THREADS)))
+                list(pool.map(touch, np.array_split(blocks, 4 * READ_THREADS)))
 
         def copy(txn):
             for number, where, rows in self._blocks(ids):
@@ -341,9 +321,7 @@ class LmdbFeatures:
             ids: int32 or int64 [n] node ids; of one that repeats, the last row counts.
             rows: [n, F] of this dtype, finite. The blocks they are in are held in memory.
 
-        Raises:
-            IndexError: for an id that is no row.
-            StoreError: for rows of another shape or dtype, NaN or infinity, a full disk; the rows are as they were.
+        Raises IndexError for an id that is no row, StoreError for bad rows or a full disk; the rows are as they were.
         """
         ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
         source = files.as_numpy(files.gather_target(self, ids, rows, "rows"))
@@ -354,10 +332,6 @@ class LmdbFeatures:
                 block = self._block(txn, number, check=True).copy()
                 block[at] = source[where]
                 txn.put(key(number), _block_value(block))
-
-    def _touch(self, blocks):
-        """Bring blocks into memory: py-lmdb reads a page of each value after the other, other threads run meanwhile."""
-        self.file.read(lambda txn: [txn.get(key(n)) for n in blocks.tolist()].clear())
 
     def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""
@@ -383,11 +357,8 @@ class LmdbFeatures:
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
 
-        def check(txn):
-            for number in range(-(-self.shape[0] // self.block_rows)):
-                self._block(txn, number, check=True)
-
-        self.file.read(check)
+        blocks = range(-(-self.shape[0] // self.block_rows))
+        self.file.read(lambda txn: [self._block(txn, n, check=True).size for n in blocks])
 
 
 def _forget_sha256(file):
@@ -400,24 +371,13 @@ def _forget_sha256(file):
         files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# verifying
-
-
 def verify_directory(path, layout, contents) -> list[str]:
-    """Read every file of a directory, compare it with its checksum, and look at what the files hold together.
+    """Compare every file of a directory, to which nothing may be written meanwhile, with its checksum, and look at what
+    the files hold together -> a sentence per problem, "FILE: ..."; StoreError if there is no store.
 
     Args:
-        path: the directory; nothing may be writing to it meanwhile.
         layout: format, specification and file names, as `read_meta` takes them.
-        contents: function of the path, used when no file is damaged: iterator over (file, function that raises
-            StoreError where it holds something wrong).
-
-    Returns:
-        A sentence per problem, starting with the name of the file and a colon; empty when all is well.
-
-    Raises:
-        StoreError: if there is no store.
+        contents: function of the path -> iterator over (file, function that raises StoreError where that is wrong).
     """
     path, problems = Path(path), []
     if path.is_dir() and (found := files.irregular(path)):

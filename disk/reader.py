@@ -3,11 +3,9 @@
     reader = open_rows("features.npy", offset=4096, row_bytes=1024, rows=V)
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
-A memory map asks for one page a thread at a time and waits. Here rows that lie close together are one request, and
+A memory map asks for one page a thread at a time and waits. Here rows that are close together are one request, and
 DEPTH threads of C code wait for the disk at a time (native/rows.c). Read through the page cache, rows that come again
-need no disk while their pages stay; with O_DIRECT, where the file system has it, they leave it to others, such as a graph
-that is sampled from. Direct requests begin and end on blocks of the disk, as a store's rows do whose size is a multiple
-of 512 bytes.
+need no disk while their pages stay; with O_DIRECT, where the file system has it, they leave it to others.
 
 To copy this file take native/ and disk/files.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives
 None.
@@ -21,7 +19,7 @@ import threading
 
 import torch
 
-from disk.files import StoreError, out_of_range, reading
+from disk.files import StoreError, check_ids, reading
 from native import build
 
 DEPTH = 64  # requests in flight
@@ -50,16 +48,9 @@ def open_rows(path, offset, row_bytes, rows, direct=True):
 class RowReader:
     """Reads rows of a table in a file; any number of threads may read at once, and a process that was forked.
 
-    Args:
-        path: the file. offset: where row 0 begins. row_bytes, rows: size of a row, and how many there are.
-        direct: False reads through the page cache.
-
     Attributes:
-        direct: whether the page cache is left alone. block: requests are multiples of as many bytes. bytes_read: asked
-        of the file so far. file: its descriptor.
-
-    Raises:
-        StoreError: for a file that cannot be opened.
+        path, offset, row_bytes, rows: as for `open_rows`. file: the descriptor. bytes_read: asked of the file so far.
+        direct: whether the page cache is left alone. block: requests are multiples of as many bytes.
     """
 
     def __init__(self, path, offset, row_bytes, rows, direct=True):
@@ -82,29 +73,20 @@ class RowReader:
         return file, 1, False
 
     def read(self, ids, out, places=None):
-        """Read rows.
+        """Read rows -> `out`; IndexError for a number that is no row, StoreError where the disk fails or the file ends
+        too soon.
 
         Args:
             ids: int32 or int64 [n] numbers of rows, in any order, repeats allowed.
             out: contiguous CPU tensor whose rows have row_bytes bytes.
             places: int64 [n], where in `out` each row goes; row i of ids to row i of out when None.
-
-        Returns:
-            `out`.
-
-        Raises:
-            IndexError: for a number that is no row.
-            StoreError: where the disk fails or the file ends too soon; what was read by then is in `out`.
         """
-        if (bad := out_of_range(ids, self.rows)) is not None:
-            raise IndexError(f"node {bad} is out of range: ids lie in [0, {self.rows})")
+        check_ids(ids, self.rows)
         ids, at = ids.to(torch.int64).contiguous(), ctypes.c_int64()
         room = len(out) >= len(ids) or places is not None
         if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
-            raise ValueError(
-                f"out is {list(out.shape)} {out.dtype}: {len(ids)} rows of {self.row_bytes} bytes, without gaps, "
-                "are needed"
-            )
+            needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
+            raise ValueError(f"out is {list(out.shape)} {out.dtype}: {needed}")
         depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))
         into = None if places is None else places.data_ptr(), len(ids), out.data_ptr()
         table = self.file, self.offset, self.row_bytes, self.block, depth

@@ -1,15 +1,13 @@
 """Edges in any order -> CSC, sorted by destination, then source or time, in bounded memory.
 
-    edges = functools.partial(edge_chunks, edge_index, None, None, num_nodes, options)
     indptr = np.zeros(num_nodes + 1, np.int64)
-    for sources, _ in sorted_edges(edges, indptr, folder, drop_duplicates=False, progress=False):
+    for sources in sorted_sources((edge_index, None, None), options, indptr, folder):
         ...                                   # the next part of `indices`; indptr is complete after the last one
 
 V nodes, M edges. This file needs disk/files.py and numpy.
 """
 
-from __future__ import annotations
-
+import functools
 import tempfile
 from collections.abc import Iterator
 
@@ -22,7 +20,7 @@ FEW_EDGES = 1 << 14  # edges that are sorted with their numbers and times in the
 SORT_EDGES = 1 << 27  # so many edges are sorted in memory, 1 GiB of keys; more by way of the disk
 
 
-def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False) -> Iterator[tuple]:
+def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered) -> Iterator[tuple]:
     """(sources, destinations), EDGE_CHUNK edges at a time, checked, with self-loops and reverses as asked for; with
     `numbered` the number of each edge in the input as well, and of a reverse that number plus M."""
     num_edges = edge_index.shape[1] if indptr is None else indices.shape[0]
@@ -50,36 +48,38 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered=False)
             yield dst, src, *(array + num_edges for array in numbers)
 
 
-def sorted_edges(edges, indptr, folder, drop_duplicates, progress, *, num_edges=None, times=None):
-    """Sort edges by destination, then source, a range of destinations at a time, in bounded memory.
+def sorted_sources(graph, options, indptr, folder, order=None, times=None, progress=False):
+    """Sort edges by destination, then time, if there is one, then source -> chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those in vector registers. Edges with
     numbers, by which rows of other arrays follow them, are sorted a quarter at a time: equal ones stay in the order of
-    the input, reverses behind the edges that were given. With times each list is sorted by time, edges of one time by
-    source. Of equal edges `drop_duplicates` keeps the earliest, else the first.
+    the input, reverses behind the edges that were given. Of these `drop_duplicates` keeps the earliest, else the first.
 
     Args:
-        edges: function that starts another pass: an iterator over (sources, destinations), or (sources, destinations,
-            numbers) as `edge_chunks` has them with `numbered`.
+        graph: edge_index [2, M], or None and the indptr and indices of CSC. options: those of `build_store`.
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
         folder: where 8 bytes an edge, 16 with numbers, are kept for a while if there is more than one range.
-        num_edges: M of the input, where edges have numbers. times: int64 [M] of these edges, or None.
-
-    Returns:
-        Iterator over chunks of (sorted sources, numbers of these edges in the input or None).
+        order: binary file, into which goes int64 [M'], which edge of the input each sorted edge is; or None.
+        times: int64 [M] of the edges of the input, or None.
     """
-    bits, numbered = max(len(indptr) - 2, 1).bit_length(), num_edges is not None
+    bits, numbered = max(len(indptr) - 2, 1).bit_length(), order is not None
     most = max(1, SORT_EDGES >> 2) if numbered else SORT_EDGES
-    for keys, numbers in _ranges(edges, len(indptr) - 1, bits, most, numbered, folder, progress):
+    num_nodes = len(indptr) - 1
+    num_edges = (graph[2] if graph[0] is None else graph[0]).shape[-1]
+    edges = functools.partial(edge_chunks, *graph, num_nodes, options, numbered)
+    for keys, numbers in _ranges(edges, num_nodes, bits, most, numbered, folder, progress):
+        unique = options["drop_duplicates"]
         if numbered:
-            parts = _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits)
+            parts = _sorted_with_numbers(keys, numbers, num_edges, times, unique, bits)
         else:
-            parts = _sorted_keys(keys, drop_duplicates)
+            parts = _sorted_keys(keys, unique)
         for chunk, number in parts:
             dst = (chunk >> np.uint64(bits)).view(np.int64)
             if len(dst):
                 indptr[dst[0] + 1 : dst[-1] + 2] += np.bincount(dst - dst[0])
-            yield chunk & np.uint64((1 << bits) - 1), number
+            if numbered:
+                order.write(np.ascontiguousarray(number).data)
+            yield chunk & np.uint64((1 << bits) - 1)
         keys = numbers = parts = chunk = None  # a view would keep this range beside the next one
     np.cumsum(indptr, out=indptr)
 
@@ -105,10 +105,7 @@ def _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits)
 
 def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
     """Cut edges, given by their keys [n], by destination -> positions of so few at a time that they are sorted in the
-    cache.
-
-    Numbers of 16 bits are sorted by their digits: in a few passes over the edges, however many there are.
-    """
+    cache. Numbers of 16 bits are sorted by their digits: in a few passes, however many edges there are."""
     if not len(keys):
         return
     low, high = (int(key >> np.uint64(bits)) for key in (keys.min(), keys.max()))
@@ -123,29 +120,15 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
 
 
 def spooled_bytes(num_edges, numbered) -> int:
-    """Bytes on the disk that `sorted_edges` takes for a while."""
+    """Bytes on the disk that `sorted_sources` takes for a while."""
     size, most = (16, SORT_EDGES >> 2) if numbered else (8, SORT_EDGES)
     return size * num_edges * (num_edges > most)
 
 
-def spooled_sources(edges, file) -> Iterator[np.ndarray]:
-    """The sources of sorted edges; which edges of the input they are goes into a file, int64."""
-    with open(file, "wb") as out:
-        for sources, numbers in edges:
-            out.write(np.ascontiguousarray(numbers).data)
-            yield sources
-
-
 def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterator[tuple]:
-    """Cut the nodes into ranges of destinations of up to `most` edges -> (keys, numbers) of each.
-
-    However many there are, two passes: one counts the edges, one writes each of them to where its range lies, in a
-    temporary file if there is more than one range. What is then read and sorted is a range at a time.
-
-    Returns:
-        Iterator over keys uint64 [n] of (destination, source), not sorted, and the numbers of the edges int64 [n], or
-        None where `edges` has none.
-    """
+    """Cut the nodes into ranges of destinations of up to `most` edges -> of each the keys uint64 [n] of (destination,
+    source), not sorted, and the numbers of the edges int64 [n] or None. One pass counts the edges, another writes each
+    to where its range is, in a temporary file if there are several."""
     cuts, counts = _cut(edges, num_nodes, most)
     ends, folder = np.cumsum(counts), folder if len(counts) > 1 else None
     filled, total = ends - counts, int(ends[-1])
@@ -159,10 +142,8 @@ def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterato
             if folder and numbered:
                 order = np.argsort(arrays[0])
                 arrays = [array[order] for array in arrays]
-            elif folder:
-                arrays[
-                    0
-                ].sort()  # in vector registers: faster than to look for the edges of each range
+            elif folder:  # in vector registers: faster than to look for the edges of each range
+                arrays[0].sort()
             inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
             for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(src)])):
                 for spool, array in zip(spools, arrays):
@@ -197,11 +178,8 @@ class _Spool:
 
 
 def _cut(edges, num_nodes, most) -> tuple[list[int], np.ndarray]:
-    """Cut the nodes into ranges -> (cuts, edges of each range): one of up to `most` edges, several of an eighth of
-    that.
-
-    A pass over the edges counts them per bucket of destinations, and neighbouring buckets form a range.
-    """
+    """Cut the nodes into ranges, of neighbouring buckets of destinations, in a pass over the edges -> (cuts, edges of
+    each range): one range of up to `most` edges, several of an eighth of that."""
     shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
     ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
     for _, dst, *_ in edges():
@@ -225,8 +203,3 @@ def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
             bad, why = (chunk < 0) | (chunk >= num_nodes), f"node ids lie in [0, {num_nodes})"
             refuse(bad, "indices", chunk, why, first)
         yield chunk
-
-
-def index_dtype(num_nodes) -> str:
-    """The narrower of the two dtypes of `indices` that holds every node."""
-    return "int32" if num_nodes < 1 << 31 else "int64"

@@ -6,8 +6,6 @@ x = arrays.features()                    # [V, F], a dense array or the rows of 
 arrays.close(len(y), num_edges)          # names what was not taken, refuses what would have changed the result
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools
@@ -18,7 +16,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading
+from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading, refuse
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -36,7 +34,7 @@ MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
 
 
-def open_npz(file, ignore=()) -> Arrays:
+def open_npz(file, ignore=()) -> "Arrays":
     """The arrays of an .npz file, which are read when they are asked for."""
     if not os.path.isfile(file):
         raise StoreError(f"cannot read {file}: there is no regular file of that name")
@@ -58,7 +56,7 @@ def _read(archive, member):
         return array
 
 
-def of_object(graph, own, ignore=()) -> Arrays:
+def of_object(graph, own, ignore=()) -> "Arrays":
     """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them, `own` in place of theirs."""
     kind = type(graph).__name__
     if hasattr(graph, "ndata"):
@@ -109,9 +107,8 @@ class Arrays:
     """Arrays by name; what is asked for counts as taken, and `close` looks at the rest.
 
     Args:
-        source: what messages call the file or object.
+        source: what messages call the file or object. ignore: names of arrays to do without.
         values: {name: array, tensor, or function that reads an array}; one that is None is not there.
-        ignore: names of arrays to do without.
     """
 
     def __init__(self, source, values, ignore=()):
@@ -174,9 +171,9 @@ class Arrays:
             raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
         return array
 
-    def integers(self, name):
-        """An array of whole numbers as int64."""
-        return integers(f"{self.source}: {name}", self[name])
+    def integers(self, name, values=None):
+        """An array of whole numbers as int64, or `values` of that name."""
+        return integers(f"{self.source}: {name}", self[name] if values is None else values)
 
     def edge_index(self):
         """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
@@ -215,15 +212,12 @@ class Arrays:
             raise self.error(f"{name} is {[*values.shape]}, one-hot rows: take {name}.argmax(1)")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
-            return integers(f"{self.source}: {name}", values)
+            return self.integers(name, values)
         values = values.astype(np.float64)
         missing = np.isnan(values)
-        bad = np.argwhere(~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53)))
-        if len(bad):
-            raise self.error(
-                f"{name}[{', '.join(map(str, bad[0]))}] is {values[tuple(bad[0])]}: labels are whole numbers, or NaN where "
-                "there is none; labels that are fractions, node regression, are not supported"
-            )
+        bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
+        why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
+        refuse(bad, f"{self.source}: {name}", values, why)
         if missing.any():
             few, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
             self.say(f"{few} in {name} are NaN{empty}: these nodes have no label (-1)")
@@ -253,8 +247,8 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            what = f"row_normalize={row_normalize} has no effect"
-            raise self.error(f"{what}: it is for a CSR matrix of features")
+            given = f"row_normalize={row_normalize}"
+            raise self.error(f"{given} has no effect: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):
@@ -265,33 +259,31 @@ class Arrays:
         num_nodes, entries = len(indptr) - 1, indices.size
         rises = indptr.ndim == 1 and num_nodes > 0 and not (np.diff(indptr) < 0).any()
         if not rises or [*indptr[[0, -1]]] != [0, entries] or values.shape != (entries,):
-            raise self.error(
-                f"feat_indptr must rise from 0 to the {entries} entries of feat_indices, and feat_data have as many"
-            )
+            rise = f"feat_indptr must rise from 0 to the {entries} entries of feat_indices"
+            raise self.error(f"{rise}, and feat_data have as many")
         shape = [num_nodes, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
             shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
-            what = f"{num_nodes} rows and from 1 to {PIECE:,} columns are needed"
-            raise self.error(f"its features have shape {shape}: {what}")
+            needed = f"{num_nodes} rows and from 1 to {PIECE:,} columns"
+            raise self.error(f"its features have shape {shape}: {needed} are needed")
         if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
             raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
         if normalize and (least := values.min(initial=0)) < 0:
-            what = "rows with values below 0 are not divided by their sum; give row_normalize=0"
-            raise self.error(f"feat_data holds {least}: {what}")
+            raise self.error(f"feat_data holds {least}: rows have no sum; give row_normalize=0")
         if data:
             how = "each row divided by its sum (row_normalize=0 leaves them)"
             how = how if normalize else "as they are"
             self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
-        dtype = np.float32 if counts else values.dtype
+        dtype, step = np.float32 if counts else values.dtype, max(1, PIECE // shape[1])
 
-        def rows(first, last):
-            a, b = indptr[first], indptr[last]
-            row = np.repeat(np.arange(last - first), np.diff(indptr[first : last + 1]))
-            size = (last - first) * shape[1]
+        def rows(first):
+            ends = indptr[first : first + step + 1]
+            row, (a, b) = np.repeat(np.arange(len(ends) - 1), np.diff(ends)), ends[[0, -1]]
+            size = (len(ends) - 1) * shape[1]
             dense = np.bincount(row * shape[1] + indices[a:b], values[a:b], size)
             dense = dense.reshape(-1, shape[1])
             if normalize:
@@ -299,9 +291,7 @@ class Arrays:
                 dense /= np.where(total, total, 1)
             return dense.astype(dtype)
 
-        step = max(1, PIECE // shape[1])
-        firsts = range(0, num_nodes, step)
-        return Rows(shape, dtype, (rows(a, min(a + step, num_nodes)) for a in firsts))
+        return Rows(shape, dtype, map(rows, range(0, num_nodes, step)))
 
     def close(self, num_nodes=None, num_edges=None):
         """Name what was not taken; what seems to say something of edges, splits, features or labels is refused."""
@@ -316,7 +306,7 @@ class Arrays:
                 why = "no array of that name is known" + (f", {near[0]} is" if near else "")
                 if of_edges or "edge" in name:
                     why = "what edges carry is called edge_weight, edge_time or edge_features"
-                what = f"{name} is not used: {why}; drop the array, or {self._do_without(name)}"
-                raise self.error(what)
+                what = f"{name} is not used: {why}"
+                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
         if rest:
             self.say(f"not used: {', '.join(map(str, rest))}")

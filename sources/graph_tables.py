@@ -2,16 +2,12 @@
 
     x, nodes = features("x.csv.gz", "spool-x")                # float32 [V, F]; a column of ids names the nodes
     y = labels("y.csv", nodes)                                # float64 [V] or [V, C], NaN: no label; or text [V]
-    train = ids("train.csv", nodes)                           # int64 [n]
     edge_index, more = edges("edges.csv", "spool-e", nodes, {"edge_weight": ["w"]})     # int64 [2, M]
-    times = edge_rows("times.csv", "spool-t", "edge_time")    # int64 [M], of a table of its own
 
 The rows of the features are the nodes 0 to V-1, unless they have a column of ids: 0 to V-1 in another order put the
 rows in that order, other ids and text name the nodes in the order of the rows. Each function prints what it took for
 what.
 """
-
-from __future__ import annotations
 
 import itertools
 import os
@@ -67,8 +63,7 @@ class Nodes:
             self._sorted = names[self._order]
 
     def numbers(self, table, first, cells) -> np.ndarray:
-        """The nodes int64 [r] that the cells of a column name, from row `first` on; StoreError for one that is not
-        there."""
+        """The nodes int64 [r] that the cells of a column name, from row `first` on."""
         if self.kind is str:
             nodes = np.array([self._numbers.get(name, -1) for name in cells], np.int64)
         elif self.names is not None:
@@ -86,8 +81,7 @@ class Nodes:
 
 
 def features(file, target) -> tuple[np.ndarray, Nodes]:
-    """Spool a table with a row for each node into the file `target` -> (a memmap of float32 [V, F], how the nodes are
-    named).
+    """Spool a table with a row for each node into the file `target` -> (memmap of float32 [V, F], how nodes are named).
 
     A column of ids never becomes a feature. It is known by its name (id, node, index, ..., or for the first column
     anything that ends in id), or is the first one and holds text, or the numbers 0 to V-1 or 1 to V in any order.
@@ -98,7 +92,7 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
         real = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
             what = f"{file} has a column {table.column(j)}, and features must not tell the label"
-            raise StoreError(f"{what}: leave it out, or rename it if it is something else")
+            raise StoreError(f"{what}: leave it out, or rename it")
         if not real:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds, found = dict.fromkeys(real, float), []
@@ -161,8 +155,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
     if node is None:
         if table.rows < nodes.count:
-            what = f"{nodes.source} has {nodes.count:,} rows of features"
-            raise StoreError(f"{table.name} has {table.rows:,} rows, {what}")
+            has = f"{table.name} has {table.rows:,} rows"
+            raise StoreError(f"{has}, {nodes.source} has {nodes.count:,} rows of features")
         return np.arange(nodes.count), columns
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
@@ -176,8 +170,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
 
 def labels(file, nodes) -> np.ndarray:
     """Read a table of labels: a column of numbers or text, or of several labels a node columns of 0 and 1; a row for each
-    node, or with a column of ids for those that have a label -> float64 [V] or [V, C], or text [V]; NaN or "" for a node
-    without a label."""
+    node, or with a column of ids for some -> float64 [V] or [V, C], or text [V]; NaN or "": no label."""
     with opened(file) as table:
         columns, node = _label_columns(table)
         if node is not None:
@@ -226,7 +219,7 @@ def node_times(file, nodes) -> np.ndarray:
 
 
 def ids(file, nodes) -> np.ndarray:
-    """Read a table of one column that names nodes, each once -> int64 [n]; StoreError for a mask, or for no rows."""
+    """Read a table of one column that names nodes, each once -> int64 [n]."""
     with opened(file) as table:
         if table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, the ids of nodes")
@@ -240,8 +233,7 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
     kept, as `edge_rows` has it}).
 
     Source and destination are the columns of these names (or src, from, u; dst, target, to, v), else the first two.
-    keep: {"edge_weight", "edge_time" or "edge_features": names or numbers from 1 of further columns}; any other column
-    is refused.
+    keep: {name of a column of a store: names or numbers from 1 of columns}; any other column is refused.
     """
     with opened(file) as table:
         ends = _end_columns(table)
@@ -271,7 +263,6 @@ def edge_rows(file, target, name) -> np.ndarray:
 
 def _spooled(table, target, fields, nodes=None):
     """Spool {name: columns} of a table of edges as records, in one file -> {name: its part of them}."""
-
     dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64)
     if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
         dtypes["edge_time"] = np.int64
@@ -300,21 +291,20 @@ def _column(table, word) -> int:
         return table.names.index(word)
     if word.isdecimal() and 1 <= int(word) <= table.width:
         return int(word) - 1
-    names = f"columns 1 to {table.width}, without names"
-    names = short(", ".join(table.names), "") if table.names else names
+    names = short(", ".join(table.names or map(str, range(1, table.width + 1))), "")
     what = f"has no column {short(word)}, and there is no file of that name"
     raise StoreError(f"{table.name} {what}: it has {names}")
 
 
 def _end_columns(table) -> list[int]:
     """The columns of sources and destinations."""
-    found = [table.named(end) for end in ("source", "destination")]
+    sources, destinations = table.named("source"), table.named("destination")
     if table.width < 2:
         what = "two are needed, with a comma, a semicolon, a tab or a space between them"
         raise StoreError(f"{table.name} has one column: {what}")
-    if [len(columns) for columns in found] == [1, 1]:
-        return [found[0][0], found[1][0]]
-    if any(found):
+    if len(sources) == len(destinations) == 1:
+        return sources + destinations
+    if sources or destinations:
         names = short(", ".join(table.names), "")
         raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
     table.notes.append(f"{table.column(0)} taken as source, {table.column(1)} as destination")

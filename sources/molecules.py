@@ -7,12 +7,10 @@
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
-from disk.files import check_finite
+from disk.files import check_finite, refuse
 from features import prefetch
 from sources.splits import of_graphs
 
@@ -27,7 +25,7 @@ def molecules(arrays, given, seed):
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
             `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx` or masks.
-        given: dict; `split` is the number of one of several splits. seed: draws the split where there is none.
+        given: {"split": number of one of several}. seed: draws the split where there is none.
     """
     x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
     arrays.shaped("bond_index_local", 2, len(e))
@@ -53,14 +51,12 @@ def molecules(arrays, given, seed):
 
 
 def crystals(arrays, given, seed):
-    """Periodic cells, to learn the energy per atom -> (batches, split, what to tell of them).
+    """Periodic cells, to learn the energy per atom from atomic numbers and distances -> as `molecules`.
 
     Args:
         arrays: `Arrays`: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice`
             [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell), perhaps a split as for `molecules`.
-        given: dict; `radius` of the neighbourhoods, angstrom, 4 by default; `split` as for `molecules`.
-
-    Node features are atomic numbers, edge features distances.
+        given: {"radius": of the neighbourhoods, angstrom, 4 by default}, and as for `molecules`.
     """
     radius, numbers = given.get("radius", 4.0), arrays.integers("Z")
     arrays.shaped("Z", "N")
@@ -68,9 +64,8 @@ def crystals(arrays, given, seed):
     atoms = np.diff(offsets)
     coords = arrays.shaped("frac_coords", len(numbers), 3).astype(np.float64)
     lattice = arrays.shaped("lattice", len(atoms), 3, 3).astype(np.float64)
-    bad = np.flatnonzero((numbers < 0) | (numbers > 118))
-    if len(bad):
-        raise arrays.error(f"Z[{bad[0]}] is {numbers[bad[0]]}: atomic numbers lie in [0, 118]")
+    bad = (numbers < 0) | (numbers > 118)
+    refuse(bad, f"{arrays.source}: Z", numbers, "atomic numbers lie in [0, 118]")
     check_finite(f"{arrays.source}: frac_coords", torch.from_numpy(coords))
     _check_cells(arrays, lattice, atoms, radius)
     y = _targets(arrays, "energy", len(atoms), atoms)
@@ -111,22 +106,13 @@ def _check_cells(arrays, lattice, atoms, radius):
 
 def _heights(lattice) -> np.ndarray:
     """Distances of opposite faces, [..., 3], of cells [..., 3, 3]."""
-    a, b, c = np.moveaxis(lattice, -2, 0)
-    areas = [np.linalg.norm(np.cross(u, v), axis=-1) for u, v in ((b, c), (c, a), (a, b))]
-    return np.abs(np.linalg.det(lattice))[..., None] / np.stack(areas, -1)
+    return 1 / np.linalg.norm(np.linalg.inv(lattice), axis=-2)
 
 
 def periodic_neighbours(coords, lattice, radius):
-    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well.
-
-    Args:
-        coords: float64 [n, 3] fractional coordinates. lattice: float64 [3, 3], rows are the vectors of the cell.
-        radius: in the unit of the lattice.
-
-    Returns:
-        (edge_index int64 [2, E], distance float64 [E]); a pair occurs once for each image within the radius, an atom
-        among the neighbours of itself only as an image.
-    """
+    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well, of fractional
+    coordinates float64 [n, 3] and a lattice float64 [3, 3] -> (edge_index int64 [2, E], distance float64 [E]); a pair
+    occurs once for each image within the radius, an atom among the neighbours of itself only as an image."""
     coords = coords - np.floor(coords)
     reach = radius / _heights(lattice)  # in cells
     images = [np.arange(-n, n + 1) for n in np.ceil(reach).astype(int)]

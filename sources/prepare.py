@@ -1,9 +1,6 @@
 """A name, a path or a graph at hand -> a store directory.
 
-    path = prepare("synthetic:nodes=2449029,degree=50")          # planted communities, no download
-    path = prepare("ogbn-products", root="data")                 # or another of NAMES
-    path = prepare("mine.npz")                                   # edge_index, features, labels, train_idx, ...
-    path = prepare("some/store")                                 # a store is taken as it is
+    path = prepare("synthetic:nodes=2449029,degree=50")          # or another of NAMES, an .npz file, a store
     path = build("mine.npz:split=3", "some/store", symmetrize=True)
     path = build("edges.csv.gz", "some/store", features="x.csv.gz", labels="y.csv", weights="w")
     path = build(dgl_graph_or_pyg_data, "some/store")
@@ -14,11 +11,8 @@
 graph once, with all the splits that it came with; `choose_split` of sources/splits.py takes or draws one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -29,16 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from disk import files
 from disk.checks import check_labels, check_split
-from disk.files import (
-    READABLE,
-    StoreError,
-    read_meta,
-    reading,
-    refuse_existing,
-    scratch_folder,
-    sha256_of,
-)
+from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, LABELS, Arrays, of_object, open_npz
 from sources.graph_tables import TABLE, read_tables
@@ -77,32 +64,43 @@ def prepare(
         root: directory for downloads and for the stores built here.
         seed: draws what an .npz file leaves open, except the split of a graph (`choose_split` draws that); a synthetic
             graph has its own seed parameter.
-        backend: "mmap" or "lmdb", for the features.
-        symmetrize: add the reverse of every edge, for .npz files of one graph.
-        drop_duplicates: keep one of several equal edges, for such files.
-        progress: show bars.
+        symmetrize, drop_duplicates: for .npz files of one graph. backend, progress: as for `build_store`.
     """
     name, root = str(dataset), Path(root)
     options = {"symmetrize": symmetrize, "drop_duplicates": drop_duplicates}
     options = {option: True for option, on in options.items() if on}
     flags = [f"--{option.replace('_', '-')}" for option in options]
     if os.path.isfile(os.path.join(name, "meta.json")):
-        if backend == "lmdb" and read_meta(name).get("backend") != backend:
+        if backend == "lmdb" and files.read_meta(name).get("backend") != backend:
             flags.append(f"--backend {backend}")
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
-    word, key, make = _recipe(name, root, int(seed), options)
-    target = root / f"{word}-{_digest(key)}{'' if backend == 'mmap' else f'-{backend}'}"
+    word, key, make = _recipe(name, root, int(seed), options, flags)
+    # the oldest format of a store that can still be read is part of its name
+    digest = hashlib.sha256(
+        json.dumps([files.READABLE[0], key], sort_keys=True).encode()
+    ).hexdigest()[:8]
+    target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
-        with _locked(root):  # of several processes one builds, the others wait for it
-            if not (target / "meta.json").is_file():
-                with reading(dataset):
-                    make(target, backend=backend, progress=progress)
+        made = not root.exists()
+        try:
+            with reading(root):
+                root.mkdir(parents=True, exist_ok=True)
+                with files.locked(
+                    root.resolve()
+                ):  # of several processes one builds, the others wait
+                    if not (target / "meta.json").is_file():
+                        with reading(dataset):
+                            make(target, backend=backend, progress=progress)
+        finally:
+            if made:
+                with contextlib.suppress(OSError):  # it stays unless it is empty
+                    root.rmdir()
     return target
 
 
-def _recipe(name, root, seed, options):
+def _recipe(name, root, seed, options, flags):
     """(what the store's folder is called, a JSON value that stands for its content, function that builds it)."""
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
@@ -110,31 +108,26 @@ def _recipe(name, root, seed, options):
         arrays = open_npz(file, given.get("ignore", ()))
         drawn = seed if _draws(arrays) else None  # the split of one graph: when it is opened
         # a changed file is another data set
-        key = [sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
+        key = [files.sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
         key += ["drop_duplicates"] * ("drop_duplicates" in options)
         make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
         return Path(file).stem[:100], key, make
     if word not in NAMES:
         raise StoreError(_unknown(name))
-    for flag in options:
-        flag = flag.replace("_", "-")
-        raise StoreError(f"--{flag} has no effect on {word}: it is for files of your own")
+    if flags:
+        raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
     types = {n: type(value) for n, value in SYNTHETIC.items()} if word == "synthetic" else {}
     given = parse(parameters, types, word)
     key = {**SYNTHETIC, **given} if types else word
-    make = functools.partial(_build_named, word=word, parameters=key, root=root)
-    return word, key, make
 
-
-def _build_named(path, word, parameters, root, progress, **options) -> Path:
-    """Build the store of one of NAMES."""
-    options["progress"] = progress
-    if word == "synthetic":
-        return build_store(path, **synthetic(parameters), **options)
-    if word in PLANETOID:
-        return build_store(path, **planetoid(word, root), **options)
-    with ogb(word, root, progress) as graph:
+    def make(path, **options):
+        if word in OGB:
+            with ogb(word, root, options["progress"]) as graph:
+                return build_store(path, **graph, **options)
+        graph = planetoid(word, root) if word in PLANETOID else synthetic(key)
         return build_store(path, **graph, **options)
+
+    return word, key, make
 
 
 def _unknown(name) -> str:
@@ -149,29 +142,6 @@ def _unknown(name) -> str:
         return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
     names = ", ".join(NAMES)
     return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
-
-
-@contextlib.contextmanager
-def _locked(directory):
-    """Hold a lock on a directory, which the kernel drops with the process; one made for this goes if it stays empty."""
-    made = not directory.exists()
-    with reading(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            if made:
-                directory.rmdir()
-
-
-def _digest(value) -> str:
-    """Eight characters that stand for a JSON value and for the oldest format of a store that can still be read."""
-    return hashlib.sha256(json.dumps([READABLE[0], value], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def npz_file(text):
@@ -217,8 +187,8 @@ def build(
 ):
     """Build a store at a path of your own -> its path.
 
-    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature. Many
-    small graphs: see sources/molecules.py.
+    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature; those of
+    many small graphs: sources/molecules.py.
 
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
@@ -235,7 +205,7 @@ def build(
     """
     path, is_file = Path(path), isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
-    refuse_existing(path)
+    files.refuse_existing(path)
     given = {"ignore": list(ignore)} if ignore else {}
     own = dict(features=features, labels=labels)
     if isinstance(split, dict):
@@ -243,21 +213,22 @@ def build(
     elif split is not None:
         given["split"] = int(split)
     columns = dict(edge_weight=weights, edge_time=times, edge_features=edge_features)
-    columns |= dict(node_time=node_times)
+    columns["node_time"] = node_times
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
-    for idle, why in (
-        ({} if tables else columns, "weights, times and edge_features are for tables"),
-        (own if npz else {}, "it holds features, labels and split itself"),
-        (given if tables else {}, "tables have no parameters"),
-    ):
-        if idle:
-            raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
+    if columns and not tables:
+        idle, why = columns, "weights, times and edge_features are for tables"
+    elif npz:
+        idle, why = own, "it holds features, labels and split itself"
+    else:
+        idle, why = given if tables else {}, "tables have no parameters"
+    if idle:
+        raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
     with contextlib.ExitStack() as stack:
         stack.enter_context(reading(f"cannot build {path}: {kind}" if tables else kind))
         if tables:
-            folder = stack.enter_context(scratch_folder(path))
+            folder = stack.enter_context(files.scratch_folder(path))
             arrays = read_tables(kind, own, columns, folder)
             options["node_names"] = arrays.pop("node_names")
             arrays = Arrays(kind, arrays)
@@ -270,8 +241,8 @@ def build(
 
 
 def _draws(arrays, split=False) -> bool:
-    """Whether a seed decides on what is in a store: a part of the split of many graphs, or which training nodes of a
-    graph show their label; with `split`, whether on the split of one graph."""
+    """Whether a seed decides on what is in a store: a part of the split of many graphs, which training nodes of a graph
+    show their label or, with `split`, the split of one graph."""
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
@@ -282,8 +253,8 @@ def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, *
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
-        given: dict, parameters of `NPZ`. seed: draws what is left open; None where none was asked for: then the split
-            of a graph is drawn when it is opened. options: of `build_store`.
+        given: dict, parameters of `NPZ`. seed: draws what is left open; None: the split of a graph is drawn when it is
+            opened. options: of `build_store`.
     """
     drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
@@ -342,7 +313,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
         source["features"] = "labels of half of the training nodes"
     of_graph = dict(features=features, labels=labels, split=split, num_classes=num_classes)
     build_store(path, edge_index=edges, source=source, **of_graph, **columns, **options)
-    counts = read_meta(path)["edges"]
+    counts = files.read_meta(path)["edges"]
     if counts["one_way"]:
         some = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
         arrays.say(f"{some} have no reverse: messages go one way; --symmetrize adds the reverses")
@@ -367,9 +338,8 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
 
 def main(argv=None) -> int:
     """The command line: build a data set and print the path of its store."""
-    parser = argparse.ArgumentParser(
-        prog="sources.prepare", description="Build a data set and print where its store is."
-    )
+    about = "Build a data set and print where its store is."
+    parser = argparse.ArgumentParser(prog="sources.prepare", description=about)
     add = parser.add_argument
     add("dataset", help=f"a path, or one of {', '.join(NAMES)}")
     add("--root", default="data", help="directory for downloads and stores")

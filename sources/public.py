@@ -9,8 +9,6 @@ The files of Planetoid are pickles: they are read by an unpickler that knows arr
 and nothing that runs code.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import http.client
@@ -26,9 +24,8 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from disk.files import SPLITS, Rows, StoreError, integers, reading, sync
+from disk.files import SPLITS, Rows, StoreError, integers, progress_bar, reading, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -45,13 +42,10 @@ PLANETOID = ("cora", "citeseer", "pubmed")
 
 @contextlib.contextmanager
 def ogb(name, root, progress=False):
-    """A context of an OGB node-property graph (arXiv 2005.00687), as `build_store` takes it.
+    """A context of one of OGB's node-property graphs (arXiv 2005.00687), as `build_store` takes it.
 
-    The archive is downloaded into `root`, where temporary files lie meanwhile; RINGBLOCK_OGB_URL names a mirror. As in
+    The archive is downloaded into `root`, where temporary files are meanwhile; RINGBLOCK_OGB_URL names a mirror. As in
     OGB's reference examples every edge gets its reverse; for arxiv and papers100M duplicates are then dropped.
-
-    Args:
-        name: one of OGB. progress: show a bar.
     """
     archive, kind, classes, drop_duplicates = OGB[name]
     file = Path(root) / archive
@@ -94,13 +88,12 @@ def _arrays(file, outer, kind, spooled) -> dict:
         return np.concatenate([*table(name, kind)])[:, 0]
 
     def array(member, name):
-        return _npy_chunks(outer.open(members[f"raw/{member}.npz"]), name)
+        return _npy_rows(outer.open(members[f"raw/{member}.npz"]), name)
 
     if "raw/data.npz" in members:
-        shape, dtype, chunks = array("data", "edge_index")
-        edge_index = spool(spooled, chunks, dtype, shape[1])
-        features = Rows(*array("data", "node_feat"))
-        labels = np.concatenate([*array("node-label", "node_label")[2]]).reshape(-1)
+        edges, features = array("data", "edge_index"), array("data", "node_feat")
+        edge_index = spool(spooled, edges.chunks, edges.dtype, edges.shape[1])
+        labels = np.concatenate([*array("node-label", "node_label").chunks]).reshape(-1)
     else:
         nodes, edges = (int(column(f"raw/num-{what}-list").sum()) for what in ("node", "edge"))
         edge_index = spool(spooled, table("raw/edge"), np.int64, 2).T
@@ -118,8 +111,8 @@ def _arrays(file, outer, kind, spooled) -> dict:
     )
 
 
-def _npy_chunks(file, name):
-    """(shape, dtype, chunks of rows) of an array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
+def _npy_rows(file, name) -> Rows:
+    """An array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
     data = zipfile.ZipFile(file).open(f"{name}.npy")
     version = np.lib.format.read_magic(data)[0]
     read = getattr(np.lib.format, f"read_array_header_{version}_0")
@@ -129,25 +122,17 @@ def _npy_chunks(file, name):
     width = shape[1] if shape[1] <= 1 << 22 else 1
 
     def chunks():
-        left, step = shape[0] * shape[1], (1 << 22) // width * width
-        while left:
-            raw = np.frombuffer(data.read(min(step, left) * dtype.itemsize), dtype)
-            if len(raw) < min(step, left):
-                raise ValueError(f"{name} ends early")
-            yield raw.reshape(-1, width)
-            left -= len(raw)
+        while raw := data.read((1 << 22) // width * width * dtype.itemsize):
+            yield np.frombuffer(raw, dtype).reshape(-1, width)
 
-    return shape, dtype, chunks()
+    return Rows(shape, dtype, chunks())
 
 
 def planetoid(name, root) -> dict:
-    """Cora, citeseer or pubmed from the original files, with the public split (arXiv 1603.08861), as `build_store` takes
-    it.
+    """One of PLANETOID from the original files, with the public split (arXiv 1603.08861), as `build_store` takes it.
 
-    Args:
-        name: one of PLANETOID.
-        root: the files `ind.NAME.*` are looked for here and in root/planetoid, else downloaded into the latter;
-            RINGBLOCK_PLANETOID_URL names a mirror.
+    The files `ind.NAME.*` are looked for in root and in root/planetoid, else downloaded into the latter;
+    RINGBLOCK_PLANETOID_URL names a mirror.
     """
     parts = {}
     for part in ("y", "tx", "ty", "allx", "ally", "graph", "test.index"):
@@ -196,14 +181,6 @@ def planetoid(name, root) -> dict:
 class _Matrix:
     """A pickled scipy.sparse.csr_matrix: its attributes."""
 
-    def dense(self):
-        rows, columns = (int(n) for n in getattr(self, "_shape", None) or self.shape)
-        dense = np.zeros((rows, columns), np.float32)
-        if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < columns:
-            raise ValueError(f"its matrix has entries outside of columns 0 to {columns - 1}")
-        dense[np.repeat(np.arange(rows), np.diff(self.indptr)), self.indices] = self.data
-        return dense
-
 
 def _number(name, *_):
     """A dtype of numpy's own, which no state in the pickle changes."""
@@ -214,7 +191,7 @@ def _number(name, *_):
 
 class _Unpickler(pickle.Unpickler):
     """Reads what the Planetoid files hold and nothing else: a name stands for what is admitted under it, whatever the
-    module, which differs between Python 2 and 3, numpy 1 and 2, older and newer scipy."""
+    module, which differs between versions of Python, numpy and scipy."""
 
     admitted = {
         "ndarray": np.ndarray,
@@ -238,9 +215,14 @@ def _unpickled(file):
     """A Planetoid file: a dense array, the dense array of a sparse matrix, or a dict of lists."""
     with open(file, "rb") as data:
         value = _Unpickler(data, encoding="latin1").load()
-    if isinstance(value, np.ndarray):
-        return value
-    return value.dense() if isinstance(value, _Matrix) else dict(value)
+    if not isinstance(value, _Matrix):
+        return value if isinstance(value, np.ndarray) else dict(value)
+    rows, columns = (int(n) for n in getattr(value, "_shape", None) or value.shape)
+    dense = np.zeros((rows, columns), np.float32)
+    if len(value.indices) and not 0 <= value.indices.min() <= value.indices.max() < columns:
+        raise ValueError(f"its matrix has entries outside of columns 0 to {columns - 1}")
+    dense[np.repeat(np.arange(rows), np.diff(value.indptr)), value.indices] = value.data
+    return dense
 
 
 def download(url, target, progress=False):
@@ -254,14 +236,15 @@ def download(url, target, progress=False):
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for file in (part, tag):
-            _check_own(file)
+        for file in filter(os.path.lexists, (part, tag)):
+            status = file.lstat()  # another user may have put something in its place
+            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not own or status.st_nlink > 1:
+                raise StoreError(f"{file} is no regular file of yours: remove it")
         have = part.stat().st_size if part.is_file() and tag.is_file() else 0
-        size, total = _fetch(url, part, tag, have, target.name, progress)
+        size, total = _fetch(url, part, tag, have, progress)
         if total not in (None, size):
-            raise StoreError(
-                f"the download of {url} stopped at {size} of {total} bytes; run it again to go on from there"
-            )
+            raise StoreError(f"{url} stopped at {size} of {total} bytes; run it again to go on")
         sync(part)
         os.replace(part, target)
         sync(target.parent)
@@ -273,7 +256,7 @@ def download(url, target, progress=False):
         raise StoreError(f"the download of {url} failed: {error}; {advice}") from error
 
 
-def _fetch(url, part, tag, have, name, progress) -> tuple[int, int | None]:
+def _fetch(url, part, tag, have, progress) -> tuple[int, int | None]:
     """Append to a part what is missing behind its first `have` bytes -> (its size, that of the whole)."""
     ranges = {"Range": f"bytes={have}-", "If-Range": tag.read_text()} if have else {}
     try:
@@ -295,24 +278,11 @@ def _fetch(url, part, tag, have, name, progress) -> tuple[int, int | None]:
                 file.write(version)
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
-        bar = dict(total=total, initial=have, desc=name, unit="B", unit_scale=True)
-        with (
-            open(part, "ab" if have else "wb", opener=_open_own) as file,
-            tqdm(**bar, disable=None if progress else True) as bar,
-        ):
+        bar = dict(total=total, initial=have, desc=part.stem, unit="B")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if have else os.O_TRUNC)
+        handle = os.open(part, flags, 0o666)
+        with open(handle, "ab" if have else "wb") as file, progress_bar(progress, **bar) as bar:
             while data := response.read(1 << 20):
                 file.write(data)
                 bar.update(len(data))
             return file.tell(), total
-
-
-def _check_own(file):
-    """Refuse what another user may have put in the place of a file that is written to under a known name."""
-    if os.path.lexists(file):
-        status = file.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
-            raise StoreError(f"{file} is no regular file of yours: remove it")
-
-
-def _open_own(file, flags):
-    return os.open(file, flags | os.O_NOFOLLOW, 0o666)

@@ -1,13 +1,4 @@
-"""Splits of nodes and of small graphs: found among arrays, drawn, chosen for a run.
-
-    split = found(arrays, len(y))             # ids, masks, or several of them -> {"train": ids, ...}, or a list of such
-    split = drawn_per_class(labels, random)
-    choose_split(store, number=None, seed=0)  # which split an open GraphStore holds in this run
-
-K splits of V nodes.
-"""
-
-from __future__ import annotations
+"""Splits of nodes and of small graphs: found among arrays, drawn, chosen for a run. K splits of V nodes."""
 
 import numpy as np
 import torch
@@ -22,21 +13,19 @@ DRAWN = "20 nodes of each class for training, 30 for validation, the rest for te
 
 
 def found(arrays, count, choice=None):
-    """The split of `count` nodes or graphs, {part: ids}; a list of them where there are several, empty where none.
+    """The split of `count` nodes or graphs among `Arrays`, {part: ids}; a list of them where there are several and none
+    is chosen by `choice`, from 0; empty where there is none.
 
     Ids are [n], of several splits [K, n] (or [n, K] where that fits all parts), short rows filled up with -1. Masks
     are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
-
-    Args:
-        arrays: `Arrays`, which may have the names in PARTS. choice: which of several splits to take alone, from 0.
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
     if names and "train" not in names:
         parts = " and ".join(names.values())
         raise arrays.error(f"it has {parts}, but no {' or '.join(PARTS['train'])} to train on")
     values = {part: arrays[name] for part, name in names.items()}
-    shapes = [v.shape for part, v in values.items() if not _is_mask(names[part], v)]
-    shapes = [shape for shape in shapes if len(shape) == 2 and min(shape) > 1]
+    ids = [v for part, v in values.items() if "mask" not in names[part] and v.dtype != bool]
+    shapes = [v.shape for v in ids if v.ndim == 2 and min(v.shape) > 1]
     turned = len({shape[1] for shape in shapes}) == 1 < len({shape[0] for shape in shapes})
     rows = {p: _rows(arrays, names[p], v, count, turned) for p, v in values.items()}
     several = sorted({len(splits) for splits in rows.values()} - {1})
@@ -49,25 +38,21 @@ def found(arrays, count, choice=None):
     if choice is not None and not 0 <= choice < several[0]:
         raise arrays.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
 
-    def ids(splits, number):
+    def ids_of(splits, number):
         row = splits[number % len(splits)]
         if row.dtype == bool:
             return np.flatnonzero(row)
         return row[row != -1] if len(splits) > 1 else row
 
     numbers = [choice or 0] if choice is not None or not several else range(several[0])
-    taken = [{part: ids(r, number) for part, r in rows.items()} for number in numbers]
+    taken = [{part: ids_of(r, number) for part, r in rows.items()} for number in numbers]
     return taken if len(taken) > 1 else taken[0]
-
-
-def _is_mask(name, values):
-    return "mask" in name or values.dtype == bool
 
 
 def _rows(arrays, name, values, count, turned):
     """A part of one split or of K as [K, n]: ids (`turned`: given as [n, K]), or bool where they are masks."""
     shape = list(values.shape)
-    if not _is_mask(name, values):
+    if "mask" not in name and values.dtype != bool:
         if values.ndim == 2 and min(shape) > 1:
             return values.T if turned else values
         if values.ndim == 0 or values.size != max(shape):
@@ -77,8 +62,7 @@ def _rows(arrays, name, values, count, turned):
         form = f"a mask is [{count}], of K splits [K, {count}] or [{count}, K]"
         raise arrays.error(f"{name} is {shape}: {form}")
     if not ((values == 0) | (values == 1)).all():
-        ids = f"{name.partition('_')[0]}_idx"
-        raise arrays.error(f"{name} holds values other than 0 and 1; ids belong into {ids}")
+        raise arrays.error(f"{name} holds values other than 0 and 1; ids are called ..._idx")
     by_row = shape[-1] == count and len(shape) == 2
     return (values if by_row else values.reshape(count, -1).T).astype(bool)
 
@@ -86,8 +70,7 @@ def _rows(arrays, name, values, count, turned):
 def drawn_per_class(labels, random) -> dict:
     """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
     if labels.ndim == 2:
-        what = "train_idx, val_idx, test_idx"
-        raise StoreError(f"nodes with several labels each need a split of their own: {what}")
+        raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
     order = np.argsort(labels, kind="stable")
     order = order[np.searchsorted(labels[order], 0) :]
     classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
@@ -117,8 +100,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     """Have an open GraphStore hold the split to train with.
 
     Args:
-        graph: of `prepare`.
-        number: which of the splits it came with, counted from 0; None: the one whose turn it is.
+        number: which of the splits it came with, from 0; None: the one whose turn it is.
         seed: draws the split of a graph that came without one.
         turn: the number of the run, from 0: each takes another of the splits, the first again after the last.
         say: function of a line that says what was taken, where there was a choice.
@@ -142,9 +124,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
 
 def say_empty_parts(split, things, say):
     """Say which part of a split is empty, and what a run cannot do without it."""
-    for part, without in (
-        ("valid", "no epoch can be chosen by its score"),
-        ("test", "there will be no test score"),
-    ):
-        if not len(split[part]):
-            say(f"split   it has no {part} {things}: {without}")
+    if not len(split["valid"]):
+        say(f"split   it has no valid {things}: no epoch can be chosen by its score")
+    if not len(split["test"]):
+        say(f"split   it has no test {things}: there will be no test score")

@@ -5,9 +5,7 @@
 V nodes of the graph, F feature width, C classes.
 """
 
-from __future__ import annotations
-
-import collections
+import types
 
 import numpy as np
 
@@ -38,10 +36,26 @@ def synthetic(parameters) -> dict:
 
     Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
     destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
-    Everything is drawn in chunks of nodes, each from its own random stream, on several threads: the bytes depend on
-    the parameters alone, a dict with every key of `SYNTHETIC`.
+    Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
+    alone, a dict with every key of `SYNTHETIC`.
     """
-    p = _checked(parameters)
+    p = types.SimpleNamespace(**parameters)
+    for name, fine in dict(
+        nodes=1 <= p.nodes <= 1 << 31,
+        degree=0 < p.degree < 1 << 20,
+        features=p.features >= 1,
+        classes=1 <= p.classes <= p.nodes,
+        seed=p.seed >= 0,
+        local=0 <= p.local <= 1,
+        sigma=0 <= p.sigma <= 4,
+        noise=p.noise >= 0,
+        mixed=0 <= p.mixed <= 1,
+        community=0 <= p.community <= p.nodes,
+        train=0 < p.train <= p.nodes,
+        valid=0 <= p.valid <= p.nodes,
+    ).items():
+        if not fine:
+            raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
     size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
 
     def stream(*key):
@@ -93,25 +107,3 @@ def synthetic(parameters) -> dict:
         split={name: np.sort(ids) for name, ids in zip(SPLITS, parts)},
         source=dict(dataset="synthetic", **parameters),
     )
-
-
-def _checked(parameters):
-    """The parameters as a namedtuple; StoreError for one out of range."""
-    p = collections.namedtuple("Parameters", parameters)(**parameters)
-    for name, fine in dict(
-        nodes=1 <= p.nodes <= 1 << 31,
-        degree=0 < p.degree < 1 << 20,
-        features=p.features >= 1,
-        classes=1 <= p.classes <= p.nodes,
-        seed=p.seed >= 0,
-        local=0 <= p.local <= 1,
-        sigma=0 <= p.sigma <= 4,
-        noise=p.noise >= 0,
-        mixed=0 <= p.mixed <= 1,
-        community=0 <= p.community <= p.nodes,
-        train=0 < p.train <= p.nodes,
-        valid=0 <= p.valid <= p.nodes,
-    ).items():
-        if not fine:
-            raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
-    return p

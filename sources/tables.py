@@ -3,14 +3,11 @@
     with opened("edges.csv.gz") as table:                     # table.names, table.width, table.kinds
         for first, columns in table.read({0: int, 1: int, 2: float}):
             ...                                               # {0: int64 [r], 1: int64 [r], 2: float64 [r]}
-    array = spool("file", chunks, np.float32, width)          # a memmap of what is read several times
 
 Read are text separated by commas, semicolons, tabs or spaces, with or without a header, comments (#) above the rows,
-quotes, gzip, bzip2 and xz (by their content), and parquet. Every cell must be what its column is for: an error names
-the line, in whose number blank lines do not count. r is the number of rows in a batch.
+quotes, gzip, bzip2 and xz (by their content), and parquet. An error names the line, in whose number blank lines do not
+count. r is the number of rows in a batch.
 """
-
-from __future__ import annotations
 
 import bz2
 import collections
@@ -48,11 +45,7 @@ MEANINGS = {  # what a column's name says that it holds
 
 
 class Table:
-    """A table in a file, whose rows are read once.
-
-    Args:
-        stream: seekable binary file: text, compressed or not, or parquet.
-        name: what messages call it.
+    """A table in a seekable binary file, whose rows are read once.
 
     Attributes:
         names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
@@ -76,14 +69,12 @@ class Table:
         self.kinds = list(map(kind_of, zip(*rows or [[""] * self.width])))
 
     def read(self, kinds, missing=False):
-        """Read the rows, a batch at a time.
+        """Read the rows, a batch at a time -> iterator over (number of the first row, {column: int64, float64 or list of
+        str [r]}).
 
         Args:
             kinds: {column: int, float or str}, each column of the table once.
             missing: read an empty cell or `nan` as NaN among numbers and as "" in text; else it is an error.
-
-        Yields:
-            (number of the batch's first row, {column: int64, float64 or list of str [r]}).
         """
         # whole numbers may be written as floats
         real = {j: float for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
@@ -203,11 +194,11 @@ class Table:
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (self.width > 1)
-        header = f"header {short(self._separator.join(self.names or []), '')}"
-        numbered = self._separator.join(map(str, range(self.width)))
-        hint = f" ({numbered} is a row: if pandas wrote it, put names in its place)"
-        hint = hint if self.width > 1 and lines[0] == numbered else ""
-        header = header if self.names else f"no header{hint}"
+        numbered, header = self._separator.join(map(str, range(self.width))), "no header"
+        if self.names:
+            header = f"header {short(self._separator.join(self.names), '')}"
+        elif self.width > 1 and lines[0] == numbered:
+            header += f" ({numbered} is a row: if pandas wrote it, put names in its place)"
         self.notes = [plural(self.width, "column") + by, header]
         return rows
 
@@ -218,8 +209,7 @@ class Table:
         if len(head) >= HEAD:  # without the line that is cut off
             head = head[: head.rfind(b"\n") + 1] or head
         if b"\0" in head:
-            what = "is no text in UTF-8: unpack archives, save tables as csv"
-            raise StoreError(f"{self.name} {what}")
+            raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
         if len(lines[0]) > BLOCK:
             raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
@@ -231,19 +221,15 @@ def is_header(rows) -> bool:
     first, rest = rows[0], rows[1:]
     numbered = [str(j) for j in range(len(first))]  # how pandas names columns without names
     if first == numbered and rest:
-        fractions = all(
-            all(map(NUMBER.fullmatch, row)) and not all(map(WHOLE.fullmatch, row)) for row in rest
-        )
-        return len(first) > 2 or len(first) == 2 and fractions
+        return len(first) > 2 or len(first) == 2 and {kind_of(row) for row in rest} == {"real"}
     # "" for the index
     if len(first) > 1 and first[1:] == numbered[:-1] and meanings(first[0], 0) and rest:
         index = [row[0] for row in rest]
         in_order = index == [str(i) for i in range(len(index))]
         return bool(first[0]) or in_order or not any(map(like_number, index))
     named = first[1:] if len(first) > 1 and not first[0] else first
-    if any(map(like_number, named)):
-        return False
-    if all(cell[:1] in "0123456789.+-" for cell in first):  # damaged numbers
+    damaged = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers
+    if damaged or any(map(like_number, named)):
         return False
     if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
         return True
@@ -295,7 +281,7 @@ def like_number(cell) -> bool:
 
 @contextlib.contextmanager
 def opened(file):
-    """The `Table` in the file at a path; StoreError if it cannot be read."""
+    """The `Table` in the file at a path."""
     with reading(file):
         if os.path.exists(file) and not os.path.isfile(file):
             raise ValueError("it is no regular file")
