@@ -156,9 +156,8 @@ def build_store(
     if edge_index is not None or any(options.values()):
         need = max(need, least + sort.spooled_bytes(most_edges, bool(of_edges)))
     with files.complete_or_not_there(path, need) as building:
-        _write_store(
-            building, meta, graph, {"labels": labels, **split}, carried, features, progress
-        )
+        arrays = {"labels": labels, **split}
+        _write_store(building, meta, graph, arrays, carried, features, progress)
         GraphStore.open(building)
     return path
 
@@ -171,10 +170,8 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     if rises and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
-        raise StoreError(
-            "indices given as Rows is stored as it is: no graph option can be applied to it, and its lists "
-            "must rise in edge_time"
-        )
+        why = "no graph option can be applied to it, and its lists must rise in edge_time"
+        raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
         if carried.keys() - columns.OF_NODES:
             order = tempfile.TemporaryFile(dir=path)
@@ -237,9 +234,7 @@ class GraphStore:
         self.num_splits = len(train) if train.dim() == 2 else 1
         self.take_split(0)
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
-            raise StoreError(
-                f"{path}: indptr.npy does not run from 0 to {self.num_edges}; rebuild it"
-            )
+            raise StoreError(f"{path}: indptr.npy is not from 0 to {self.num_edges}; rebuild it")
         self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)

@@ -18,7 +18,6 @@ import torch
 from disk import files
 from disk.files import StoreError, integers, reading, refuse
 
-# arrays, each in a file NAME.npy
 COLUMNS = ("edge_weight", "edge_time", "edge_features", "node_time")
 OF_NODES = {"node_time", "node_names"}
 NAMES = "nodes.txt"

@@ -91,9 +91,8 @@ def complete_or_not_there(path, need):
         if error.errno in FULL:
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
-            raise StoreError(
-                f"no room for {path} on its disk: it takes about {readable_size(need)} and {free} are free"
-            ) from error
+            takes = f"it takes about {readable_size(need)} and {free} are free"
+            raise StoreError(f"no room for {path} on its disk: {takes}") from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
 
@@ -326,11 +325,9 @@ def irregular(folder) -> dict[str, str]:
     """{name: what is wrong} of the entries of a store's folder that are no regular files: a link would have another
     file read or written, a pipe waits for ever. A folder among them is never opened."""
     kinds = {file.name: stat.filemode(file.lstat().st_mode)[0] for file in Path(folder).iterdir()}
-    kinds = {
-        name: IRREGULAR.get(kind, "a device") for name, kind in kinds.items() if kind not in "-d"
-    }
-    why = "and no regular file; remove it or rebuild the store"
-    return {name: f"it is {kind}, {why}" for name, kind in sorted(kinds.items())}
+    kinds = {name: kind for name, kind in sorted(kinds.items()) if kind not in "-d"}
+    said = "it is {}, and no regular file; remove it or rebuild the store"
+    return {name: said.format(IRREGULAR.get(kind, "a device")) for name, kind in kinds.items()}
 
 
 def refuse_irregular(folder):

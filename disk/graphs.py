@@ -31,7 +31,6 @@ PARTS = ("node", "edge", "target")
 SPEC = {f"{name}_dim": range((1 << 24) + 1) for name in PARTS}
 SPEC |= {f"{name}_dtype": files.DTYPES for name in PARTS}
 LAYOUT = FORMAT, SPEC, ("graphs.lmdb", *(f"{name}.npy" for name in files.SPLITS))
-# before each graph
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])
 
 

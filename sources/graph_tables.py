@@ -18,7 +18,6 @@ import numpy as np
 from disk.files import StoreError
 from sources.tables import opened, plural, short, spool, stacked
 
-# names of files with tables
 TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
 
 

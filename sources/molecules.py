@@ -14,8 +14,7 @@ from disk.files import check_finite, refuse
 from features import prefetch
 from sources.splits import of_graphs
 
-# atoms and their images among which the neighbours of a crystal's atoms are searched
-MOST_CANDIDATES = 1 << 14
+MOST_CANDIDATES = 1 << 14  # atoms and images among which neighbours in a crystal are searched
 
 
 def molecules(arrays, given, seed):

@@ -78,9 +78,8 @@ def prepare(
         return Path(dataset)
     word, key, make = _recipe(name, root, int(seed), options, flags)
     # the oldest format of a store that can still be read is part of its name
-    digest = hashlib.sha256(
-        json.dumps([files.READABLE[0], key], sort_keys=True).encode()
-    ).hexdigest()[:8]
+    content = json.dumps([files.READABLE[0], key], sort_keys=True).encode()
+    digest = hashlib.sha256(content).hexdigest()[:8]
     target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
         made = not root.exists()
