@@ -35,6 +35,7 @@ from tqdm import tqdm
 import sampler
 import train
 from disk import files as disk
+from disk.files import StoreError
 from disk.graphs import block_diagonal
 from native import build, sampler_gpu
 from sources import prepare as datasets
@@ -414,6 +415,13 @@ def _small_disk(folder, size):
         yield small
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def _refuses(message, function, *args, **options):
+    """Demand that function(...) raises StoreError in one line that has the message (a regular expression)."""
+    with pytest.raises(StoreError, match=message) as error:
+        function(*args, **options)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
 def _edges(graph):
