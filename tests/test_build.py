@@ -110,14 +110,16 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
     energy, bad = np.array([1.0, 2.0, 3.0]), tmp_path / "bad.npz"
 
     def cell(value):
-        return {"lattice": np.stack([np.eye(3) * 3.6, np.eye(3) * value, np.eye(3) * 3.6])}
+        lattice = np.stack([np.eye(3) * 3.6] * 3)
+        lattice[1] = value
+        return {"lattice": lattice}
 
     for message, option, entries in (
         (r"lattice\[1\] is \[\[nan", "", cell(np.nan)),
-        (r"lattice\[1\] is \[\[inf", "", cell(np.full((3, 3), np.inf))),
-        (r"lattice\[1\] is", "", cell([3.6, 3.6, 0])),
-        ("cell 1 has 1 atoms, and within radius=4 of it lie about 5", "", cell(0.1)),
-        (r"lattice\[1\] is", "", cell(1e-5)),
+        (r"lattice\[1\] is \[\[inf", "", cell(np.inf)),
+        (r"lattice\[1\] is", "", cell(np.eye(3)[[0, 1, 1]])),
+        ("cell 1 has 1 atoms, and within radius=4 of it lie about 5", "", cell(np.eye(3) * 0.1)),
+        (r"lattice\[1\] is", "", cell(np.eye(3) * 1e-5)),
         ("cell 0 has 4 atoms.*radius=60.*at most 16,384 are searched", ":radius=60", {}),
         ("radius=-1.0 is no distance", ":radius=-1", {}),
         ("radius=nan is no distance", ":radius=nan", {}),
