@@ -131,8 +131,11 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
     numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
-    values = {"edge_weight": torch.from_numpy(weights).float(), "edge_features": rows}
-    for name, values in (values | {"edge_time": torch.from_numpy(times)}).items():
+    for name, values in (
+        ("edge_weight", torch.from_numpy(weights).float()),
+        ("edge_time", torch.from_numpy(times)),
+        ("edge_features", rows),
+    ):
         there = getattr(found, name)
         assert (there is None) == (name not in given)
         if there is not None:
