@@ -556,14 +556,14 @@ def _mutated(random, arrays):
         twins["edge_index"] = "edge_weight"
         others = random.choice(["weights", "times", "comment", "val_mask"])
         arrays[twins.get(name, others)] = array
-    elif kind == 3 and name == "y":
-        arrays[name] = np.where(random.random(60) < 0.2, np.nan, array)
-    elif kind == 3 and "mask" in name:
-        rows = np.stack([array, random.permutation(array), ~array.astype(bool)])
+    elif kind == 3 and name == "y" and array.dtype.kind in "iu":
+        arrays[name] = np.where(random.random(array.shape) < 0.2, np.nan, array)
+    elif kind == 3 and "mask" in name and array.shape == (60,):
+        rows = np.stack([array, random.permutation(array), array[::-1]])
         arrays[name] = [array.astype(np.uint8), 2 * array, rows, rows.T][random.integers(4)]
-    elif kind == 3 and "idx" in name:
+    elif kind == 3 and "idx" in name and array.dtype.kind in "iu":
         arrays[name] = _mask(array % 60, 60)
-    else:
+    elif array.dtype.kind in "fiub":
         arrays[name] = other_array(array, random)
     return arrays
 
