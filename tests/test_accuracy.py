@@ -1,16 +1,8 @@
 """Tests: accuracy, and how processes end."""
 
-import datetime
 import functools
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,20 +30,14 @@ from tests.common import (
     _code,
     _dgl,
     _end,
-    _ended,
-    _fork,
-    _gone,
     _graph,
     _graphs,
     _log,
     _molecules,
     _parameters,
     _run_here,
-    _running_below,
-    _start,
     _start_fork,
     _train,
-    _wait_for,
 )
 
 PAPER = "--fanout 10,10 --hidden 64 --lr 0.01 --weight-decay 5e-4 --runs 3"
@@ -121,109 +107,6 @@ def test_the_synthetic_graph_needs_its_edges(tmp_path):
     together = 100 * log[-1]["exact"]["test"]
     print(f"MLP {alone:.1f} %, GraphSAGE {together:.1f} %")
     assert 20 < alone < 60 and together > 80
-
-
-def _fails(ranks, how):
-    ranks.sum(1)
-    if ranks.rank == 1:
-        print("dies at", time.time(), flush=True)
-        if how == "raise":
-            raise ValueError("rank one gives up")
-        os.kill(os.getpid(), signal.SIGKILL)
-    ranks.sum(1)
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
-    words = "rank 1 was killed by SIGKILL, as the system does when memory runs out"
-    words = words if how == "kill" else "ValueError: rank one gives up"
-    output = _end(_fork(tmp_path / "out", ddp.launch, _fails, 3, how), 1, 128 + signal.SIGKILL)
-    took = time.time() - float(re.search(r"dies at ([\d.]+)", output)[1])
-    assert words in output, output
-    print(f"down after {took:.1f} s")
-    assert took < 30  # the other ranks would sleep for 60
-
-
-def _prepares(ranks):
-    with ranks.patience():
-        if not ranks.rank:
-            time.sleep(9)
-    assert ranks.sum(1) == [2]
-
-
-def _launch_with_a_timeout_of_6_seconds():
-    ddp.TIMEOUT = datetime.timedelta(seconds=6)
-    ddp.launch(_prepares, 2)
-
-
-@_beside(lambda folder: _fork(folder / "out", _launch_with_a_timeout_of_6_seconds))
-def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(beside):
-    _end(beside[0])
-
-
-_LEAVING = """
-import sys
-sys.path.insert(0, {here!r})
-import torch, ddp
-def worker(ranks):
-    sys.setswitchinterval(10)  # gloo's threads do not get the interpreter before it is taken down
-    model = ranks.wrap(torch.nn.Linear(8, 8))
-    with ddp.StopSignal(ranks) as stop:
-        for _ in range(20):
-            model(torch.ones(4, 8)).sum().backward()
-            stop.agreed()
-    ranks.barrier()
-if __name__ == "__main__":
-    for _ in range(3):  # one in two aborted
-        ddp.launch(worker, 2)
-"""
-
-
-def _leaves(folder):
-    (folder / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
-    command = [sys.executable, "leaving.py"]
-    return subprocess.Popen(
-        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-@_beside(_leaves)
-def test_ranks_leave_while_gloo_still_holds_tensors(beside):
-    printed = _ended(beside[0])
-    assert "Fatal" not in printed and "terminate called" not in printed, printed
-
-
-@pytest.mark.parametrize("when", ["ranks start", "training"])
-def test_a_killed_parent_leaves_no_orphans(when, tiny):
-    process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 10000 --fanout 3,3")
-    if when == "training":
-        next(line for line in process.stdout if line.startswith("epoch   1"))
-    _wait_for(lambda: len(_running_below(process.pid)) >= 3, process)  # they import torch
-    family = _running_below(process.pid)
-    loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
-    assert when != "training" or _listening(family) <= loopback  # this machine alone
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert _gone(family, 60)
-
-
-def _listening(pids):
-    """Addresses, as the kernel writes them, on which processes accept connections."""
-    sockets = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                sockets.add(os.readlink(entry))
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path("/proc/net", name).read_text().splitlines()[1:]
-    ]
-    return {
-        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
-    }
 
 
 BAD_FLAGS = r"""
