@@ -544,7 +544,7 @@ def _mutated(random, arrays):
     """Change one thing about the arrays of a good file: a name as people give them, or an array's contents."""
     names = [*sorted(arrays), *(name for name in sorted(arrays) if name != "x")]
     arrays, name, kind = dict(arrays), random.choice(names), random.integers(10)
-    array = arrays[name]
+    array = np.asarray(arrays[name])
     if kind < 2:
         swaps = dict(x="feat", y="node_labels", train_idx="train_mask", train_mask="train_idx")
         swaps["edge_index"] = "edges"
