@@ -30,15 +30,14 @@ from tests.common import (
     _dgl,
     _end,
     _graph,
-    _graphs,
     _log,
-    _molecules,
     _parameters,
     _run_here,
     _same_weights,
     _start_fork,
     _train,
 )
+from tests.stores import _graphs, _molecules
 
 PAPER = "--fanout 10,10 --hidden 64 --lr 0.01 --weight-decay 5e-4 --runs 3"
 MINES = "--hidden 32 --fanout 8,8 --lr 0.01 --epochs 60 --metric roc_auc"

@@ -34,12 +34,11 @@ from tests.common import (
     _beside,
     _dgl,
     _end,
-    _events,
     _fork,
     _readme_blocks,
-    _save_npz,
     _train,
 )
+from tests.stores import _events, _save_npz
 
 
 @_beside(

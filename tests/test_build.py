@@ -22,7 +22,8 @@ from sources import molecules
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from tests.common import DATA, _graph, _mask, _molecules, _refuses, _run, _save_npz, _store, _sums
+from tests.common import DATA, _graph, _run, _store
+from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
 
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
 

@@ -34,15 +34,14 @@ from tests.common import (
     _end,
     _fork,
     _graph,
-    _graphs,
     _log,
-    _refuses,
     _run_here,
     _same_weights,
     _start_fork,
     _train,
     _wait_for,
 )
+from tests.stores import _graphs, _refuses
 
 SMALL = " ".join(map(str, COMMON))
 

@@ -24,9 +24,7 @@ from tests.common import (
     _end,
     _ended,
     _fork,
-    _gone,
     _log,
-    _running_below,
     _same_weights,
     _start,
     _start_fork,
@@ -35,6 +33,35 @@ from tests.common import (
 )
 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
+
+
+def _running_below(pid):
+    """Process ids of a process and all below it."""
+    found = [pid]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += _running_below(int(entry.name))
+    return found
+
+
+def _gone(pids, seconds=10):
+    """Whether all of these processes end before long."""
+
+    def alive(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
 
 
 def _epochs(path):

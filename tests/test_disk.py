@@ -29,20 +29,8 @@ from disk.files import StoreError, check_in_use, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from store import GraphStore, build_store, verify
-from tests.common import (
-    _beside,
-    _code,
-    _end,
-    _events,
-    _fork,
-    _graph,
-    _graphs,
-    _in_child,
-    _refuses,
-    _small_disk,
-    _store,
-    _sums,
-)
+from tests.common import _beside, _code, _end, _fork, _graph, _in_child, _store
+from tests.stores import _events, _graphs, _refuses, _small_disk, _sums
 
 
 def _equal(a, b):

@@ -26,13 +26,13 @@ from tests.common import (
     _log,
     _mix,
     _random_graph,
-    _refuses,
     _same_for_any_number_of_processes,
     _same_weights,
     _start_fork,
     _train,
     _wait_for,
 )
+from tests.stores import _refuses
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):

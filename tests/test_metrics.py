@@ -11,7 +11,8 @@ from sources.prepare import prepare
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.graph import Regressor
-from tests.common import _graphs, _log, _refuses, _run_here, _save_npz, _store, _train
+from tests.common import _log, _run_here, _store, _train
+from tests.stores import _graphs, _refuses, _save_npz
 
 
 class _SlowRegressor:

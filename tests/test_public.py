@@ -21,7 +21,8 @@ from disk import files as disk
 from sources import public
 from sources.prepare import prepare
 from store import GraphStore, verify
-from tests.common import _edges, _graph, _refuses
+from tests.common import _graph
+from tests.stores import _edges, _refuses
 
 
 class _Python2Pickler(pickle._Pickler):

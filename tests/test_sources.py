@@ -23,19 +23,8 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import (
-    DATA,
-    _beside,
-    _edges,
-    _end,
-    _fork,
-    _graph,
-    _mask,
-    _refuses,
-    _rewrite_meta,
-    _save_npz,
-    _sums,
-)
+from tests.common import DATA, _beside, _end, _fork, _graph
+from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
 def _opened(dataset, root, **options):

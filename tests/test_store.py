@@ -18,17 +18,8 @@ from disk import graphs, sort
 from disk.files import Rows, StoreError
 from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
-from tests.common import (
-    _edges,
-    _graph,
-    _graphs,
-    _mask,
-    _refuses,
-    _rewrite_meta,
-    _small_disk,
-    _store,
-    _sums,
-)
+from tests.common import _graph, _store
+from tests.stores import _edges, _graphs, _mask, _refuses, _rewrite_meta, _small_disk, _sums
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])

@@ -25,7 +25,7 @@ from sources import graph_tables, tables
 from sources import prepare as datasets
 from sources.arrays import Arrays
 from store import GraphStore, build_store, verify
-from tests.common import _edges, _refuses
+from tests.stores import _edges, _refuses
 
 
 def _table_file(path, content):
