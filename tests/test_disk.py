@@ -407,14 +407,18 @@ def _kills(folder):
     """Work of bench/victims.py killed 12 times of a kind, each looked at and then brought to its end."""
     torch.set_num_threads(1)
     victims.train_on = lambda *_: None  # in this process
-    (folder / "base").mkdir()
-    victims.make_good(attack.Case("good", -1, folder / "base", folder))
+    base, graph = folder / "base", _graph(victims.NODES, width=victims.WIDTH)
+    base.mkdir()
+    graph |= {victims.PARTS[part]: ids for part, ids in graph.pop("split").items()}
+    np.savez(base / "npz.npz", **graph)
+    victims.build_in(base / "changed", graph, block_rows=30)
+    rows = torch.full((23, victims.WIDTH), 2.0)
+    GraphStore.open(base / "changed").features.put_rows(torch.arange(0, victims.NODES, 7), rows)
+    build_graphs(base / "graphs", [_graphs(50)])
     for kind in ("build", "put", "append"):
         usual = math.inf
         for number in range(-3, 12):  # below 0 nothing is killed
-            case = attack.Case(
-                kind, number, folder / "base", folder / f"{kind}{number}", usual=usual
-            )
+            case = attack.Case(kind, number, base, folder / f"{kind}{number}", usual=usual)
             case.folder.mkdir()
             os.chdir(case.folder)
             Path("victim").write_text("untouched")
