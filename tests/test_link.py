@@ -476,7 +476,7 @@ def test_links_are_the_same_for_any_number_of_processes_and_after_kills(timed, t
     assert (best["score"], best["epoch"]) == (again["score"], again["epoch"])
 
 
-def test_links_at_their_times_are_refused_in_a_sentence(tmp_path):
+def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
     timed, plain = _timed_links(tmp_path).path, _link_graph(tmp_path, seed=1).path
     np.savez(tmp_path / "none.npz", test=[[0, 0]])
     gcn = "--model gcn divides by the degrees of the whole graph"
@@ -487,9 +487,10 @@ def test_links_at_their_times_are_refused_in_a_sentence(tmp_path):
         (timed, "--sampler latest", "--sampler latest takes the last edges .* here off"),
         (timed, f"--temporal at --edge-split {tmp_path}/none.npz", no_edge),
     ):
-        assert re.search(complaint, _train(LINK, "--dataset", path, words, code=2))
-    words = "--temporal before --sampler latest --epochs 1"
-    said = _train(LINK, "--dataset", timed, words)
+        assert _code(LINK, "--dataset", path, words) == 2
+        assert re.search(complaint, capsys.readouterr().err)
+    assert _code(LINK, "--dataset", timed, "--temporal before --sampler latest --epochs 1") == 0
+    said = capsys.readouterr().out
     assert "neighbours are the latest" in said and "times of edges are not used" not in said
 
 
