@@ -363,6 +363,30 @@ def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_store_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A build and `write_whole` bring to the disk what they wrote, rename it, and then the folder."""
+    done, fsync, move = [], os.fsync, os.replace
+
+    def synced(handle):
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(old, new):
+        done.append("renamed")
+        move(old, new)
+
+    for name, function in (("fsync", synced), ("rename", renamed), ("replace", renamed)):
+        monkeypatch.setattr(os, name, function)
+    path = _store(tmp_path / "g")
+    *before, last = done
+    assert last == tmp_path.name and before[-1] == "renamed" and before.count("renamed") == 1
+    assert {file.name for file in path.iterdir()} < set(before)
+    done.clear()
+    disk.write_whole(tmp_path / "file", lambda out: out.write(b"x"))
+    part, *after = done
+    assert part.startswith(".file.") and after == ["renamed", tmp_path.name]
+
+
 def test_store_existing_target_stays(tmp_path):
     path = _store(tmp_path / "g")
     before, x = _sums(path), _graph()["features"]
