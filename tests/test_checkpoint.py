@@ -239,8 +239,9 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
         assert all(torch.equal(value, expected[name]) for name, value in model.items())
 
 
-def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
+def test_forged_checkpoints_end_in_a_sentence(tmp_path, monkeypatch, capsys):
     """90 changed as bench/attack.py does, of all tasks: trained on, or refused in one sentence."""
+    monkeypatch.chdir(tmp_path)  # where code in them would leave a file
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
     split = {"train": range(30), "valid": range(30, 40)}
     many = build_graphs(tmp_path / "many", [_graphs(40)], split=split)

@@ -456,13 +456,13 @@ def test_links_are_the_same_for_any_number_of_processes_and_after_kills(timed, t
     words = f"{LINK} --dataset {path} --dropout 0.5 --negatives 2 {words}"
     _same_for_any_number_of_processes(tmp_path, words, runs)
     # killed in these epochs, it ends as the run that was not
-    words += " --epochs 14 --batch-size 100 --precision fp64"
-    words += " --scorer distmult --early-stop 14" * (not timed)
+    words += " --epochs 20 --batch-size 100 --precision fp64"
+    words += "" if timed else " --scorer distmult --early-stop 20"
     _train(words, f"--checkpoint {tmp_path}/straight.pt --log {tmp_path}/straight")
     words += f" --checkpoint {tmp_path}/killed.pt --checkpoint-every 3 --resume auto"
     for number, epoch in enumerate((4, 9)):
         process = _start_fork(tmp_path / f"out{number}", words, f"--prefetch {number}")
-        begun = f"epoch {epoch:>3}/14"
+        begun = f"epoch {epoch:>3}/20"
         _wait_for(lambda: begun in process.output.read_text(), process)  # noqa: B023
         process.kill()
         _end(process, -signal.SIGKILL)
