@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import atexit
 import ctypes
 import functools
-import hashlib
 import json
 import math
 import multiprocessing
@@ -24,7 +23,7 @@ import threading
 import time
 import traceback
 import types
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +33,6 @@ from tqdm import tqdm
 
 import sampler
 import train
-from disk import files as disk
-from disk.graphs import block_diagonal
 from native import build, sampler_gpu
 from sources import prepare as datasets
 from store import build_store
@@ -401,69 +398,10 @@ def _store(path, num_nodes=200, **changes):
     return build_store(path, **{**_graph(num_nodes), **changes})
 
 
-@contextmanager
-def _small_disk(folder, size):
-    """A file system of so many bytes, in memory -> its folder."""
-    small = folder / "small"
-    small.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
-    mounted = subprocess.run(words, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
-    try:
-        yield small
-    finally:
-        subprocess.run(["umount", small], check=True)
-
-
-def _edges(graph):
-    """(source, destination) pairs of an open store, as a sorted list."""
-    dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
-    return sorted(zip(graph.indices.tolist(), dst.tolist()))
-
-
-def _sums(path):
-    files = sorted(Path(path).iterdir())
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def _rewrite_meta(path, **changes):
-    """Change fields of meta.json and keep its own checksum right."""
-    meta = json.loads((path / "meta.json").read_text()) | changes
-    meta = {name: value for name, value in meta.items() if value is not Ellipsis}
-    (path / "meta.json").write_bytes(disk.dump_meta(meta))
-
-
 def _run(script, *args):
     program = [HERE / script] if script.endswith(".py") else ["-m", script]
     command = [sys.executable, *program, *map(str, args)]
     return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
-
-
-def _save_npz(file, seed=0, **entries):
-    args = _graph(seed=seed)
-    content = {"edge_index": args["edge_index"], "x": args["features"], "y": args["labels"]}
-    content |= entries
-    np.savez(file, **{k: v for k, v in content.items() if v is not None})
-    return content
-
-
-def _mask(ids, *shape, kind=bool):
-    mask = np.zeros(shape or 200, kind)
-    mask[ids] = 1
-    return mask
-
-
-def _graphs(count, first=0, seed=0):
-    """A GraphBatch of `count` random graphs; the one numbered `first + i` has that number as its target."""
-    random = np.random.default_rng([seed, first, count])
-    nodes = random.integers(1, 9, count)
-    edges = random.integers(0, 12, count)
-    edge_index = random.integers(0, np.repeat(nodes, edges), (2, edges.sum()))
-    x = random.integers(0, 9, (nodes.sum(), 2), np.uint8)
-    e = random.standard_normal((edges.sum(), 3), np.float32)
-    y = np.stack([np.arange(first, first + count), nodes], 1).astype(np.float32)
-    return block_diagonal(nodes, edges, edge_index, x, e, y)
 
 
 def _in_child(work, kill_after=None):
@@ -485,23 +423,6 @@ def _in_child(work, kill_after=None):
         time.sleep(kill_after)
         os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
-
-
-def _molecules(file, count=40, **extra):
-    random = np.random.default_rng(0)
-    nodes, bonds = random.integers(2, 9, count), random.integers(0, 9, count)
-    ends = np.stack([np.zeros(bonds.sum()), random.integers(1, np.repeat(nodes, bonds))])
-    entries = dict(
-        node_offsets=[0, *nodes.cumsum()],
-        bond_offsets=[0, *bonds.cumsum()],
-        bond_index_local=ends.astype(np.uint16),
-        atom_feat=random.integers(0, 9, (nodes.sum(), 9), np.uint8),
-        bond_feat=np.arange(bonds.sum() * 3, dtype=np.uint8).reshape(-1, 3),
-        targets=nodes.astype(np.float32),
-        **extra,
-    )
-    np.savez(file, **entries)
-    return entries
 
 
 def _split(words):
@@ -548,35 +469,6 @@ def _log(path):
     """The entries of --log without the first of each run, which says what it was."""
     entries = map(json.loads, Path(path).read_text().splitlines())
     return [entry for entry in entries if "flags" not in entry]
-
-
-def _running_below(pid):
-    """Process ids of a process and all below it."""
-    found = [pid]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += _running_below(int(entry.name))
-    return found
-
-
-def _gone(pids, seconds=10):
-    """Whether all of these processes end before long."""
-
-    def alive(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            return False
-
-    deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
 
 
 def _parameters(path):
@@ -651,17 +543,6 @@ def _readme_blocks(language):
 
 OWN_MODELS = {b.split()[1]: b for b in _readme_blocks("python") if b.startswith("# my")}
 OWN_LAYERS = OWN_MODELS["mymodel.py"]
-
-
-def _events(num_nodes, num_edges):
-    """What the edges of a graph carry, and when its nodes are classified."""
-    rng = np.random.default_rng(5)
-    return {
-        "edge_weight": rng.random(num_edges),
-        "edge_time": rng.integers(0, 100, num_edges),
-        "node_time": rng.integers(0, 100, num_nodes),
-        "edge_features": rng.random((num_edges, 3)).astype(np.float32),
-    }
 
 
 def _told_by_the_future(path, nodes=400, **columns):

@@ -34,12 +34,11 @@ from tests.common import (
     _beside,
     _dgl,
     _end,
-    _events,
     _fork,
     _readme_blocks,
-    _save_npz,
     _train,
 )
+from tests.stores import _events, _save_npz
 
 
 @_beside(
@@ -114,12 +113,10 @@ def test_bench_inference_equals_dgls_loop(tmp_path):
 
 
 def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
-    """Two components of three and two nodes and one alone: the largest is kept, with its features and labels."""
-    words = dict(
-        feat_indptr=[0, 1, 3, 3, 4, 5, 6], feat_indices=[0, 1, 2, 3, 0, 1], feat_shape=[6, 4]
-    )
-    edges = [[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]]
-    np.savez(tmp_path / "six.npz", edge_index=edges, labels=[0, 1, 2, 3, 4, 5], **words)
+    """Two components of three and two nodes and one alone: the largest is kept."""
+    words = {"feat_indptr": [0, 1, 3, 3, 4, 5, 6], "feat_indices": [0, 1, 2, 3, 0, 1]}
+    words |= {"feat_shape": [6, 4], "labels": [0, 1, 2, 3, 4, 5]}
+    np.savez(tmp_path / "six.npz", edge_index=[[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]], **words)
     three = bench_accuracy.real_graph(tmp_path / "six.npz", bench_accuracy.largest_component)
     assert {name: array.tolist() for name, array in three.items()} == {
         "edge_index": [[0, 2, 1], [2, 1, 0]],
@@ -283,8 +280,7 @@ def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch):
 
 
 def test_readme_commands_run_word_for_word(tmp_path):
-    """All that need no GPU, no download and no second graph, in one folder, in the order of README, with small settings
-    behind them; train.py's in forks where it starts no ranks."""
+    """All that need no GPU, download or second graph, in README's order, with small settings behind them."""
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     for folder in ("native", "disk", "sources", "tasks", "run", "bench", "results"):
@@ -293,25 +289,21 @@ def test_readme_commands_run_word_for_word(tmp_path):
         (tmp_path / name).write_text(text)
     _save_npz(tmp_path / "events.npz", **_events(200, 3000))
     np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
-    here = {
-        "mydgl.py": _has("dgl"),
-        "mypyg.py": _has("torch_geometric"),
-        "--timeline": _has("matplotlib"),
-        "picture": _has("matplotlib"),
-        "esol.npz": DATA.is_dir(),
-    }
-    if here["esol.npz"]:
+    if DATA.is_dir():
         shutil.copy(DATA / "esol.npz", tmp_path)
-    away = "ogbn-", "cora", "--gpus 4", "my_graph", "my_store", "other.npz", "PATH"
-    absent = [word for word, there in here.items() if not there]
-    lines = [line.split("  #")[0].strip() for b in _readme_blocks("bash") for line in b.split("\n")]
+    away = ["ogbn-", "cora", "--gpus 4", "my_graph", "my_store", "other.npz", "PATH"]
+    needs = {"mydgl.py": "dgl", "mypyg.py": "torch_geometric"}
+    needs |= {"--timeline": "matplotlib", "picture": "matplotlib"}
+    absent = [word for word, package in needs.items() if not _has(package)]
+    absent += [] if DATA.is_dir() else ["esol.npz"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment, ran = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}, 0
-    for command in lines:
+    known = flags.make_parser()._option_string_actions
+    for command in "\n".join(_readme_blocks("bash")).split("\n"):
+        command = command.split("  #")[0].strip()
         if not command.startswith("python ") or any(word in command for word in away):
             continue
         words = {word for word in command.split() if word.startswith("--")}
-        known = flags.make_parser()._option_string_actions
         assert "train.py" not in command or words <= set(known), command
         ran += 1
         # python -m bench takes hours; the tests above run it small
@@ -328,9 +320,8 @@ def test_readme_commands_run_word_for_word(tmp_path):
         if "train.py" in command and "--procs" not in words:
             _train(*shlex.split(command)[2:], cwd=tmp_path)
             continue
-        done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        pipes = dict(capture_output=True, text=True)
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, **pipes)
         assert done.returncode == 0, (command, done.stderr)
     assert ran > 4
 

@@ -1,11 +1,8 @@
-"""Tests: what a checkpoint keeps, what it may be used for, and what it may not do; files are written where they were asked for, and nowhere else."""
+"""Tests: what a checkpoint keeps, what it may be used for and may not do; writing of files."""
 
-import copy
-import functools
 import io
 import math
 import os
-import pickle
 import re
 import resource
 import shlex
@@ -24,8 +21,8 @@ import pytest
 import torch
 
 import train
+from bench.harm import harm_bytes, harm_values
 from disk import files as disk
-from disk.files import StoreError
 from disk.graphs import build_graphs
 from model import inference
 from run import checkpoint
@@ -37,7 +34,6 @@ from tests.common import (
     _end,
     _fork,
     _graph,
-    _graphs,
     _log,
     _run_here,
     _same_weights,
@@ -45,6 +41,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
+from tests.stores import _graphs, _refuses
 
 SMALL = " ".join(map(str, COMMON))
 
@@ -82,8 +79,7 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
 
 
 def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
-    """The flags are the checkpoint's; the run goes on in the middle of K steps that draw alike as if it had not
-    stopped."""
+    """The run goes on in the middle of K steps that draw alike as if it had not stopped."""
     words = f"--dataset {tiny} {SMALL} --sampler labor --layer-dependency --epochs 4"
     words += " --batch-dependency"
     _, straight = _run_here(tmp_path, words, "3")
@@ -99,18 +95,18 @@ def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
     assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
 
 
-def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path):
-    file = tmp_path / "run.pt"
-    _train(f"--dataset {tiny} {SMALL} --epochs 1 --checkpoint {file}")
-    state = torch.load(file, weights_only=True)
+def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path, capsys):
+    _run_here(tmp_path, f"--dataset {tiny} {SMALL} --epochs 1")
+    state = torch.load(tmp_path / "here.pt", weights_only=True)
     state["flags"]["precision"] = "tf32"  # as on a GPU
-    torch.save(state, file)
-    out = _train(f"--resume {file} --epochs 2 --gpus 0 --checkpoint {file}")
+    torch.save(state, file := tmp_path / "run.pt")
+    assert _code(f"--resume {file} --epochs 2 --gpus 0 --checkpoint {file}") == 0
+    out = capsys.readouterr().out
     assert "fp32, for tf32 needs a GPU" in out and "epoch   2/2" in out
     # for a GPU that takes it up again
     assert checkpoint.read_checkpoint(file)["flags"]["precision"] == "tf32"
-    words = f"--resume {file} --epochs 3 --gpus 0 --precision tf32"
-    assert "needs a CUDA GPU" in _train(words, code=2)
+    assert _code(f"--resume {file} --epochs 3 --gpus 0 --precision tf32") == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -162,31 +158,23 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     path = build_store(tmp_path / "g", **graph)
     _run_here(tmp_path, f"--dataset {path}", *COMMON, "--epochs 1")
     resume = [f"--resume {tmp_path}/here.pt"]
-    other = _graph(num_nodes=180, width=6, classes=4, seed=1)
-    other["labels"] = np.minimum(other["labels"], 2)  # one class does not occur
-    others = {
-        "labels": {**graph, "labels": np.roll(graph["labels"], 1)},
-        "features": {**graph, "features": graph["features"] + 1},
-        "width": _graph(num_nodes=300, width=7, classes=4),
-        "classes": _graph(num_nodes=300, width=6, classes=5),
-        "smaller": {**other, "num_classes": 3},
-    }
-    said = {
-        "labels": "labels.npy in .* is not the same",
-        "features": "features.npy in .* is not the same",
-        "width": "was trained on a graph with feature_dim 6, .* has 7",
-        "classes": "with num_classes 4, .* has 5",
-        "smaller": "with num_classes 4, .* has 3",
-    }
-    for name, arrays in others.items():
+    smaller = _graph(num_nodes=180, width=6, classes=3, seed=1)  # one class does not occur
+    wider, labels = _graph(num_nodes=300, width=7, classes=4), np.roll(graph["labels"], 1)
+    for name, arrays, said, code in (
+        ("labels", {**graph, "labels": labels}, "labels.npy in .* is not the same", 0),
+        ("features", {**graph, "features": graph["features"] + 1}, "features.npy in .* is not", 0),
+        ("width", wider, "was trained on a graph with feature_dim 6, .* has 7", 2),
+        ("classes", {**graph, "num_classes": 5}, "with num_classes 4, .* has 5", 2),
+        ("smaller", smaller, "with num_classes 4, .* has 3", 0),
+    ):
         build_store(tmp_path / name, **arrays)
         assert _code(*resume, "--dataset", tmp_path / name, "--epochs 2") == 2
-        assert re.search(said[name], capsys.readouterr().err), name
-        code = _code(*resume, "--dataset", tmp_path / name, f"--predict {tmp_path}/{name}.npy")
-        assert code == (2 if name in ("width", "classes") else 0), name
+        assert re.search(said, capsys.readouterr().err), name
+        predict = f"--predict {tmp_path}/{name}.npy"
+        assert _code(*resume, "--dataset", tmp_path / name, predict) == code, name
     assert np.load(tmp_path / "smaller.npy").shape == (180,)
     shutil.rmtree(path)
-    build_store(path, **others["labels"])  # under the same name
+    shutil.copytree(tmp_path / "labels", path)  # under the same name
     assert _code(*resume, "--epochs 2") == 2
     assert "labels.npy" in capsys.readouterr().err
 
@@ -238,79 +226,22 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
         inside = max(archive.infolist(), key=lambda info: info.file_size)
     flipped = bytearray(good)
     flipped[inside.header_offset + 300] ^= 1  # in a tensor: torch.load would take it
-    for damaged in (bytes(flipped), good[: len(good) // 2], b""):
+    for damaged in (flipped, good[: len(good) // 2], b""):
         bad.write_bytes(damaged)
-        with pytest.raises(StoreError, match="bad.pt is not a checkpoint"):
-            checkpoint.read_checkpoint(bad)
-    expected, entries = checkpoint.read_checkpoint(bad, good), 0
-    for entry in re.finditer(b"PK\x01\x02", good):  # of the central directory
+        _refuses("bad.pt is not a checkpoint", checkpoint.read_checkpoint, bad)
+    expected = checkpoint.read_checkpoint(bad, good)["model"]
+    entries = [entry.start() for entry in re.finditer(b"PK\x01\x02", good)]
+    assert len(entries) > 5
+    for start in entries:  # of the central directory
         folder = bytearray(good)
-        folder[entry.start() + 38] |= 0x10  # torch.load takes a small tensor there for one of zeros
-        state = checkpoint.read_checkpoint(bad, bytes(folder))
-        weights = state["model"].items()
-        assert all(torch.equal(value, expected["model"][name]) for name, value in weights)
-        entries += 1
-    assert entries > 5
+        folder[start + 38] |= 0x10  # torch.load takes a small tensor there for one of zeros
+        model = checkpoint.read_checkpoint(bad, bytes(folder))["model"]
+        assert all(torch.equal(value, expected[name]) for name, value in model.items())
 
 
-def _forged(random, state, good):
-    """Bytes of a checkpoint that somebody has tampered with: a value anywhere in it, its pickle, its archive."""
-    weird = [None, True, -1, 0, 7, 2**40, 2**70, -(2**63), 0.5, 1e308, math.nan, math.inf, b"\0"]
-    weird += ["", "x", "../x", "\n\x1b[2J", "9" * 5000, [], [0], [-1], [5, 5], [10] * 1000, {}]
-    weird += [{"a": 1}, (), torch.zeros(()), torch.zeros(3), torch.zeros(1).expand(1 << 40)]
-    weird += [torch.ones(4, 4, dtype=torch.int64)]
-    weird += [functools.reduce(lambda inner, _: [inner, inner], range(60), [])]
-    how = random.integers(10)
-    if how < 7:  # a value, a key that is missing, a key too many
-        forged = copy.deepcopy(state)
-        for _ in range(1 if how < 5 else 3):
-            place = forged
-            while True:
-                key = list(place)[random.integers(len(place))]
-                if not isinstance(place[key], dict) or not place[key] or random.random() < 0.15:
-                    break
-                place = place[key]
-            action = random.integers(6)
-            if action == 0 and len(place) > 1:
-                del place[key]
-            else:
-                names = ["x", 3, "root", "checkpoint"] if action == 1 else [key]
-                name = names[random.integers(len(names))]
-                place[name] = weird[random.integers(len(weird))]
-        file = io.BytesIO()
-        torch.save(forged, file)
-        return file.getvalue()
-    with zipfile.ZipFile(io.BytesIO(good)) as archive:
-        entries = {info.filename: archive.read(info) for info in archive.infolist()}
-    name = next(name for name in entries if name.endswith("data.pkl"))
-    if how == 7:  # other bytes in the pickle, under a checksum that fits
-        damaged = bytearray(entries[name])
-        for _ in range(random.integers(1, 4)):
-            damaged[random.integers(len(damaged))] = random.integers(256)
-        entries[name] = bytes(damaged)
-    elif how == 8:  # a pickle that does something
-        entries[name] = [
-            b"cos\nsystem\n(X\x08\x00\x00\x00touch /xtR.",
-            b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
-            b"ctorch\nFloatTensor\n(\x8a\x06\x00\x00\x00\x00\x00\x02tR.",
-        ][random.integers(3)]
-    else:  # bytes missing, changed or compressed
-        if random.random() < 0.5:
-            end = random.integers(len(good)) if random.random() < 0.5 else len(good)
-            damaged = bytearray(good[:end])
-            for _ in range(5):
-                damaged[random.integers(max(len(damaged), 1)) - 1 :][:1] = b"\xff"
-            return bytes(damaged)
-        entries[name] = pickle.dumps(state["flags"], 2) if random.random() < 0.5 else entries[name]
-    file, kind = io.BytesIO(), zipfile.ZIP_DEFLATED if how == 9 else zipfile.ZIP_STORED
-    with zipfile.ZipFile(file, "w", kind) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    return file.getvalue()
-
-
-def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
-    """120 of them, mutated from good ones of all tasks with a fixed seed: trained on, or refused in one sentence."""
+def test_forged_checkpoints_end_in_a_sentence(tmp_path, monkeypatch, capsys):
+    """90 changed as bench/attack.py does, of all tasks: trained on, or refused in one sentence."""
+    monkeypatch.chdir(tmp_path)  # where code in them would leave a file
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
     split = {"train": range(30), "valid": range(30, 40)}
     many = build_graphs(tmp_path / "many", [_graphs(40)], split=split)
@@ -322,12 +253,11 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
     ):
         _run_here(tmp_path, *words, "--epochs 1")
         good.append((tmp_path / "here.pt").read_bytes())
-    states = [torch.load(io.BytesIO(data), weights_only=True) for data in good]
     random, forged, codes = np.random.default_rng(0), tmp_path / "forged.pt", []
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for i in range(120):
-        which = [1, 2, 0, 0, 2, 0][i % 6]
-        forged.write_bytes(_forged(random, states[which], good[which]))
+    for i in range(90):
+        forged.write_bytes(good[i % 3])
+        (harm_bytes if i % 5 == 4 else harm_values)(forged, random)
         capsys.readouterr()
         codes.append(_code(f"--resume {forged} --epochs 2 --checkpoint {tmp_path}/new.pt --gpus 0"))
         lines = capsys.readouterr().err.splitlines()
@@ -335,9 +265,9 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, capsys):
         if not codes[-1]:
             checkpoint.load_model(forged)
             continue
-        assert codes[-1] == 2 and len(errors) == 1, (i, errors)
+        assert codes[-1] in (1, 2) and len(errors) == 1, (i, errors)  # 1: a loss that is not finite
         assert errors[0].isprintable() and len(errors[0]) < 600, (i, errors)
-    print(f"{codes.count(0)} of 120 were trained on")
+    print(f"{codes.count(0)} of 90 were trained on")
     assert 2 < codes.count(0) < 40
     # KiB: no size in a file is believed
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 19
@@ -397,10 +327,6 @@ def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
     np.testing.assert_allclose(last.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------
-# files are written where they were asked for, and nowhere else
-
-
 def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
     file = tmp_path / "run.pt"
     disk.write_whole(file, lambda out: out.write(b"one"))
@@ -412,8 +338,7 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
         out.write(b"half")
         raise RuntimeError("no more")
 
-    with pytest.raises(StoreError, match="run.pt could not be written: no more"):
-        disk.write_whole(file, fails)
+    _refuses("run.pt could not be written: no more", disk.write_whole, file, fails)
     assert file.read_bytes() == b"one"
     disk.write_whole(file, lambda out: out.write(b"two"))
     assert file.read_bytes() == b"two" and file.stat().st_mode & 0o777 == 0o600
@@ -473,8 +398,8 @@ def test_devices_pipes_and_links_stay_what_they_are(tmp_path):
     if os.geteuid():
         return
     os.chown(tmp_path / "link", 12345, -1, follow_symlinks=False)  # planted by somebody else
-    with pytest.raises(StoreError, match="a symbolic link of another user"):
-        disk.write_whole(tmp_path / "link", lambda out: out.write(b"theirs"))
+    theirs = tmp_path / "link", lambda out: out.write(b"theirs")
+    _refuses("a symbolic link of another user", disk.write_whole, *theirs)
     assert (tmp_path / "target").read_bytes() == b"through"
     null = tmp_path / "null"
     with suppress(PermissionError):
@@ -482,14 +407,3 @@ def test_devices_pipes_and_links_stay_what_they_are(tmp_path):
         disk.write_whole(null, lambda out: out.write(b"away"))
         assert null.is_char_device()
         assert not list(tmp_path.glob(".*"))
-
-
-def test_a_checkpoint_on_a_device_does_not_replace_it(tiny, tmp_path):
-    null = tmp_path / "null"
-    try:
-        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        null.write_bytes(b"x")
-    except PermissionError:
-        pytest.skip("making a device takes root")
-    _train(f"--dataset {tiny}", *COMMON, f"--epochs 1 --checkpoint {null}")
-    assert null.is_char_device()

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import ddp
-from disk.files import StoreError
-from loader import Batch, NodeLoader
-from model import SAGE, inference
+from loader import Batch
+from model import inference
 from run import checkpoint
 from sampler import DamagedGraph, NeighborSampler
 from sources import prepare as datasets
@@ -22,7 +21,6 @@ from store import GraphStore, build_store
 from tasks import link, metrics
 from tests.common import (
     OWN_LAYERS,
-    _chi_square_limit,
     _code,
     _end,
     _log,
@@ -34,6 +32,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
+from tests.stores import _refuses
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
@@ -97,8 +96,8 @@ def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
 
 def test_link_split_by_time_and_from_a_file(tmp_path):
     graph = _link_graph(tmp_path, symmetrize=False)
-    with pytest.raises(StoreError, match="80/10/10 goes by the times of edges, and .* has none"):
-        link.split_edges(graph, "time:80/10/10")
+    said = "80/10/10 goes by the times of edges, and .* has none"
+    _refuses(said, link.split_edges, graph, "time:80/10/10")
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
     at = {}
@@ -128,8 +127,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
         ("`train` has pairs that are no edges", {"train": [whole[5]], "test": [whole[5]]}),
     ):
         np.savez(file, **arrays)
-        with pytest.raises(StoreError, match=message):
-            link.split_edges(graph, str(file))
+        _refuses(message, link.split_edges, graph, str(file))
 
 
 def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
@@ -167,17 +165,6 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     assert edges.has(each, unchecked).any() and not (unchecked == each).any()
 
 
-def test_negatives_are_spread_as_they_should_be():
-    """Chi-square over 50 nodes: uniform, and by degree^0.75."""
-    degrees, numbers = torch.arange(1, 51), torch.arange(100_000)
-    with_none = torch.cat([degrees, torch.zeros(1, dtype=torch.int64)])
-    for given, share in ((None, torch.ones(50)), (with_none, degrees.double().pow(0.75))):
-        drawn = link.Negatives(None, 51, given).draw(1, numbers, torch.full_like(numbers, 50), 1)
-        counts = drawn.flatten().bincount(minlength=50).double()
-        expected = 100_000 * share / share.sum()
-        assert float(((counts - expected) ** 2 / expected).sum()) < _chi_square_limit(49)
-
-
 def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
     nodes = 500  # node 0 has an edge to all but the last
     indptr = torch.cat([torch.tensor([0]), torch.arange(nodes - 1) + 1, torch.tensor([nodes - 1])])
@@ -185,8 +172,11 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
     zeros = torch.zeros(20, dtype=torch.int64)
     assert (link.Negatives(edges, nodes).draw(7, torch.arange(20), zeros, 3) == nodes - 1).all()
     full = link.Edges(torch.arange(nodes + 1), torch.zeros(nodes, dtype=torch.int32))
-    with pytest.raises(StoreError, match="node 0 has an edge to every node.*--unchecked-negatives"):
-        link.Negatives(full, nodes).draw(7, torch.arange(20), zeros, 3)
+    said, draw = (
+        "node 0 has an edge to every node.*--unchecked-negatives",
+        link.Negatives(full, nodes).draw,
+    )
+    _refuses(said, draw, 7, torch.arange(20), zeros, 3)
 
 
 def _some_of(graph, step, count):
@@ -229,43 +219,6 @@ def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
             taken |= _edges_of(block)
         assert bool(held & taken) != exclude
     assert torch.equal(_sampled(links, draw, everyone, 3)[1], _sampled(links, draw, everyone, 3)[1])
-
-
-def _scores_while_training(graph, exclude, steps=150):
-    """Train GraphSAGE to predict the edges of a graph -> ROC-AUC of the last steps' own pairs and negatives."""
-    torch.manual_seed(0)
-    links = link.Links(graph, graph.indptr, graph.indices, exclude=exclude)
-    loader = NodeLoader(graph, graph.split["train"], [-1], batch_size=512, draw=links.draw)
-    net = SAGE(graph.features.shape[1], 16, 16, num_layers=1, dropout=0.0)
-    scorer, found = link.Scorer("dot", 16), []
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    for step, batch in enumerate(itertools.islice(batches, steps)):
-        h = net(batch.blocks, batch.x)
-        (links.loss(scorer, h, batch.y) / batch.total).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step >= steps - 20:
-            found.append(scorer(h[batch.y[:, :1]], h[batch.y[:, 1:]]).detach())
-    scores = torch.cat(found)
-    y = torch.zeros_like(scores)
-    y[:, 0] = 1
-    h = inference(net, graph.indptr, graph.indices, graph.features)
-    valid = link.Evaluation(graph)(scorer, h, "valid")
-    return metrics.roc_auc(scores.flatten(), y.flatten()), valid["roc_auc"]
-
-
-def test_a_random_graph_cannot_be_predicted_unless_positives_leak(tmp_path):
-    """Edges at random between nodes of random features: nothing but an edge itself tells that it is there."""
-    graph = link.split_edges(_link_graph(tmp_path, nodes=3000, edges=9000), "80/20/0")
-    # of a ROC-AUC that is 0.5: sqrt((2n + 1) / 12 n^2)
-    error = 1 / math.sqrt(6 * len(graph.pairs["valid"]))
-    trained, valid = _scores_while_training(graph, exclude=True)
-    leaky, _ = _scores_while_training(graph, exclude=False)
-    print(
-        f"ROC-AUC while training {trained:.3f}, with the leak {leaky:.3f}; valid {valid:.3f}, error {error:.3f}"
-    )
-    assert abs(trained - 0.5) < 0.03 and abs(valid - 0.5) < 4 * error and leaky > 0.7
 
 
 def _place(own, scores):
@@ -327,10 +280,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
 
 @pytest.mark.parametrize("kind", ["dot", "mlp"])
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30])
-def test_link_evaluation_takes_no_score_that_is_not_finite(
-    kind, small, number, tmp_path, monkeypatch
-):
+def test_link_evaluation_takes_no_score_that_is_not_finite(kind, small, tmp_path, monkeypatch):
     """NaN is above no other score: a network that has lost its numbers would rank every pair first."""
     monkeypatch.setattr(link, "SMALL", 1 << 14 if small else 0)
     graph = link.split_edges(_link_graph(tmp_path, nodes=80, edges=300), "70/10/20")
@@ -340,12 +290,14 @@ def test_link_evaluation_takes_no_score_that_is_not_finite(
     assert evaluation(scorer, h, "test")
     # of a node that no pair of the part has: it is only ranked against
     unseen = set(range(80)) - set(torch.cat(evaluation.examples["test"][:2]).flatten().tolist())
+    bad = [torch.full_like(h, 1e30)]  # finite, and its product with itself is not
     for node in (int(graph.pairs["test"][0, 0]), *list(unseen)[:1]):
-        broken = h.clone()
-        broken[node] = number
-        if number != 1e30 or node not in unseen:  # finite, and its product with itself is not
-            with pytest.raises(metrics.NotFinite, match="scores are not finite"):
-                evaluation(scorer, broken if number != 1e30 else broken.fill_(1e30), "test")
+        for number in (math.nan, math.inf):
+            bad.append(h.clone())
+            bad[-1][node] = number
+    for broken in bad:
+        with pytest.raises(metrics.NotFinite, match="scores are not finite"):
+            evaluation(scorer, broken, "test")
 
 
 def test_a_damaged_graph_is_a_sentence_for_links(tmp_path, capsys):
@@ -492,35 +444,39 @@ def test_links_see_no_future(tmp_path):
 LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"
 
 
-def _same_after_kills(folder, words, kills, epochs, **entries):
-    """A run that was killed in these epochs ends as the one that was not -> the checkpoints of both."""
-    words = f"{words} --epochs {epochs}"
-    _train(words, f"--checkpoint {folder}/straight.pt --log {folder}/straight")
-    words += f" --checkpoint {folder}/killed.pt --checkpoint-every 3 --resume auto"
-    for number, epoch in enumerate(kills):
-        process = _start_fork(folder / f"out{number}", words, f"--prefetch {number}")
-        begun = f"epoch {epoch:>3}/{epochs}"
+@pytest.mark.parametrize("timed", [False, True])
+def test_links_are_the_same_for_any_number_of_processes_and_after_kills(timed, tmp_path):
+    """In fp64 to 1e-9, dropout and the last, smaller step included: exclusion goes by all processes' pairs."""
+    make, runs = (_timed_links, [(1, 90, 1), (2, 45, 1), (3, 30, 1)])
+    words = "--model gin --temporal before"
+    if not timed:
+        make, runs = _link_graph, [(1, 300, 1), (2, 150, 1), (3, 100, 1), (1, 100, 3)]
+        words = "--scorer mlp"
+    path = make(tmp_path, nodes=120 if timed else 500, edges=400 if timed else 1000).path
+    words = f"{LINK} --dataset {path} --dropout 0.5 --negatives 2 {words}"
+    _same_for_any_number_of_processes(tmp_path, words, runs)
+    # killed in these epochs, it ends as the run that was not
+    words += " --epochs 20 --batch-size 100 --precision fp64"
+    words += "" if timed else " --scorer distmult --early-stop 20"
+    _train(words, f"--checkpoint {tmp_path}/straight.pt --log {tmp_path}/straight")
+    words += f" --checkpoint {tmp_path}/killed.pt --checkpoint-every 3 --resume auto"
+    for number, epoch in enumerate((4, 9)):
+        process = _start_fork(tmp_path / f"out{number}", words, f"--prefetch {number}")
+        begun = f"epoch {epoch:>3}/20"
         _wait_for(lambda: begun in process.output.read_text(), process)  # noqa: B023
         process.kill()
         _end(process, -signal.SIGKILL)
-    _train(words, f"--log {folder}/killed --predict {folder}/h.npy")
-    assert _same_weights(folder / "straight.pt", folder / "killed.pt")
-    logs = [_log(folder / name)[-1]["scores"] for name in ("straight", "killed")]
-    assert logs[0] == logs[1] and np.isfinite(np.load(folder / "h.npy")).all()
-    return [
-        torch.load(folder / f"{name}.pt", weights_only=True)["best"]
-        for name in ("straight", "killed")
-    ]
+    _train(words, f"--log {tmp_path}/killed --predict {tmp_path}/h.npy")
+    assert _same_weights(tmp_path / "straight.pt", tmp_path / "killed.pt")
+    names = "straight", "killed"
+    scores, again = (_log(tmp_path / name)[-1]["scores"] for name in names)
+    assert scores == again and np.isfinite(np.load(tmp_path / "h.npy")).all()
+    files = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names)
+    best, again = (file["best"] for file in files)
+    assert (best["score"], best["epoch"]) == (again["score"], again["epoch"])
 
 
-def test_links_at_their_times_are_the_same_for_any_number_of_processes_and_after_a_kill(tmp_path):
-    path = _timed_links(tmp_path, nodes=120, edges=400).path
-    words = f"{LINK} --dataset {path} --model gin --temporal before --dropout 0.5 --negatives 2"
-    _same_for_any_number_of_processes(tmp_path, words, [(1, 90, 1), (2, 45, 1), (3, 30, 1)])
-    _same_after_kills(tmp_path, f"{words} --batch-size 40 --precision fp64", [5], 12)
-
-
-def test_links_at_their_times_are_refused_in_a_sentence(tmp_path):
+def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
     timed, plain = _timed_links(tmp_path).path, _link_graph(tmp_path, seed=1).path
     np.savez(tmp_path / "none.npz", test=[[0, 0]])
     gcn = "--model gcn divides by the degrees of the whole graph"
@@ -531,25 +487,11 @@ def test_links_at_their_times_are_refused_in_a_sentence(tmp_path):
         (timed, "--sampler latest", "--sampler latest takes the last edges .* here off"),
         (timed, f"--temporal at --edge-split {tmp_path}/none.npz", no_edge),
     ):
-        assert re.search(complaint, _train(LINK, "--dataset", path, words, code=2))
-    words = "--temporal before --sampler latest --epochs 1"
-    said = _train(LINK, "--dataset", timed, words)
+        assert _code(LINK, "--dataset", path, words) == 2
+        assert re.search(complaint, capsys.readouterr().err)
+    assert _code(LINK, "--dataset", timed, "--temporal before --sampler latest --epochs 1") == 0
+    said = capsys.readouterr().out
     assert "neighbours are the latest" in said and "times of edges are not used" not in said
-
-
-def test_link_task_is_the_same_for_any_number_of_processes(tmp_path):
-    """In fp64 to 1e-9, dropout and the last, smaller step included: exclusion goes by the pairs of all processes."""
-    path = _link_graph(tmp_path, nodes=500, edges=1000).path
-    runs = [(1, 300, 1), (2, 150, 1), (3, 100, 1), (1, 100, 3)]
-    words = f"{LINK} --dataset {path} --scorer mlp --dropout 0.5 --negatives 2"
-    _same_for_any_number_of_processes(tmp_path, words, runs)
-
-
-def test_link_task_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path):
-    path = _link_graph(tmp_path, nodes=500, edges=1000).path
-    words = f"{LINK} --dataset {path} --batch-size 100 --scorer distmult --early-stop 40"
-    straight, killed = _same_after_kills(tmp_path, words, [8, 16, 24], 40)
-    assert (straight["score"], straight["epoch"]) == (killed["score"], killed["epoch"])
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "mymodel.py:Net"])
@@ -589,14 +531,3 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
     np.save(tmp_path / "pairs.npy", pairs + 990)
     refused = _train(again, scored, code=2)
     assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", refused)
-
-
-def test_link_runs_give_mean_and_standard_deviation(tmp_path, capsys):
-    path, log = _link_graph(tmp_path, nodes=200, edges=600).path, tmp_path / "log"
-    words = f"--dataset {path} --task link --fanout 3 --epochs 1 --gpus 0 --hidden 8 --runs 3"
-    assert _code(words, f"--log {log}") == 0
-    figures = [entry["scores"]["test"]["roc_auc"] for entry in _log(log) if "scores" in entry]
-    assert len(set(figures)) == 3
-    assert _log(log)[-1]["mean"]["test roc_auc"] == pytest.approx(np.mean(figures))
-    said = f"test roc_auc {100 * np.mean(figures):.2f} +- {100 * np.std(figures, ddof=1):.2f}%"
-    assert said in capsys.readouterr().out

@@ -1,20 +1,11 @@
 """Tests: datasets."""
 
 import collections
-import gzip
-import hashlib
-import http.server
 import io
 import multiprocessing
-import multiprocessing.forkserver
 import os
-import pickle
 import re
 import shutil
-import sys
-import threading
-import types
-import unittest.mock
 import warnings
 import zipfile
 
@@ -24,27 +15,16 @@ import torch
 
 import store
 import train
+from bench.harm import harm_bytes, harm_values
 from disk import counts
 from disk import files as disk
 from disk.files import StoreError
 from sources import prepare as datasets
-from sources import public
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import (
-    DATA,
-    _beside,
-    _edges,
-    _end,
-    _fork,
-    _graph,
-    _mask,
-    _rewrite_meta,
-    _run,
-    _save_npz,
-    _sums,
-)
+from tests.common import DATA, _beside, _end, _fork, _graph
+from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
 def _opened(dataset, root, **options):
@@ -74,50 +54,12 @@ def test_datasets_synthetic_is_the_same_for_the_same_seed(tmp_path, monkeypatch)
     assert 0.5 < near < 0.6
 
 
-def test_datasets_synthetic_takes_the_graph_to_classify(tmp_path):
-    """Features alone name the class of few nodes; the mean over neighbours names that of most."""
-    graph = _opened("synthetic:nodes=20000,classes=10", tmp_path)
-    x, y = graph.features.tensor.clone(), graph.labels
-    train, test = graph.split["train"], graph.split["test"]
-
-    def accuracy(h):
-        centroids = torch.stack([h[train[y[train] == c]].mean(0) for c in range(graph.num_classes)])
-        return (torch.cdist(h[test], centroids).argmin(1) == y[test]).double().mean()
-
-    alone = accuracy(x)
-    for _ in range(2):
-        x = torch.nn.functional.embedding_bag(
-            graph.indices.long(), x, graph.indptr[:-1], mode="mean"
-        )
-    assert alone < 0.6 and accuracy(x) > 0.8, (alone, accuracy(x))
-
-
-def test_datasets_existing_stores_and_bad_names(tmp_path):
+def test_datasets_existing_stores_are_taken(tmp_path):
     path = prepare(SMALL, tmp_path, progress=False)
     before = path.stat().st_mtime_ns
     assert prepare(SMALL, tmp_path) == prepare(path) == prepare(str(path)) == path
     assert path.stat().st_mtime_ns == before
     assert prepare(SMALL, tmp_path, backend="lmdb", progress=False) != path
-    for name, message in (
-        ("reddit", "synthetic, cora.*ogbn-products"),
-        ("synthetic:nodes", "nodes.*degree"),
-        ("synthetic:size=4", "'size=4'.*nodes, degree"),
-        ("synthetic:nodes=x", "nodes='x' is no int"),
-        ("synthetic:nodes=0", "nodes=0"),
-        ("synthetic:train=0", "train=0"),
-        ("synthetic:train=200000", "train=200000"),
-        ("synthetic:noise=nan", "noise"),
-        ("synthetic:train=nan", "train=nan"),
-        ("cora:x=1", "cora"),
-        ("nothing.npz", "cannot read nothing.npz"),
-    ):
-        with pytest.raises(StoreError, match=message) as error:
-            prepare(name, tmp_path)
-        assert "\n" not in str(error.value)
-    assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(StoreError, match="nodes=0"):
-        prepare("synthetic:nodes=0", tmp_path / "deep" / "root")
-    assert not (tmp_path / "deep" / "root").exists()
 
 
 def _prepare_in_child(root):
@@ -155,8 +97,7 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
     csr = dict(feat_indptr=np.arange(0, 401, 2), feat_indices=data.copy(), feat_shape=[4, 200])
     csr["feat_indptr"][1:] -= 2  # a node without a word, first; the last one's are left over
     _save_npz(file, **csr, feat_data=data, x=None)
-    with pytest.raises(StoreError, match="feat_indptr must rise from 0 to the 400 entries"):
-        prepare(file, tmp_path, progress=False)
+    _refuses("feat_indptr must rise from 0 to the 400 entries", prepare, file, tmp_path)
     csr["feat_indptr"][-1] += 2
     csr["feat_indices"][10:12] = 2  # the same word twice: its counts are added
     capsys.readouterr()
@@ -238,13 +179,11 @@ def test_datasets_npz_bad_files(tmp_path):
     file = tmp_path / "bad.npz"
     for content in (b"no zip", b""):
         file.write_bytes(content)
-        with pytest.raises(StoreError, match="cannot be read"):
-            prepare(file, tmp_path, progress=False)
+        _refuses("cannot be read", prepare, file, tmp_path)
     for message, entries, *option in _refused_npz():
         _save_npz(file, **entries)
-        with pytest.raises(StoreError, match=message) as error:
-            prepare("".join([str(file), *option]), tmp_path, progress=False)
-        assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == [file]
+        _refuses(message, prepare, "".join([str(file), *option]), tmp_path, progress=False)
+        assert list(tmp_path.iterdir()) == [file]
 
 
 def test_datasets_npz_splits(tmp_path):
@@ -274,13 +213,12 @@ def test_datasets_npz_splits(tmp_path):
         assert [part.tolist() for part in split.values()] == [list(part) for part in expected]
         assert path == other, "a seed decides on nothing here"
     _save_npz(file, **turned, test_mask=_mask(second - 20))
-    with pytest.raises(StoreError, match="node 100 is in split 'train' and in 'test'"):
-        prepare(f"{file}:split=1", tmp_path, progress=False)
+    said = "node 100 is in split 'train' and in 'test'"
+    _refuses(said, prepare, f"{file}:split=1", tmp_path, progress=False)
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
-    """Ids of K splits come as [K, n] or [n, K], short rows filled up with -1; masks as [K, V]; --runs takes one after
-    the other."""
+    """Ids of K splits come as [K, n] or [n, K], short rows filled with -1; --runs takes one after the other."""
     first = [np.arange(40), np.arange(100, 140), np.r_[np.arange(50, 80), np.full(10, -1)]]
     valid = np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)])
     masks = np.stack([_mask(ids[ids >= 0]) for ids in first])
@@ -300,8 +238,7 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
             assert [ids.tolist() for ids in graph.split.values()] == [e.tolist() for e in expected]
         choose_split(graph, turn=4)
         assert graph.split["valid"].tolist() == valid[1].tolist()
-        with pytest.raises(StoreError, match="split 3 is out of range: .* has 3, counted from 0"):
-            choose_split(graph, 3)
+        _refuses("split 3 is out of range: .* has 3, counted from 0", choose_split, graph, 3)
     capsys.readouterr()
     common = ["--fanout", "2", "--epochs", "1", "--gpus", "0", "--dataset"]
     assert train.main([*common, str(path), "--runs", "4"]) == 0
@@ -328,6 +265,8 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
         (y[:, None].astype(np.uint8), y, ""),
         (y[None].astype(">i4"), y, ""),
         (y > 1, y > 1, ""),
+        (y + 1, y + 1, "1 of 5 classes have no node: 0\n"),
+        (y % 2 * 9, y % 2 * 9, "8 of 10 classes have no node: 1, 2, 3, ...\n"),
         (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
         (np.float16(y), y, ""),
         (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
@@ -353,7 +292,7 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     assert _edges(_opened(file, tmp_path)) == [(0, 1), (2, 3)]
 
 
-def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys):
+def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):
     ways = np.array([[0, 1, 2, 3, 3, 4], [1, 0, 3, 2, 3, 5]])
     for edges, says in (
         (ways[:, :5], ""),
@@ -366,13 +305,11 @@ def test_datasets_npz_one_way_edges_are_said_and_made_symmetric(tmp_path, capsys
         assert says in said and bool(says) == bool(said)
         both = prepare(tmp_path / "e.npz", tmp_path, symmetrize=True, progress=False)
         assert capsys.readouterr().out == "" and both != plain
-        mirrored = np.concatenate([edges, edges[::-1]], 1)
-        assert _edges(GraphStore.open(both)) == sorted(zip(*mirrored.tolist()))
+        assert GraphStore.open(both).meta["options"]["symmetrize"]
     for name in (plain, "synthetic", "cora"):
         for flag in ("symmetrize", "drop_duplicates"):
-            message = f"--{flag.replace('_', '-')} has no effect on {name}"
-            with pytest.raises(StoreError, match=message):
-                prepare(name, tmp_path, **{flag: True})
+            said = f"--{flag.replace('_', '-')} has no effect on {name}"
+            _refuses(said, prepare, name, tmp_path, **{flag: True})
 
 
 def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
@@ -474,8 +411,7 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     rest = [(name, _npy(graph[argument])) for name, argument in names.items()]
 
     def refused(message):
-        with pytest.raises(StoreError, match=message):
-            datasets.build(file, tmp_path / "s")
+        _refuses(message, datasets.build, file, tmp_path / "s")
 
     for message, member in (
         ("MemoryError", _npy(x, (200, 1 << 40))),
@@ -508,165 +444,52 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     monkeypatch.setattr("sources.arrays.free_host_bytes", lambda: 1 << 20)
     refused("x cannot be read: 1.31 MB unpacked, and 1.05 MB are")
     os.mkfifo(tmp_path / "fifo.npz")
-    with pytest.raises(StoreError, match="cannot read .*fifo.npz: there is no regular file"):
-        prepare(tmp_path / "fifo.npz", tmp_path / "d")
+    said = "cannot read .*fifo.npz: there is no regular file"
+    _refuses(said, prepare, tmp_path / "fifo.npz", tmp_path / "d")
     assert {entry.name for entry in tmp_path.iterdir()} == {"h.npz", "fifo.npz"}
 
 
-FEATURES, LABELS = (
-    ("features", "x", "feat", "node_features"),
-    ("labels", "y", "label", "node_labels"),
-)
-SPLIT = {  # part: [(name, kind)]
-    part: [(f"{word}_{kind}", kind) for word in words for kind in ("idx", "mask", "masks")]
-    for part, words in (("train", ["train"]), ("valid", ["val", "valid"]), ("test", ["test"]))
-}
-KNOWN = {"edge_index", "edges", "num_nodes", "feat_indptr", "feat_indices", "feat_data"}
-KNOWN |= {"feat_shape", *FEATURES, *LABELS, *(name for part in SPLIT.values() for name, _ in part)}
+def _build_plainly(path, arrays):
+    """A store of what an .npz file holds, read by numpy and handed over as it is."""
+    x, words = arrays.get("x"), dict(arrays)
+    if x is None and "feat_indptr" in arrays:
+        x = np.zeros((60, 7), np.float32)
+        ends = arrays["feat_indptr"].tolist()
+        for row, (a, b) in enumerate(zip(ends, ends[1:])):
+            np.add.at(x[row], arrays["feat_indices"][a:b], arrays["feat_data"][a:b])
+        x /= np.maximum(x.sum(1, keepdims=True), 1)
+    split = {
+        part: words[f"{name}_{kind}"] for part, name, kind in PARTS if f"{name}_{kind}" in words
+    }
+    kept = {"edge_index": arrays["edge_index"], "labels": arrays["y"]}
+    return GraphStore.open(build_store(path, features=x, split=split, **kept))
 
 
-def _plain_reading(file):
-    """What an .npz file says, read by numpy and plain loops: a dict, or None where it must not become a store."""
-    with np.load(file, allow_pickle=False) as data:
-        arrays = {name: data[name] for name in data.files}
-    if any(re.search("edge|weight|time|mask|train", name) for name in arrays.keys() - KNOWN):
-        return None
-    labels, features, edges = (
-        [arrays[name] for name in names if name in arrays]
-        for names in (LABELS, FEATURES, ("edge_index", "edges"))
-    )
-    has_features = len(features) + ("feat_indptr" in arrays)
-    if len(labels) > 1 or len(edges) != 1 or has_features > 1 or not (labels or has_features):
-        return None
-    if not labels and any("_idx" in name or "_mask" in name for name in arrays):
-        return None
-    y = [] if labels else [-1] * (len(features[0]) if features else len(arrays["feat_indptr"]) - 1)
-    for value in labels[0].reshape(-1).tolist() if labels else ():
-        if value == value and (int(value) != value or value < -1):
-            return None
-        y.append(int(value) if value == value else -1)
-    pairs = edges[0].T.tolist() if "edge_index" in arrays else edges[0].tolist()
-    x = features[0].astype(np.float64).tolist() if features else None
-    if "feat_indptr" in arrays:
-        x = _plain_rows(arrays, len(y))
-        if x is None:
-            return None
-    split = _plain_split(arrays, len(y))
-    if split is None or split and not split.get("train"):
-        return None
-    return {"edges": sorted((int(u), int(v)) for u, v in pairs), "x": x, "y": y, "split": split}
-
-
-def _plain_rows(arrays, count):
-    ends, columns = arrays["feat_indptr"].tolist(), arrays["feat_indices"].tolist()
-    values, width = arrays.get("feat_data", np.ones(len(columns), int)), max(columns) + 1
-    if "feat_shape" in arrays:
-        width = next(int(n) for n in arrays["feat_shape"][::-1] if n != count)
-    x = [[0.0] * width for _ in range(count)]
-    for row, (a, b) in enumerate(zip(ends, ends[1:])):
-        for column, value in zip(columns[a:b], values.tolist()[a:b]):
-            if column < 0:
-                return None
-            x[row][column] += value
-        total = sum(x[row])
-        if values.dtype.kind != "f" and total:
-            x[row] = [value / total for value in x[row]]
-    return x
-
-
-def _plain_split(arrays, count):
-    split = {}
-    for part, names in SPLIT.items():
-        there = [(name, kind) for name, kind in names if name in arrays]
-        if len(there) > 1:
-            return None
-        for name, kind in there:
-            rows = values = arrays[name]
-            if kind == "idx" and values.dtype != bool:
-                split[part] = [int(node) for node in values.reshape(-1)]
-                continue
-            if values.ndim > 1:
-                rows = values[0] if values.shape[1] == count else values[:, 0]
-            if len(rows) != count or not set(np.unique(values).tolist()) <= {0, 1}:
-                return None
-            split[part] = [node for node, value in enumerate(rows.tolist()) if value]
-    return split
-
-
-def _mutated(random, arrays):
-    """Change one thing about the arrays of a good file, as people and accidents do."""
-    arrays = dict(arrays)
-    name = random.choice([*sorted(arrays), *(name for name in sorted(arrays) if name != "x")])
-    array, kind = np.array(arrays[name]), random.integers(10)
-    if kind == 0:
-        dtypes = "f2 f4 f8 >f8 i1 i2 i4 i8 >i4 u1 u2 u4 u8 ? c8 S3".split()
-        arrays[name] = array.astype(random.choice(dtypes))
-    elif kind == 1:
-        forms = np.asfortranarray(array), array[:-1], array[::-1], array.T
-        arrays[name] = [*forms, array[..., None], array[None]][random.integers(6)]
-    elif kind == 2 and array.size:
-        array = array.astype(array.dtype if random.random() < 0.5 else float)
-        value = random.choice([-1, 0, 1, 2, 3, 7, 60, -5, 100])
-        array.reshape(-1)[random.integers(array.size)] = value
-        arrays[name] = array
-    elif kind in (3, 4) and array.size:
-        array = np.nan_to_num(array).astype(float if kind == 3 else "u8")
-        odd = random.choice([np.nan, np.inf, 0.5, 2.0**63]) if kind == 3 else 2**64 - 1
-        array.reshape(-1)[random.integers(array.size)] = odd
-        arrays[name] = array
-    elif kind in (5, 6):
-        del arrays[name]
-        swaps = dict(x="feat", y="node_labels", train_idx="train_mask", train_mask="train_idx")
-        swaps["edge_index"] = "edges"
-        if kind == 6:
-            array = array.T if name == "edge_index" else array
-            arrays[swaps.get(name, name + "s")] = array
-    elif kind == 7:
-        twins = dict(x="features", y="label", train_idx="train_mask", train_mask="train_masks")
-        twins["edge_index"] = "edge_weight"
-        others = random.choice(["weights", "times", "comment", "val_mask"])
-        arrays[twins.get(name, others)] = array
-    elif kind == 8 and "y" == name:
-        arrays[name] = np.where(random.random(60) < 0.2, np.nan, array)
-    elif "mask" in name:
-        rows = np.stack([array, random.permutation(array), ~array.astype(bool)])
-        arrays[name] = [array.astype(np.uint8), 2 * array, rows, rows.T][random.integers(4)]
-    elif "idx" in name:
-        arrays[name] = _mask(array % 60, 60)
-    return arrays
-
-
-def _damaged(random, data):
-    """Some bits of a file changed, or its end cut off."""
-    data = bytearray(data)
-    for _ in range(random.integers(1, 4)):
-        data[random.integers(len(data))] ^= 1 << random.integers(8)
-    return data[: random.integers(len(data))] if random.random() < 0.2 else data
+PARTS = [
+    (part, name, kind)
+    for part, name in (("train", "train"), ("valid", "val"), ("test", "test"))
+    for kind in ("idx", "mask")
+]
 
 
 def _reads_npz_inputs(folder):
-    """Build 500 inputs and compare each store with the plain reading of its file."""
+    """Build 400 inputs, changed as bench/attack.py does, and compare each store with a plain reading."""
     random, outcomes = np.random.default_rng(0), collections.Counter()
     edges, y, first = random.integers(0, 57, (2, 200)), np.arange(60) % 4, np.arange(20)
     x, last = random.standard_normal((60, 5), np.float32), np.arange(30, 60)
     words = dict(feat_indptr=np.arange(0, 121, 2), feat_indices=random.integers(0, 7, 120))
-    words |= dict(feat_shape=[60, 7], feat_data=random.integers(1, 9, 120))
+    words |= dict(feat_shape=np.array([60, 7]), feat_data=random.integers(1, 9, 120))
     disk.sync = lambda path: None  # in this process; what a disk does is tested elsewhere
     bases = [
         dict(x=x, y=y, train_idx=first, val_idx=np.arange(20, 30), test_idx=last),
         dict(x=x, y=y, train_mask=_mask(first, 60), test_mask=_mask(last, 60)),
-        dict(x=x, y=np.arange(60) % 2),
-        dict(y=y, train_idx=first, **words),
-        dict(y=y, train_idx=first, test_idx=last),
+        dict(y=y, train_idx=first, test_idx=last, **words),
     ]
     file, path = folder / "input.npz", folder / "store"
-    for number in range(500):
-        arrays = dict(bases[number % 5], edge_index=edges)
-        for _ in range(random.integers(1, 3) if number % 20 else 0):
-            arrays = _mutated(random, arrays)
-        (np.savez_compressed if random.random() < 0.3 else np.savez)(file, **arrays)
-        if number % 9 == 8 and number % 20:
-            file.write_bytes(_damaged(random, file.read_bytes()))
+    for number in range(400):
+        np.savez(file, **bases[number % 3], edge_index=edges)
+        if number % 20:
+            (harm_bytes if number % 7 == 6 else harm_values)(file, random)
         try:
             datasets.build(file, path, progress=False)
         except StoreError as error:
@@ -675,36 +498,24 @@ def _reads_npz_inputs(folder):
             assert number % 20, f"input {number} is good: {error}"
             continue
         outcomes["built"] += 1
-        expected = _plain_reading(file)
-        form = {name: (np.asarray(a).dtype, np.shape(a)) for name, a in arrays.items()}
-        assert expected is not None, (number, form)
-        _compare(GraphStore.open(path), expected, number)
+        try:
+            plain = _build_plainly(folder / "plain", dict(np.load(file)))
+        except (StoreError, KeyError, ValueError, TypeError, IndexError, zipfile.BadZipFile):
+            outcomes["more than arrays are"] += 1  # labels that are text, a split that is drawn
+        else:
+            found = GraphStore.open(path)
+            assert _edges(found) == _edges(plain) and torch.equal(found.labels, plain.labels), (
+                number
+            )
+            ids = torch.arange(found.num_nodes)
+            assert torch.allclose(found.features.gather(ids), plain.features.gather(ids)), number
+            parts = zip(found.split.values(), plain.split.values())
+            assert all(torch.equal(*part) for part in parts), number
+            shutil.rmtree(plain.path)
         shutil.rmtree(path)
     print(dict(outcomes))
-    assert outcomes["built"] > 100 and outcomes["refused"] > 100, outcomes
-
-
-def _compare(graph, expected, number):
-    """Demand of a store what the plain reading of its file expects; without a split, that one was drawn."""
-    x, y, pairs = expected["x"], expected["y"], expected["edges"]
-    assert graph.labels.tolist() == y, number
-    if x is None:
-        assert set(_edges(graph)) == {*pairs, *((v, u) for u, v in pairs)}
-    else:
-        assert _edges(graph) == pairs, number
-        want = torch.tensor(x, dtype=torch.float64).to(graph.features.dtype)
-        assert torch.equal(graph.features.gather(torch.arange(graph.num_nodes)), want), number
-    split = {part: ids.tolist() for part, ids in graph.split.items() if len(ids)}
-    if expected["split"]:
-        wanted = {part: ids for part, ids in expected["split"].items() if ids}
-        assert x is None or split == wanted, number
-        return
-    counts = [collections.Counter(y[node] for node in split.get(p, ())) for p in disk.SPLITS]
-    for label in set(y) - {-1}:
-        n = y.count(label)
-        # half of the training nodes, drawn from all classes, show their labels where there are no features
-        drawn = [counts[0][label] if x is None else min(n, 20), min(max(n - 20, 0), 30)]
-        assert [part[label] for part in counts] == [*drawn, max(n - 50, 0)], number
+    assert outcomes["built"] > 80 and outcomes["refused"] > 80, outcomes
+    assert outcomes["more than arrays are"] < outcomes["built"] / 3, outcomes
 
 
 @_beside(lambda folder: _fork(folder / "out", _reads_npz_inputs, folder))
@@ -734,343 +545,9 @@ def test_datasets_real_graphs(tmp_path, capsys):
     assert shown.sum() == 45470 and not any(shown[ids].any() for ids in graph.split.values())
 
 
-class _Python2Pickler(pickle._Pickler):
-    """Writes strings as Python 2 did, which made the original files."""
-
-    dispatch = dict(pickle._Pickler.dispatch)
-
-    def save_bytes(self, value):
-        value = value.encode() if isinstance(value, str) else value
-        self.write(pickle.BINSTRING + len(value).to_bytes(4, "little") + value)
-
-    dispatch[bytes] = dispatch[str] = save_bytes
-
-
-def _planetoid_files(folder, missing=False, change=(None, None)):
-    """Write a small graph in the original layout, as pickles with scipy's class; returns it for comparison.
-
-    change: (part, function of its content, or the array in it, a place and a value).
-    """
-    csr = type("csr_matrix", (), {"__module__": "scipy.sparse.csr"})
-    random, num_nodes, labelled = np.random.default_rng(0), 30, 22
-    x = (random.random((num_nodes, 6)) < 0.4).astype(np.float32)
-    y = np.eye(3, dtype=np.int32)[random.integers(0, 3, num_nodes)]
-    test = random.permutation(np.arange(labelled, num_nodes))
-    if missing:  # as in citeseer: node 25 is in no file
-        test = test[test != 25]
-        x[25], y[25] = 0, 0
-
-    def matrix(dense):
-        m, rows = csr(), [np.flatnonzero(row).astype(np.int32) for row in dense]
-        m._shape, m.maxprint, m.data = dense.shape, 50, np.ones(int(dense.sum()), np.float32)
-        m.indices = np.concatenate(rows)
-        m.indptr = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-        return m
-
-    graph = collections.defaultdict(list, {v: [] for v in range(num_nodes)})
-    for u, v in random.integers(0, num_nodes, (40, 2)).tolist():
-        graph[u].append(v)
-    parts = {"allx": matrix(x[:labelled]), "tx": matrix(x[test]), "graph": graph}
-    parts |= {"y": y[:5], "ally": y[:labelled], "ty": y[test]}
-    parts["test.index"] = "".join(f"{v}\n" for v in test)
-    part, how = change
-    if callable(how):
-        parts[part] = how(parts[part])
-    elif how:
-        array = getattr(parts[part], how[0]) if how[0] else parts[part]
-        array[how[1]] = how[2]
-    folder.mkdir(exist_ok=True)
-    (folder / "ind.cora.test.index").write_text(parts.pop("test.index"))
-    sparse = types.SimpleNamespace(csr_matrix=csr)
-    with unittest.mock.patch.dict(sys.modules, {"scipy.sparse.csr": sparse}):
-        for part, value in parts.items():
-            with open(folder / f"ind.cora.{part}", "wb") as file:
-                pickler, protocol = (pickle._Pickler, 0) if part == "tx" else (_Python2Pickler, 2)
-                pickler(file, protocol).dump(value)
-    return x, y, test, graph
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_datasets_planetoid(tmp_path, missing):
-    x, y, test, graph = _planetoid_files(tmp_path, missing)
-    result = _opened("cora", tmp_path)
-    pairs = {(u, v) for u, row in graph.items() for v in row if u != v}
-    assert _edges(result) == sorted(pairs | {(v, u) for u, v in pairs})
-    rows = result.features.tensor
-    assert torch.allclose(rows, torch.from_numpy(x / np.maximum(x.sum(1, keepdims=True), 1)))
-    assert result.labels.tolist() == [int(r.argmax()) if r.any() else -1 for r in y]
-    split = [ids.tolist() for ids in result.split.values()]
-    assert split == [[*range(5)], [*range(5, 22)], sorted(test.tolist())]
-    assert verify(result.path) == []
-
-
-def test_datasets_planetoid_refuses_other_pickles(tmp_path):
-    _planetoid_files(tmp_path)
-
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/pwned",)
-
-    class Factory:
-        def __reduce__(self):
-            return collections.defaultdict, (os.getcwd,)
-
-    array = pickle.dumps(np.ones(3, np.float32), 2)
-    assert array.count(b"f4") == 1
-    for content, message in (
-        (pickle.dumps(Evil(), 2), "posix.system|os.system"),
-        (pickle.dumps(Factory(), 2), "posix.getcwd"),
-        (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
-        (b"cnumpy.testing._private.utils\nrunstring\n(S'1'\ntR.", "runstring"),
-        (b"\x80\x02", "cannot be read"),
-        (pickle.dumps(io.BytesIO, 2), "BytesIO"),
-        (pickle.dumps(np.array([1, "a"], object), 2), "array of type 'O8'"),
-        (array.replace(b"f4", b"O8"), "array of type 'O8'"),
-        (array.replace(b"f4", b"V4"), "array of type 'V4'"),
-        (array.replace(b"K\x03", b"K\x7f", 2), "buffer size|cannot be read"),
-        (b"cnumpy\nndarray\n((L1000000000000000L\ntR.", "cannot be read"),
-    ):
-        (tmp_path / "ind.cora.graph").write_bytes(content)
-        with pytest.raises(StoreError, match=message):
-            prepare("cora", tmp_path, progress=False)
-    assert not (tmp_path / "pwned").exists() and not list(tmp_path.glob("cora-*"))
-    assert public._number("f4").itemsize == 4  # which the last of these would have changed
-
-
-# (file, what is done to its content, what the refusal says)
-WRONG_PLANETOID = [
-    (
-        "test.index",
-        lambda text: text.replace("22\n", "999999999999\n"),
-        "999999999999: its nodes lie in",
-    ),
-    ("test.index", lambda text: text.replace("22\n", "-1\n"), "holds -1: its nodes lie in"),
-    ("test.index", lambda text: text[:-3], r"tx is \[8, 6\]: 7 rows are needed"),
-    ("graph", lambda graph: {0: [10**30]}, "graph has dtype object: integers are needed"),
-    ("graph", lambda graph: {**graph, 0: [1.5]}, "graph has dtype float64: integers are"),
-    ("graph", lambda graph: {**graph, 0: [-1]}, "edge .* goes from node -1 to node 0"),
-    ("graph", lambda graph: {**graph, 0: [30]}, "edge .* goes from node 30 to node 0"),
-    ("graph", lambda graph: {0: 7}, "cora cannot be read: .int. object is not iterable"),
-    ("tx", ("indices", 0, -1), "ind.cora.tx cannot be read: .* outside of columns 0 to 5"),
-    ("allx", ("indices", 0, 6), "outside of columns 0 to 5"),
-    ("allx", ("indptr", 1, -3), "ind.cora.allx cannot be read"),
-    ("allx", ("data", 0, np.nan), "is nan"),
-    ("ally", ("", (0, 0), 2), "ally or ty holds values other than 0 and 1"),
-    ("ally", lambda y: y[:1], r"ally is \[1, 3\]: 22 rows are needed"),
-]
-
-
-@pytest.mark.parametrize("part, change, message", WRONG_PLANETOID)
-def test_datasets_planetoid_files_that_make_no_graph(tmp_path, part, change, message):
-    _planetoid_files(tmp_path, change=(part, change))
-    with pytest.raises(StoreError, match=message) as error:
-        prepare("cora", tmp_path, progress=False)
-    assert "\n" not in str(error.value) and not list(tmp_path.glob("cora-*"))
-
-
-def _tag(data):
-    return f'"{hashlib.sha256(data).hexdigest()}"'
-
-
-class _Server:
-    """Serves bytes from loopback as `files[name]`; `cut` truncates the next answer, `ranges` honours Range headers."""
-
-    def __init__(self, files, ranges=True):
-        server, self.files, self.ranges, self.cut, self.requests = self, files, ranges, None, []
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                data = server.files.get(self.path.rpartition("/")[2])
-                wanted, start = self.headers.get("Range"), 0
-                server.requests.append((self.path, wanted))
-                if data is None:
-                    return self.send_error(404)
-                if server.ranges and wanted and self.headers.get("If-Range") == _tag(data):
-                    start = int(wanted.removeprefix("bytes=").rstrip("-"))
-                self.send_response(416 if start >= len(data) else 206 if start else 200)
-                self.send_header("Content-Range", f"bytes */{len(data)}")
-                self.send_header("ETag", _tag(data))
-                self.send_header("Content-Length", str(max(len(data) - start, 0)))
-                self.end_headers()
-                self.wfile.write(data[start : server.cut])
-                server.cut = None
-
-            def log_message(self, *_):
-                pass
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/ogb"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
-
-
-def _gz(array, form="%d"):
-    out = io.BytesIO()
-    np.savetxt(out, array, form, delimiter=",")
-    return gzip.compress(out.getvalue())
-
-
-def _npz(**arrays):
-    out = io.BytesIO()
-    np.savez(out, **arrays)
-    return out.getvalue()
-
-
-def _ogb_zip(name, extra=(), unlabelled=0):
-    """A small archive in OGB's layout -> its bytes, and the graph, whose last nodes may have no label."""
-    folder, kind = public.OGB[name][0].removesuffix(".zip"), public.OGB[name][1]
-    args = _graph(num_nodes=120, num_edges=500)
-    edge_index, x, y = args["edge_index"], args["features"], args["labels"].astype(np.float32)
-    y[120 - unlabelled :] = np.nan
-    ids = np.arange(120 - unlabelled)
-    args["split"] = {part: ids[i::3] for i, part in enumerate(disk.SPLITS)}
-    members = {f"split/{kind}/{part}.csv.gz": _gz(ids) for part, ids in args["split"].items()}
-    if folder == "papers100M-bin":
-        arrays = dict(edge_index=edge_index, node_feat=x, node_year=np.zeros((120, 1), np.int64))
-        arrays |= dict(num_nodes_list=np.array([120]), num_edges_list=np.array([500]))
-        members["raw/data.npz"] = _npz(**arrays)
-        members["raw/node-label.npz"] = _npz(node_label=y[:, None])
-    else:
-        members |= {
-            "raw/edge.csv.gz": _gz(edge_index.T),
-            "raw/node-feat.csv.gz": _gz(x, "%.6g"),
-            "raw/node-label.csv.gz": _gz(y, "%g"),
-            "raw/num-node-list.csv.gz": _gz([120]),
-            "raw/num-edge-list.csv.gz": _gz([500]),
-            "mapping/README.md": b"ids",
-        }
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for member, content in members.items():
-            archive.writestr(f"{folder}/{member}", content)
-        for member in extra:
-            archive.writestr(member, b"boo")
-    return out.getvalue(), args
-
-
-@pytest.mark.parametrize("unlabelled", [0, 20])
-@pytest.mark.parametrize("name", public.OGB)
-def test_datasets_ogb(tmp_path, monkeypatch, capsys, name, unlabelled):
-    content, args = _ogb_zip(name, unlabelled=unlabelled)
-    archive, _, classes, no_duplicates = public.OGB[name]
-    with _Server({archive: content}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        path = prepare(name, tmp_path, progress=False)
-        assert prepare(name, tmp_path, progress=False) == path and len(server.requests) == 1
-    assert "reverse of every edge" in capsys.readouterr().out
-    graph = GraphStore.open(path)
-    pairs = list(zip(*args["edge_index"].tolist()))
-    pairs += [(v, u) for u, v in pairs]
-    assert _edges(graph) == sorted(set(pairs) if no_duplicates else pairs)
-    assert torch.allclose(graph.features.tensor, torch.from_numpy(args["features"]), atol=1e-5)
-    labelled = 120 - unlabelled
-    assert graph.labels.tolist() == [*args["labels"][:labelled].tolist(), *[-1] * unlabelled]
-    for part, ids in args["split"].items():
-        assert graph.split[part].tolist() == ids.tolist()
-    assert graph.num_classes == classes and graph.meta["options"]["symmetrize"]
-    assert {p.name for p in tmp_path.iterdir()} == {archive, path.name}
-
-
-@pytest.mark.parametrize("ranges", [True, False])
-def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch, ranges):
-    content, _ = _ogb_zip("ogbn-arxiv")
-    with _Server({"arxiv.zip": content}, ranges) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        server.cut = 1000
-        with pytest.raises(StoreError, match=f"stopped at 1000 of {len(content)} bytes") as error:
-            prepare("ogbn-arxiv", tmp_path, progress=False)
-        assert "\n" not in str(error.value)
-        assert {p.name for p in tmp_path.iterdir()} == {"arxiv.zip.part", "arxiv.zip.part.tag"}
-        path = prepare("ogbn-arxiv", tmp_path, progress=False)
-        assert server.requests[-1][1] == "bytes=1000-"
-    assert verify(path) == [] and (tmp_path / "arxiv.zip").read_bytes() == content
-    assert not list(tmp_path.glob("*.part*"))
-
-
-def test_datasets_download_never_joins_two_versions(tmp_path):
-    """What the server has now is another file than the part was begun with; and a part that is complete is used."""
-    old, now, file = b"a" * 5000, b"b" * 5000, tmp_path / "file"
-    with _Server({"file": old}) as server:
-        server.cut = 1000
-        with pytest.raises(StoreError, match="stopped at 1000 of 5000 bytes"):
-            public.download(f"{server.url}/file", file)
-        server.files["file"] = now
-        public.download(f"{server.url}/file", file)
-        assert file.read_bytes() == now
-        file.rename(tmp_path / "file.part")
-        (tmp_path / "file.part.tag").write_text(_tag(now))
-        public.download(f"{server.url}/file", file)
-        assert file.read_bytes() == now and list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.parametrize("name", ["file.part", "file.part.tag"])
-def test_datasets_download_follows_no_link(tmp_path, name):
-    """What stands under the names of a download's parts and is no regular file of this user is not written to."""
-    precious, planted = tmp_path / "precious", tmp_path / name
-    precious.write_bytes(b"gold")
-    with _Server({"file": b"a" * 5000}) as server:
-        for plant in (
-            lambda: planted.symlink_to(precious),
-            lambda: os.mkfifo(planted),
-            lambda: planted.hardlink_to(precious),
-        ):
-            plant()
-            with pytest.raises(StoreError, match=f"{name} is no regular file of yours: remove"):
-                public.download(f"{server.url}/file", tmp_path / "file")
-            planted.unlink()
-            assert precious.read_bytes() == b"gold" and list(tmp_path.iterdir()) == [precious]
-
-
-def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
-    with _Server({"arxiv.zip": b"x" * 10}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        with pytest.raises(StoreError, match="HTTP Error 404"):
-            prepare("ogbn-products", tmp_path, progress=False)
-        (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
-        (tmp_path / "arxiv.zip.part.tag").write_text(_tag(b"x" * 10))
-        with pytest.raises(StoreError, match="HTTP Error 416.*part does not fit it: remove that"):
-            prepare("ogbn-arxiv", tmp_path, progress=False)
-    with pytest.raises(StoreError, match="failed"):
-        prepare("ogbn-arxiv", tmp_path, progress=False)
-    assert not list(tmp_path.glob("ogbn*"))
-
-
-@pytest.mark.parametrize(
-    "evil", ["../evil.txt", "/tmp/evil.txt", "arxiv/../../evil.txt", "arxiv\\..\\evil.txt"]
-)
-def test_datasets_ogb_zip_that_writes_outside(tmp_path, evil):
-    root = tmp_path / "root"
-    root.mkdir()
-    (root / "arxiv.zip").write_bytes(_ogb_zip("ogbn-arxiv", extra=[evil])[0])
-    with pytest.raises(StoreError, match="points outside"):
-        prepare("ogbn-arxiv", root, progress=False)
-    assert list(root.iterdir()) == [root / "arxiv.zip"] and list(tmp_path.iterdir()) == [root]
-
-
-def test_datasets_ogb_damaged_archive(tmp_path):
-    content, file = _ogb_zip("ogbn-arxiv")[0], tmp_path / "arxiv.zip"
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        names = ("edge", "node-feat", "node-label")
-        places = [archive.getinfo(f"arxiv/raw/{name}.csv.gz") for name in names]
-    damaged = [content[:-100]]
-    for place in places:
-        middle = place.header_offset + 60 + place.compress_size // 2
-        damaged.append(content[:middle] + bytes(8) + content[middle + 8 :])
-    for data in damaged:
-        file.write_bytes(data)
-        with pytest.raises(StoreError, match="if it is damaged, remove the archive") as error:
-            prepare("ogbn-arxiv", tmp_path, progress=False)
-        assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == [file]
-
-
 def test_datasets_command_line(tmp_path, capsys):
     assert datasets.main([SMALL, "--root", str(tmp_path)]) == 0
     assert verify(capsys.readouterr().out.strip()) == []
-    bad = _run("sources.prepare", "reddit", "--root", tmp_path)
-    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "ogbn-arxiv" in bad.stderr
+    assert datasets.main(["reddit", "--root", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "ogbn-arxiv" in said

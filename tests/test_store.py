@@ -1,14 +1,11 @@
 """Tests: store.py and sources/prepare.py."""
 
+import fcntl
 import itertools
 import json
 import math
-import multiprocessing
-import multiprocessing.forkserver
+import os
 import shutil
-import subprocess
-import sys
-import threading
 import types
 
 import numpy as np
@@ -19,19 +16,10 @@ import store
 from disk import files as disk
 from disk import graphs, sort
 from disk.files import Rows, StoreError
-from disk.graphs import GraphDataset, block_diagonal, build_graphs
+from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
-from tests.common import (
-    _edges,
-    _graph,
-    _graphs,
-    _mask,
-    _rewrite_meta,
-    _run,
-    _small_disk,
-    _store,
-    _sums,
-)
+from tests.common import _graph, _store
+from tests.stores import _edges, _graphs, _mask, _refuses, _rewrite_meta, _small_disk, _sums
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
@@ -79,37 +67,9 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
         path = _store(tmp_path / f"{most}", edge_index=torch.from_numpy(shuffled))
         # the edges are gone over twice, however many ranges there are
         assert _sums(path) == whole and passes.count(most) == 2
-    graph = GraphStore.open(path)
-    for v in range(graph.num_nodes):
-        row = graph.indices[graph.indptr[v] : graph.indptr[v + 1]]
-        assert torch.equal(row, row.sort().values)
 
 
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
-
-
-@pytest.mark.parametrize("sort_edges", [500, 1 << 27])
-@pytest.mark.parametrize("form", ["edge_index", "csc"])
-@pytest.mark.parametrize("on", list(itertools.product((False, True), repeat=3)))
-def test_store_graph_options(tmp_path, monkeypatch, on, form, sort_edges):
-    monkeypatch.setattr(sort, "SORT_EDGES", sort_edges)
-    monkeypatch.setattr(sort, "EDGE_CHUNK", 333)
-    args, options = {**_graph(num_nodes=60), "split": {"train": [1]}}, dict(zip(OPTIONS, on))
-    pairs = list(zip(*args["edge_index"].tolist()))
-    if form == "csc":
-        src, dst = args.pop("edge_index")
-        args["indices"] = src[np.argsort(dst, kind="stable")]
-        args["indptr"] = np.append(0, np.cumsum(np.bincount(dst, minlength=60)))
-    if options["drop_self_loops"]:
-        pairs = [(u, v) for u, v in pairs if u != v]
-    if options["symmetrize"]:
-        pairs += [(v, u) for u, v in pairs]
-    if options["drop_duplicates"]:
-        pairs = set(pairs)
-    path = build_store(tmp_path / "g", **options, **args)
-    graph = GraphStore.open(path)
-    assert _edges(graph) == sorted(pairs) and graph.meta["options"] == options
-    assert verify(path) == []
 
 
 def _columns_slowly(edges, options, timed):
@@ -127,8 +87,8 @@ def _columns_slowly(edges, options, timed):
     return sorted(rows, key=lambda row: (row[0], row[2] if timed else 0))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("seed", range(48))
+def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkeypatch):
     """Random multigraphs, every option, edges in pieces and sorted in ranges, against plain Python."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(sort, "EDGE_CHUNK", int(rng.integers(1, 200)))
@@ -140,21 +100,17 @@ def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
     times, weights = rng.integers(-3, 12, M), rng.random(M) * (rng.random(M) < 0.9)
     dtypes = "float32", "bfloat16", "float64", "uint8", "int64", "float16"
     rows = (torch.from_numpy(rng.random((M, 3))) * 200).to(getattr(torch, dtypes[seed % 6]))
-    given = {"edge_weight": weights, "edge_time": times.astype(float), "edge_features": rows}
-    given = {name: values for name, values in given.items() if rng.random() < 0.7}
-    options = dict(zip(OPTIONS, (rng.random(3) < 0.5).tolist()))
-    graph = {"edge_index": torch.from_numpy(edge_index) if seed % 2 else edge_index}
-    if seed % 3 == 0:
+    options = dict(zip(OPTIONS, map(bool, (seed & 1, seed & 2, seed & 4))))
+    graph = {"edge_index": torch.from_numpy(edge_index) if seed % 3 else edge_index}
+    if seed & 8:
         order = np.argsort(edge_index[1], kind="stable")
-        edge_index, times, weights, rows = (
-            edge_index[:, order],
-            times[order],
-            weights[order],
-            rows[order],
-        )
-        given = {name: values[order] for name, values in given.items()}
+        edge_index, times = edge_index[:, order], times[order]
+        weights, rows = weights[order], rows[order]
         indptr = np.append(0, np.cumsum(np.bincount(edge_index[1], minlength=V)))
         graph = {"indices": edge_index[0], "indptr": indptr}
+    given = {"edge_weight": weights, "edge_time": times.astype(float), "edge_features": rows}
+    share = 0 if seed < 16 else 0.7  # at first none
+    given = {name: values for name, values in given.items() if rng.random() < share}
     nodes = {"features": np.zeros((V, 1), np.float32), "labels": np.zeros(V, int)}
     nodes |= {"split": {"train": [0]}, "node_time": np.arange(V)}
     path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
@@ -175,7 +131,7 @@ def test_store_columns_follow_their_edges(seed, tmp_path, monkeypatch):
         assert (there is None) == (name not in given)
         if there is not None:
             assert there.dtype == values.dtype and torch.equal(there, values[numbers]), name
-    assert found.node_time.tolist() == list(range(V))
+    assert found.node_time.tolist() == list(range(V)) and found.meta["options"] == options
     assert found.edge_dim == 3 * ("edge_features" in given) and verify(path) == []
     assert {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}
 
@@ -191,8 +147,7 @@ def test_store_csc_whose_lists_rise_in_time_is_stored_as_it_is(tmp_path):
     graph = build("a", [5, 5, 7, 1, 2])
     assert graph.indices.tolist() == [2, 1, 0, 1, 0]
     assert graph.edge_features.tolist() == [[0], [0], [0], [1], [1]]
-    with pytest.raises(StoreError, match="its lists must rise in edge_time"):
-        build("b", [5, 4, 7, 1, 2])
+    _refuses("its lists must rise in edge_time", build, "b", [5, 4, 7, 1, 2])
 
 
 def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
@@ -204,8 +159,7 @@ def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
     assert graph.indices.tolist() == [3, 1, 2, 0, 0]
     assert torch.equal(graph.features.tensor, torch.from_numpy(x))
     args |= {"indices": [3, 1, 2, 0, 0], "features": Rows([4, 5], np.float32, [x[:3]])}
-    with pytest.raises(StoreError, match="3 rows, 4 were announced"):
-        build_store(tmp_path / "h", **args)
+    _refuses("3 rows, 4 were announced", build_store, tmp_path / "h", **args)
 
 
 def _reseal(path, name, position, value):
@@ -250,8 +204,7 @@ def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
     changes = [{"edge_dim": 3}, {"edge_dtype": "float32"}, {"edge_dim": ...}, {"edge_dtype": []}]
     for change in changes:
         _rewrite_meta(path, **{**good, **change})
-        with pytest.raises(StoreError, match=said):
-            GraphStore.open(path)
+        _refuses(said, GraphStore.open, path)
     _rewrite_meta(path, **good)
     assert verify(path) == []
     old = build_store(tmp_path / "old", **args)
@@ -342,9 +295,7 @@ def _bad_inputs():
 
 @pytest.mark.parametrize("message", _bad_inputs())
 def test_store_refuses_bad_input_and_leaves_nothing(tmp_path, message):
-    with pytest.raises(StoreError, match=message) as error:
-        _store(tmp_path / "g", **_bad_inputs()[message])
-    assert "\n" not in str(error.value)
+    _refuses(message, _store, tmp_path / "g", **_bad_inputs()[message])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -358,20 +309,10 @@ def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     want = torch.from_numpy(x.astype("u1") if dtype == "?" else x)
     gaps = np.repeat(np.repeat(x, 2, 0), 3, 1)[::2, ::3]
     turned = torch.from_numpy(gaps.copy()).T.contiguous().T
-    backwards, swapped = x[::-1].copy()[::-1], x.astype(f">{dtype}")
+    layouts = x, x.astype(f">{dtype}"), np.asfortranarray(x), gaps, x[::-1].copy()[::-1], frozen
     edges = np.asfortranarray(args["edge_index"].astype(">u4"))
     other = {"labels": args["labels"].astype(">i2"), "edge_index": edges}
-    layouts = (
-        x,
-        swapped,
-        np.asfortranarray(x),
-        gaps,
-        backwards,
-        frozen,
-        torch.from_numpy(x),
-        turned,
-    )
-    for number, features in enumerate(layouts):
+    for number, features in enumerate((*layouts, torch.from_numpy(x), turned)):
         made = build_store(tmp_path / str(number), **{**args, **other, "features": features})
         graph = GraphStore.open(made)
         assert graph.features.dtype == want.dtype
@@ -379,62 +320,34 @@ def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
         assert graph.labels.tolist() == args["labels"].tolist()
         assert graph.split["test"].tolist() == [5, 9]
         assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
-    args["features"] = x
-    lists = {
-        name: value.tolist() if hasattr(value, "tolist") else value for name, value in args.items()
-    }
+    arrays = {name: args[name].tolist() for name in ("edge_index", "labels")}
+    lists = {**args, **arrays, "features": x.tolist()}
     graph = GraphStore.open(build_store(tmp_path / "list", **lists))
     wide = {"f": torch.float64, "b": torch.uint8}.get(x.dtype.kind, torch.int64)
     assert graph.features.dtype == wide
 
 
 def test_store_says_what_is_wrong_with_an_argument(tmp_path):
-    good = GraphStore.open(_store(tmp_path / "good")).features
-    two, one = np.ones((2, 1)), np.ones((1, 1))
-    flat = np.zeros((2, 5), np.float32)
-    empty = [], [], np.empty((2, 0), int), *[np.empty((0, 2), np.float32)] * 3
-    for message, call in (
-        (r"ids is \[2\] int64: an int32 or int64 tensor", lambda: good.gather(np.arange(2))),
-        ("ids is list: an int32", lambda: good.gather([1, 2])),
-        (r"ids is \[2\] torch.bool", lambda: good.gather(torch.ones(2, dtype=torch.bool))),
+    good, ids = GraphStore.open(_store(tmp_path / "good")).features, torch.arange(2)
+    for message, call, *args in (
+        (r"ids is \[2\] int64: an int32 or int64 tensor", good.gather, np.arange(2)),
+        ("ids is list: an int32", good.gather, [1, 2]),
+        (r"ids is \[2\] torch.bool", good.gather, ids.bool()),
         (
             r"out is \[2, 5\] float32: torch.float32 \[2, 5\]",
-            lambda: good.gather(torch.arange(2), flat),
+            good.gather,
+            ids,
+            np.zeros((2, 5), "f4"),
         ),
-        (
-            "put_rows is for a store with backend lmdb",
-            lambda: good.put_rows(torch.arange(1), torch.ones(1, 5)),
-        ),
-        (
-            r"edge_index \[3\]: \[G\], \[G\] and",
-            lambda: block_diagonal([2], [1], [0, 1, 1], two, one, one),
-        ),
-        (
-            "edge_index has dtype float64",
-            lambda: block_diagonal([2], [1], [[0.0], [1.5]], two, two, two),
-        ),
-        (
-            "x is a ndarray that makes no tensor",
-            lambda: block_diagonal([2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
-        ),
-        (
-            "a batch has no graphs",
-            lambda: build_graphs(tmp_path / "none", [block_diagonal(*empty)]),
-        ),
+        ("put_rows is for a store with backend lmdb", good.put_rows, ids[:1], torch.ones(1, 5)),
     ):
-        with pytest.raises(StoreError, match=message):
-            call()
-    rows = np.ones((2, 1), ">f4"), np.ones((1, 1), ">f8"), np.ones((1, 1), ">i4")
-    batch = block_diagonal([2], [1], [[0], [1]], *rows)
-    kinds = [rows.dtype for rows in (batch.x, batch.e, batch.y)]
-    assert kinds == [torch.float32, torch.float64, torch.int32]
+        _refuses(message, call, *args)
     _store(tmp_path / "many_classes", num_classes=5000, labels=np.arange(200) + 4000)
     assert {entry.name for entry in tmp_path.iterdir()} == {"good", "many_classes"}
 
 
 def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
-    """A build gets its name when the reader has opened it; what is larger than the disk is refused before it is
-    written."""
+    """A build gets its name when the reader has opened it; what is larger than the disk is refused before."""
 
     def refuse(path):
         raise StoreError(f"{path} cannot be opened")
@@ -443,27 +356,48 @@ def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
     for kind, build in ((GraphStore, _store), (GraphDataset, many)):
         with monkeypatch.context() as patch:
             patch.setattr(kind, "open", refuse)
-            with pytest.raises(StoreError, match="cannot be opened"):
-                build(tmp_path / "s")
+            _refuses("cannot be opened", build, tmp_path / "s")
     wide = {"features": Rows([1 << 20, 1 << 20], np.float32, iter(())), "edge_index": [[0], [1]]}
     wide |= {"labels": np.zeros(1 << 20, int), "split": {"train": [0]}}
-    with pytest.raises(StoreError, match="no room for .*it takes about 4.4 TB"):
-        build_store(tmp_path / "s", **wide)
+    _refuses("no room for .*it takes about 4.4 TB", build_store, tmp_path / "s", **wide)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_store_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A build and `write_whole` bring to the disk what they wrote, rename it, and then the folder."""
+    done, fsync, move = [], os.fsync, os.replace
+
+    def synced(handle):
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(old, new):
+        done.append("renamed")
+        move(old, new)
+
+    for name, function in (("fsync", synced), ("rename", renamed), ("replace", renamed)):
+        monkeypatch.setattr(os, name, function)
+    path = _store(tmp_path / "g")
+    *before, last = done
+    assert last == tmp_path.name and before[-1] == "renamed" and before.count("renamed") == 1
+    assert {file.name for file in path.iterdir()} < set(before)
+    done.clear()
+    disk.write_whole(tmp_path / "file", lambda out: out.write(b"x"))
+    part, *after = done
+    assert part.startswith(".file.") and after == ["renamed", tmp_path.name]
 
 
 def test_store_existing_target_stays(tmp_path):
     path = _store(tmp_path / "g")
     before, x = _sums(path), _graph()["features"]
-    with pytest.raises(StoreError, match="exists already"):
-        build_store(path, **_graph(seed=1))
+    _refuses("exists already", build_store, path, **_graph(seed=1))
 
     def race():  # somebody else completes the target while this build is at work
         shutil.copytree(path, tmp_path / "h")
         yield x
 
-    with pytest.raises(StoreError, match="exists already"):
-        _store(tmp_path / "h", features=Rows((200, 5), np.float32, race()))
+    features = Rows((200, 5), np.float32, race())
+    _refuses("exists already", _store, tmp_path / "h", features=features)
     assert _sums(path) == _sums(tmp_path / "h") == before
     assert {p.name for p in tmp_path.iterdir()} == {"g", "h"}
 
@@ -483,33 +417,25 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error, backend):
 
 
 def test_store_removes_what_dead_builds_left(tmp_path):
-    """A build that lives has its folder locked, in another container as well, where its process cannot be seen."""
+    """A build that lives has its folder locked, in another container as well."""
     names = enumerate(("g", "g", "other"))
     stale, alive, other = (tmp_path / f".{name}.{n:016x}.part" for n, name in names)
     for directory in (stale, alive, other):
         directory.mkdir()
         (directory / "indices.npy").write_bytes(b"half")
-    code = (
-        f"import fcntl, os, time; fcntl.flock(os.open({str(alive)!r}, os.O_RDONLY), fcntl.LOCK_EX); "
-        "print(flush=True); time.sleep(99)"
-    )
-    builder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    builder.stdout.readline()
-    try:
-        _store(tmp_path / "g")
-        assert not stale.exists() and alive.exists() and other.exists()
-    finally:
-        builder.kill()
-        builder.communicate()
+    builder = os.open(alive, os.O_RDONLY)
+    fcntl.flock(builder, fcntl.LOCK_EX)
+    _store(tmp_path / "g")
+    os.close(builder)
+    assert not stale.exists() and alive.exists() and other.exists()
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 def test_store_full_disk(tmp_path, backend):
     with _small_disk(tmp_path, "1m") as small:
         before = _sums(_store(small / "old", backend=backend))
-        with pytest.raises(StoreError, match=r"no room for .*new.* takes about .* free") as error:
-            build_store(small / "new", backend=backend, **_graph(num_nodes=20_000, width=50))
-        assert "\n" not in str(error.value)
+        large, said = _graph(num_nodes=20_000, width=50), "no room for .*new.* takes about .* free"
+        _refuses(said, build_store, small / "new", backend=backend, **large)
         assert [p.name for p in small.iterdir()] == ["old"] and _sums(small / "old") == before
 
 
@@ -517,9 +443,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path, many = _store(tmp_path / "g"), build_graphs(tmp_path / "many", [_graphs(5)])
     meta, of_many = (json.loads((folder / "meta.json").read_text()) for folder in (path, many))
     _rewrite_meta(path, format_version=7)
-    with pytest.raises(StoreError, match=r"store format 7; this code reads 2 and 3; rebuild it"):
-        GraphStore.open(path)
-    sane = {"options", "block_rows"}
+    _refuses(r"store format 7; this code reads 2 and 3; rebuild it", GraphStore.open, path)
     of_one = "num_nodes num_edges num_classes feature_dim feature_dtype backend block_rows options"
     for folder, good, kind, names in (
         (path, meta, GraphStore, f"format files {of_one}"),
@@ -527,26 +451,21 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     ):
         for name in names.split():
             for value in (..., None, -1, 1 << 62, 1.5, True, "x", [], {}):
-                if name in sane and value == {}:
-                    continue
-                _rewrite_meta(folder, **{**good, name: value})
-                with pytest.raises(StoreError, match="meta.json"):
-                    kind.open(folder)
+                if name not in ("options", "block_rows") or value != {}:  # which is sane
+                    _rewrite_meta(folder, **{**good, name: value})
+                    _refuses("meta.json", kind.open, folder)
     for name, value in (("node_dim", 3), ("node_dtype", "float32"), ("target_dtype", "float64")):
         # sane by itself, not what is in the file
         _rewrite_meta(many, **{**of_many, name: value})
         assert graphs.verify(many)[0].startswith("graphs.lmdb: ")
     for record in (None, {}, dict(meta["files"]["labels.npy"], bytes="9")):
         _rewrite_meta(path, **dict(meta, files=dict(meta["files"], **{"labels.npy": record})))
-        with pytest.raises(StoreError, match="meta.json"):
-            GraphStore.open(path)
+        _refuses("meta.json", GraphStore.open, path)
     other = json.dumps(meta), json.dumps(dict(meta, source="else"))
     for text in ("", "[]", "{", "[" * 100_000, "\xff\x00", *other):
         (path / "meta.json").write_text(text, encoding="latin1")
-        with pytest.raises(StoreError, match="meta.json"):
-            GraphStore.open(path)
-    with pytest.raises(StoreError, match="is no store"):
-        GraphStore.open(tmp_path / "nowhere")
+        _refuses("meta.json", GraphStore.open, path)
+    _refuses("is no store", GraphStore.open, tmp_path / "nowhere")
 
 
 def test_store_command_line(tmp_path, capsys):
@@ -565,23 +484,19 @@ def test_store_command_line(tmp_path, capsys):
     assert "BAD indices.npy" in bad and bad.count("OK") == 7
     for command in ("info", "verify"):
         assert store.main([command, str(tmp_path / "nothing")]) == 2
-    none = _run("store.py", "info", tmp_path / "nothing")
-    assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no store" in none.stderr
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "no store" in said
 
 
 def test_store_verify_trusts_nothing(tmp_path, capsys):
-    """Digests that are none, a device in the place of meta.json, files that nobody knows."""
+    """Digests that are none, a folder in the place of a file, files that nobody knows."""
     path = _store(tmp_path / "g")
     meta, good = path / "meta.json", (path / "meta.json").read_bytes()
     for digest in ("", "0" * 63, 7, None):
         files = json.loads(good)["files"]
         files["labels.npy"]["sha256"] = digest
-        meta.write_bytes(disk.dump_meta(dict(json.loads(good), files=files)))
+        _rewrite_meta(path, files=files)
         assert verify(path)[0].startswith("meta.json: "), digest
-    meta.unlink()
-    meta.symlink_to("/dev/zero")
-    assert "no regular file" in verify(path)[0]
-    meta.unlink()
     meta.write_bytes(good)
     (path / "notes.txt").write_text("mine")
     (path / "labels.npy").rename(tmp_path / "kept")
@@ -592,35 +507,3 @@ def test_store_verify_trusts_nothing(tmp_path, capsys):
     (tmp_path / "kept").rename(path / "labels.npy")
     assert store.main(["verify", str(path)]) == 0
     assert "--  notes.txt: not part of the store" in capsys.readouterr().out
-    meta.write_bytes(good[:-2])
-    assert store.main(["verify", str(path)]) == 1
-    assert capsys.readouterr().out.startswith("BAD meta.json: ")
-
-
-def _gather_in_child(features, path, queue):
-    opened = [f for f in (features, GraphStore.open(path).features) if f]
-    queue.put([float(f.gather(torch.arange(150)).double().sum()) for f in opened])
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_store_lmdb_in_threads_and_processes(tmp_path, method):
-    path = _store(tmp_path / "g", backend="lmdb", block_rows=3)
-    features, second = GraphStore.open(path).features, GraphStore.open(path).features
-    x, errors = torch.from_numpy(_graph()["features"]), []
-
-    def work(seed):
-        ids = torch.randint(0, 200, (500,), generator=torch.Generator().manual_seed(seed))
-        errors.extend(f for f in (features, second) * 5 if not torch.equal(f.gather(ids), x[ids]))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert not errors
-    context = multiprocessing.get_context(method)
-    queue, given = context.Queue(), [features] if method == "fork" else [None]
-    child = context.Process(target=_gather_in_child, args=(*given, path, queue), daemon=True)
-    child.start()
-    expected = [float(x[:150].double().sum())] * (2 if method == "fork" else 1)
-    assert queue.get(timeout=60) == expected
-    child.join()
-    assert torch.equal(features.gather(torch.arange(5)), x[:5])

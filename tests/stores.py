@@ -1,0 +1,109 @@
+"""What tests of stores share: arrays, files, refusals, a small disk."""
+
+import hashlib
+import json
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk import files as disk
+from disk.files import StoreError
+from disk.graphs import block_diagonal
+from tests.common import _graph
+
+
+def _refuses(message, function, *args, **options):
+    """Demand that function(...) raises StoreError in one line that has the message (a regular expression)."""
+    with pytest.raises(StoreError, match=message) as error:
+        function(*args, **options)
+    assert "\n" not in str(error.value)
+
+
+@contextmanager
+def _small_disk(folder, size):
+    """A file system of so many bytes, in memory -> its folder."""
+    small = folder / "small"
+    small.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
+    mounted = subprocess.run(words, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs takes root: {mounted.stderr.strip()}")
+    try:
+        yield small
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def _edges(graph):
+    """(source, destination) pairs of an open store, as a sorted list."""
+    dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
+    return sorted(zip(graph.indices.tolist(), dst.tolist()))
+
+
+def _sums(path):
+    files = sorted(Path(path).iterdir())
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _rewrite_meta(path, **changes):
+    """Change fields of meta.json and keep its own checksum right."""
+    meta = json.loads((path / "meta.json").read_text()) | changes
+    meta = {name: value for name, value in meta.items() if value is not Ellipsis}
+    (path / "meta.json").write_bytes(disk.dump_meta(meta))
+
+
+def _save_npz(file, seed=0, **entries):
+    args = _graph(seed=seed)
+    content = {"edge_index": args["edge_index"], "x": args["features"], "y": args["labels"]}
+    content |= entries
+    np.savez(file, **{k: v for k, v in content.items() if v is not None})
+    return content
+
+
+def _mask(ids, *shape, kind=bool):
+    mask = np.zeros(shape or 200, kind)
+    mask[ids] = 1
+    return mask
+
+
+def _graphs(count, first=0, seed=0):
+    """A GraphBatch of `count` random graphs; the one numbered `first + i` has that number as its target."""
+    random = np.random.default_rng([seed, first, count])
+    nodes = random.integers(1, 9, count)
+    edges = random.integers(0, 12, count)
+    edge_index = random.integers(0, np.repeat(nodes, edges), (2, edges.sum()))
+    x = random.integers(0, 9, (nodes.sum(), 2), np.uint8)
+    e = random.standard_normal((edges.sum(), 3), np.float32)
+    y = np.stack([np.arange(first, first + count), nodes], 1).astype(np.float32)
+    return block_diagonal(nodes, edges, edge_index, x, e, y)
+
+
+def _molecules(file, count=40, **extra):
+    random = np.random.default_rng(0)
+    nodes, bonds = random.integers(2, 9, count), random.integers(0, 9, count)
+    ends = np.stack([np.zeros(bonds.sum()), random.integers(1, np.repeat(nodes, bonds))])
+    entries = dict(
+        node_offsets=[0, *nodes.cumsum()],
+        bond_offsets=[0, *bonds.cumsum()],
+        bond_index_local=ends.astype(np.uint16),
+        atom_feat=random.integers(0, 9, (nodes.sum(), 9), np.uint8),
+        bond_feat=np.arange(bonds.sum() * 3, dtype=np.uint8).reshape(-1, 3),
+        targets=nodes.astype(np.float32),
+        **extra,
+    )
+    np.savez(file, **entries)
+    return entries
+
+
+def _events(num_nodes, num_edges):
+    """What the edges of a graph carry, and when its nodes are classified."""
+    rng = np.random.default_rng(5)
+    return {
+        "edge_weight": rng.random(num_edges),
+        "edge_time": rng.integers(0, 100, num_edges),
+        "node_time": rng.integers(0, 100, num_nodes),
+        "edge_features": rng.random((num_edges, 3)).astype(np.float32),
+    }

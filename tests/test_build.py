@@ -1,0 +1,448 @@
+"""Tests: stores from molecules and crystals, from tables, from objects of DGL and PyG; store.py build."""
+
+import collections
+import gzip
+import os
+import re
+import shutil
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import sampler
+import store
+from disk.graphs import GraphDataset
+from disk.graphs import verify as verify_graphs
+from sources import molecules
+from sources import prepare as datasets
+from sources.prepare import prepare
+from store import GraphStore, build_store
+from tests.common import DATA, _graph, _run, _store
+from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
+
+FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
+
+
+def test_periodic_neighbours_are_those_of_a_supercell():
+    random = np.random.default_rng(0)
+    for radius in (0.5, 1.1, 2.7):
+        lattice = np.eye(3) * 1.5 + random.uniform(-0.4, 0.4, (3, 3))
+        coords = random.uniform(-2, 2, (5, 3))
+        edge_index, distance = molecules.periodic_neighbours(coords, lattice, radius)
+        found = collections.Counter(zip(*edge_index.tolist(), distance.round(6).tolist()))
+        inside, images = coords - np.floor(coords), np.mgrid[-6:7, -6:7, -6:7].reshape(3, -1).T
+        apart = (inside[:, None, None] + images - inside[None, :, None]) @ lattice
+        apart = np.linalg.norm(apart, axis=3)  # of u's image from v, [5, 5, 13^3]
+        apart[range(5), range(5), len(images) // 2] = np.inf  # itself
+        near = zip(*np.nonzero(apart <= radius), apart[apart <= radius].round(6).tolist())
+        assert found == collections.Counter((u, v, far) for u, v, _, far in near), radius
+    # copper's twelve nearest
+    assert len(molecules.periodic_neighbours(FCC, np.eye(3) * 3.6, 3.0)[1]) == 4 * 12
+    # an atom alone: its own images
+    assert len(molecules.periodic_neighbours(FCC[:1], np.eye(3) * 3.0, 3.1)[1]) == 6
+
+
+def _prepared(file, folder):
+    """The data set of a file of many small graphs."""
+    return GraphDataset.open(prepare(file, folder, progress=False))
+
+
+def test_datasets_molecules(tmp_path):
+    made = _molecules(tmp_path / "m.npz")
+    graphs = _prepared(tmp_path / "m.npz", tmp_path / "d")
+    assert [len(ids) for ids in graphs.split.values()] == [32, 4, 4]
+    assert sorted(torch.cat(list(graphs.split.values())).tolist()) == list(range(40))
+    assert verify_graphs(graphs.path) == []
+    for g in range(40):
+        graph, (a, b) = graphs.batch([g]), made["bond_offsets"][g : g + 2]
+        dst = torch.repeat_interleave(graph.indptr.diff()).tolist()
+        found = [(u, v, *e) for u, v, e in zip(graph.indices.tolist(), dst, graph.e.tolist())]
+        ends, kinds = made["bond_index_local"][:, a:b].tolist(), made["bond_feat"][a:b].tolist()
+        bonds = [(u, v, *e) for u, v, e in zip(*ends, kinds)]
+        assert sorted(found) == sorted(bonds + [(v, u, *e) for u, v, *e in bonds])
+        assert graph.y[0] == len(graph.x)
+    split = {"train_idx": range(30), "val_idx": range(30, 33), "test_idx": range(33, 40)}
+    _molecules(tmp_path / "s.npz", **split)
+    split = _prepared(tmp_path / "s.npz", tmp_path / "d").split
+    assert [len(ids) for ids in split.values()] == [30, 3, 7] and split["test"][0] == 33
+    _molecules(tmp_path / "bad.npz", count=3, train_idx=[5])
+    _refuses("holds graph 5", prepare, tmp_path / "bad.npz", tmp_path / "d")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
+def test_datasets_real_crystals_and_molecules(tmp_path):
+    crystals, esol = (_prepared(DATA / f"{name}.npz", tmp_path) for name in ("mlearn", "esol"))
+    assert [len(ids) for ids in crystals.split.values()] == [1246, 156, 164]
+    assert verify_graphs(crystals.path) == []
+    # 107 atoms of nickel with a vacancy, fcc: twelve neighbours within 3.1 angstrom
+    cell = crystals.batch([0])
+    assert cell.x.unique().tolist() == [28] and cell.y.item() == pytest.approx(-604.26225 / 107)
+    assert cell.e.max() <= 4
+    assert torch.repeat_interleave(cell.indptr.diff())[cell.e[:, 0] < 3.1].bincount().median() == 12
+    assert len(esol) == 1128 and esol.batch(range(1128)).indices.numel() == 2 * 15428
+
+
+def _crystals(file, **changes):
+    """Three cells of copper, of 4, 1 and 2 atoms."""
+    entries = dict(
+        atom_offsets=[0, 4, 5, 7],
+        Z=np.full(7, 29),
+        frac_coords=np.concatenate([FCC, FCC[:1], FCC[:2]]),
+        lattice=np.stack([np.eye(3) * a for a in (3.6, 2.6, 4.0)]),
+        energy=[-16.0, -4.0, -8.0],
+        train_idx=[0, 1],
+        val_idx=[2],
+    )
+    np.savez(file, **{name: a for name, a in (entries | changes).items() if a is not None})
+
+
+def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
+    _crystals(tmp_path / "good.npz", forces=np.ones((7, 3)), test_idx=[])
+    good = _prepared(tmp_path / "good.npz", tmp_path)
+    assert good.batch([0, 1, 2]).y.flatten().tolist() == [-4, -4, -4]
+    assert "not used: forces" in capsys.readouterr().out
+    assert prepare(tmp_path / "good.npz", tmp_path, seed=7) == good.path
+    assert _prepared(f"{tmp_path}/good.npz:radius=3", tmp_path).batch([0]).x.shape == (4, 1)
+    energy, bad = np.array([1.0, 2.0, 3.0]), tmp_path / "bad.npz"
+
+    def cell(value):
+        lattice = np.stack([np.eye(3) * 3.6] * 3)
+        lattice[1] = value
+        return {"lattice": lattice}
+
+    for message, option, entries in (
+        (r"lattice\[1\] is \[\[nan", "", cell(np.nan)),
+        (r"lattice\[1\] is \[\[inf", "", cell(np.inf)),
+        (r"lattice\[1\] is", "", cell(np.eye(3)[[0, 1, 1]])),
+        ("cell 1 has 1 atoms, and within radius=4 of it lie about 5", "", cell(np.eye(3) * 0.1)),
+        (r"lattice\[1\] is", "", cell(np.eye(3) * 1e-5)),
+        ("cell 0 has 4 atoms.*radius=60.*at most 16,384 are searched", ":radius=60", {}),
+        ("radius=-1.0 is no distance", ":radius=-1", {}),
+        ("radius=nan is no distance", ":radius=nan", {}),
+        ("radius=inf", ":radius=inf", {}),
+        (r"Z\[0\] is -1", "", {"Z": np.full(7, -1)}),
+        (r"Z\[0\] is 300", "", {"Z": np.full(7, 300)}),
+        ("Z has dtype float64", "", {"Z": np.full(7, np.nan)}),
+        (r"frac_coords\[0, 0\] is nan", "", {"frac_coords": np.full((7, 3), np.nan)}),
+        (r"frac_coords is \[6, 3\]: \[7, 3\]", "", {"frac_coords": np.ones((6, 3))}),
+        (r"energy\[0, 0\] is nan", "", {"energy": energy * np.nan}),
+        (r"energy is \[2\], and there are 3 graphs", "", {"energy": energy[:2]}),
+        ("atom_offsets must rise from 0 to the 7", "", {"atom_offsets": [0, 4, 4, 7]}),
+        ("atom_offsets must rise", "", {"atom_offsets": [0, 4, 5, 6]}),
+        ("no array lattice", "", {"lattice": None}),
+        ("row_normalize has no effect", ":row_normalize=1", {}),
+        ("edge_attr is not used", "", {"edge_attr": np.ones(3)}),
+        (r"'test' holds graph 7", "", {"test_idx": [7]}),
+    ):
+        _crystals(bad, **entries)
+        _refuses(message, prepare, f"{bad}{option}", tmp_path, progress=False)
+    made = _molecules(tmp_path / "m.npz", count=5)
+    ends, nodes, bonds = made["bond_index_local"], made["node_offsets"], made["bond_offsets"]
+    few, shape = made["bond_feat"][:-1], made["atom_feat"].shape
+    for message, changes in (
+        (r"targets is \[3\], and there are 5 graphs", {"targets": np.ones(3)}),
+        ("no array targets or labels", {"targets": None}),
+        ("targets holds <U1", {"targets": np.array(list("abcde"))}),
+        (r"targets\[4, 0\] is inf", {"targets": np.array([0, 1, 2, 3, 1e300])}),
+        ("bond_index_local has dtype float64", {"bond_index_local": ends * 1.5}),
+        ("goes from node .* its graph has", {"bond_index_local": ends.astype(int) + 99}),
+        ("node_offsets must rise from 0", {"node_offsets": np.array(nodes)[:-1]}),
+        ("node_offsets has dtype float64", {"node_offsets": np.array(nodes, float)}),
+        (r"bond_offsets is \[5\]: \[6\] is needed", {"bond_offsets": np.delete(bonds, 2)}),
+        (r"bond_index_local is \[2, \d+\]: \[2, \d+\] is needed", {"bond_feat": few}),
+        ("atom_feat holds <U1", {"atom_feat": np.full(shape, "C")}),
+        ("train_mask is", {"train_mask": np.ones(4, bool)}),
+        ("node 3|graph 3 is in split", {"train_idx": [3], "val_idx": [3]}),
+    ):
+        np.savez(bad, **{name: a for name, a in (made | changes).items() if a is not None})
+        _refuses(message, prepare, bad, tmp_path, progress=False)
+    mask = np.arange(5) < 3
+    np.savez(tmp_path / "masks.npz", **made, train_mask=mask.astype(np.uint8), val_mask=~mask)
+    split = _prepared(tmp_path / "masks.npz", tmp_path).split
+    assert [ids.tolist() for ids in split.values()] == [[0, 1, 2], [3, 4], []]
+
+
+def _same(path, reference):
+    """Whether a store has the same bytes as another, but for meta.json."""
+    return {**_sums(path), "meta.json": 0} == {**_sums(reference), "meta.json": 0}
+
+
+SPLIT = {"train": np.arange(50), "valid": np.arange(50, 60), "test": np.arange(60, 90)}
+
+
+def _tables(headers=None, **tables):
+    """Write arrays as csv files, some of them under a header."""
+    for name, array in tables.items():
+        header = (headers or {}).get(name, "")
+        np.savetxt(f"{name}.csv", array, "%.9g", ",", header=header, comments="")
+
+
+def test_store_build_from_csv_files(tmp_path, monkeypatch):
+    """By the real command; files may be compressed, and there may be no validation nodes."""
+    monkeypatch.chdir(tmp_path)
+    args = _graph()
+    split = {name: args["split"][name] for name in ("train", "test")}
+    tables = {"edges": args["edge_index"].T, "x": args["features"], "y": args["labels"]}
+    _tables({"edges": "source,destination"}, **tables, **split)
+    for name in ("edges", "x"):
+        Path(f"{name}.csv.gz").write_bytes(gzip.compress(Path(f"{name}.csv").read_bytes()))
+    options = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True)
+    files = {"features": "x.csv.gz", "labels": "y.csv", "train": "train.csv", "test": "test.csv"}
+    words = [word for name, file in files.items() for word in (f"--{name}", tmp_path / file)]
+    words += [f"--{name.replace('_', '-')}" for name in options]
+    built = _run("store.py", "build", tmp_path / "edges.csv.gz", tmp_path / "g", *words)
+    assert built.returncode == 0 and built.stderr == ""
+    assert "drop_duplicates, drop_self_loops, symmetrize" in built.stdout
+    assert _same(tmp_path / "g", _store(tmp_path / "same", split=split, **options))
+
+
+# a command of store.py => what it says
+REFUSED = r"""
+build e.doc h => cannot be read: give an .npz
+build edges.csv h => features are needed
+build edges.csv h --features e.csv.gz --labels y.csv => e.csv.gz, line 2: Expected 2 columns, got 1: 3
+build edges.csv h --features none.csv --labels y.csv => none.csv cannot be read: No such
+build e.csv h --features NOSUCH.csv --labels e.csv => NOSUCH.csv
+build NOSUCH.csv h => NOSUCH.csv holds edges alone: features are needed
+build NOSUCH.npz h => cannot read NOSUCH.npz
+build plain.csv h TABLES --weights 4 => has no column '4'
+build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns: one is
+build plain.csv h TABLES --times 3 --weights y.csv => edge_weight has 200 rows, one for each of the 3000
+build own.npz h --weights 3 => are for tables
+build own.npz h --features NOSUCH.csv => own.npz: it holds features, labels and split itself: features
+build own.npz h --train NOSUCH.csv => train_idx beside it has no effect
+build own.npz h --seed 3 => seed 3 has no effect: it has a split
+build m.npz h --symmetrize => symmetrize has no effect: it holds many small graphs
+build m.npz:radius=3 h => radius has no effect: it holds many small graphs
+build m.npz:row_normalize=0 h => row_normalize has no effect: it holds many small graphs
+info h --features x => unrecognized arguments: --features x
+verify h --gpus 1 => unrecognized arguments: --gpus 1
+build own.npz h --gpus 1 => unrecognized arguments: --gpus 1
+"""
+
+
+def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = _graph()
+    _tables(edges=args["edge_index"].T, x=args["features"], y=args["labels"])
+    _tables(plain=np.column_stack([*args["edge_index"], np.arange(3000)]))
+    _save_npz("own.npz", train_idx=[1, 2])
+    _molecules("m.npz")
+    Path("e.csv").write_text("0,1\n")
+    Path("e.csv.gz").write_bytes(gzip.compress(b"1,2\n3\n"))
+    before, rows = sorted(os.listdir()), REFUSED.strip().splitlines()
+    for path, complaint in (
+        (".", r"\. exists already"),
+        ("..", r"\.\. exists already"),
+        ("nowhere/..", "has no name of its own"),
+        ("x" * 256, "is a name of 256 bytes"),
+        ("own.npz/s", "cannot build own.npz/s.*(Not a directory|File exists)"),
+    ):
+        rows += [f"build own.npz {path} => {complaint}"]
+        rows += [f"build edges.csv {path} TABLES => {complaint}"]
+    for row in rows:
+        words, complaint = row.split(" => ")
+        words = words.replace("TABLES", "--features x.csv --labels y.csv").replace(
+            "LONG", "x" * 256
+        )
+        try:
+            code = store.main(words.split())
+        except SystemExit as stop:
+            code = stop.code
+        said = capsys.readouterr().err
+        assert code == 2 and re.search(complaint, said), (row, said)
+        assert said.count("\n") == 1 or "unrecognized" in said
+    assert sorted(os.listdir()) == before
+
+
+def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _save_npz("own.npz", train_idx=[1, 2])
+    Path("folder").mkdir()
+    Path("e.csv").write_text("0,1\n")
+    Path("data.pt").write_bytes(b"PK")
+    for name, message in (
+        ("e.csv", "e.csv is no .npz file.*features and labels.*store.py build e.csv my_store"),
+        ("z" * 5000, "is unknown"),
+        ("data.pt", "data.pt is neither an .npz file nor a table .*prepare.build"),
+        ("folder", "folder is a folder without meta.json, so no store"),
+        ("none.csv", "'none.csv' is unknown"),
+        ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize"),
+        ("own.npz:split=1,split=2", "split is given twice"),
+        ("own.npz:split=1.5e0", "split='1.5e0' is no int"),
+        ("cora:x=1", "no parameter 'x=1': it takes none"),
+        ("reddit", "synthetic, cora.*ogbn-products"),
+        ("synthetic:nodes", "nodes.*degree"),
+        ("synthetic:size=4", "'size=4'.*nodes, degree"),
+        ("synthetic:nodes=x", "nodes='x' is no int"),
+        ("synthetic:nodes=0", "nodes=0"),
+        ("synthetic:train=0", "train=0"),
+        ("synthetic:train=200000", "train=200000"),
+        ("synthetic:noise=nan", "noise"),
+        ("synthetic:train=nan", "train=nan"),
+        ("nothing.npz", "cannot read nothing.npz"),
+    ):
+        _refuses(message, prepare, name, Path("deep/root"))
+    assert not Path("deep").exists()
+    # a long name is no fault
+    assert store.main(["build", "own.npz", long := "y" * 250]) == 0
+    shutil.copy("own.npz", long[:200] + ".npz")
+    assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
+
+
+def test_store_build_seed_draws_a_split(tmp_path):
+    _save_npz(tmp_path / "drawn.npz", y=np.arange(200) % 2)
+    assert store.main(["build", f"{tmp_path}/drawn.npz", f"{tmp_path}/s", "--seed", "3"]) == 0
+    assert GraphStore.open(tmp_path / "s").meta["source"]["seed"] == 3
+    data = dict(edge_index=torch.tensor([[0], [1]]), x=torch.ones(3, 1), y=torch.arange(3))
+    data = types.SimpleNamespace(**data, train_mask=torch.ones(3).bool())
+    _refuses("SimpleNamespace: seed 1 has no effect", datasets.build, data, tmp_path / "t", seed=1)
+
+
+def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
+    """The same store from arrays, .npz, DGL, PyG and tables of columns by name, number or file."""
+    monkeypatch.chdir(tmp_path)
+    rng, args = np.random.default_rng(1), {**_graph(), "split": SPLIT, "num_classes": None}
+    edges, (src, dst) = args["edge_index"], args["edge_index"]
+    w, t = rng.integers(1, 9, 3000) / 8, rng.integers(0, 50, 3000)
+    e, when = rng.integers(0, 9, (3000, 2)).astype(np.float32), np.arange(200)
+    columns = {"edge_weight": w, "edge_time": t, "edge_features": e, "node_time": when}
+    reference = build_store("reference", **args, symmetrize=True, **columns)
+    own = {"x": args["features"], "y": args["labels"], "edge_index": edges}
+    parts = {f"{name}_idx": ids for name, ids in SPLIT.items()}
+    other = {"edge_weight": w[:, None], "time": t.astype(float), "edge_attr": e, "node_time": when}
+    np.savez("a.npz", **own, **parts, **other)
+    np.savez("b.npz", **own, **parts, **columns)
+    x, y, w_, t_, e_, when_ = map(torch.from_numpy, (own["x"], own["y"], w, t, e, when))
+    graph = sampler.import_dgl().graph(tuple(torch.from_numpy(edges)), num_nodes=200)
+    graph.ndata.update({"feat": x, "label": y, "time": when_})
+    graph.edata.update({"weight": w_, "time": t_, "feat": e_})
+    data = dict(edge_index=torch.from_numpy(edges), x=x, y=y, time=t_, edge_weight=w_)
+    data = types.SimpleNamespace(**data, edge_attr=e_, node_time=when_)
+    for number, source in enumerate(("a.npz", "b.npz", graph, data)):
+        options = {} if isinstance(source, str) else {"split": SPLIT}
+        built = datasets.build(source, f"s{number}", symmetrize=True, **options)
+        assert _same(built, reference), number
+    said = "a.npz: it has edge_weight, edge_time (called time), edge_features (called edge_attr), node_time"
+    assert said in capsys.readouterr().out
+    named = np.column_stack([e[:, 0], src, dst, t, w, e[:, 1]])
+    plain, when = np.column_stack([src, dst, t]), np.stack([when, when], 1)[::-1]
+    _tables(x=own["x"], y=own["y"], w=w, e=e, when=when, **SPLIT)
+    _tables({"named": "a,src,dst,t,w,b"}, plain=plain, named=named)
+    words = "--features x.csv --labels y.csv --symmetrize --node-times when.csv".split()
+    words += [word for name in SPLIT for word in (f"--{name}", f"{name}.csv")]
+    for table, flags in (
+        ("plain", "--times 3 --weights w.csv --edge-features e.csv"),
+        ("named", "--times t --weights 5 --edge-features a,b"),
+    ):
+        assert store.main(["build", f"{table}.csv", f"from-{table}", *words, *flags.split()]) == 0
+        assert _same(f"from-{table}", reference), table
+    assert (
+        store.main("build plain.csv s9 --features x.csv --times 3 --node-times y.csv".split()) == 0
+    )
+
+
+def test_store_values_of_an_adjacency_matrix_are_weights(tmp_path, capsys):
+    args = _graph(num_edges=500)
+    edges = np.unique(args["edge_index"], axis=1)
+    order = np.lexsort(edges)  # by destination, then source
+    (src, dst), values = torch.from_numpy(edges[:, order]), torch.arange(1.0, edges.shape[1] + 1)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), dst.bincount(minlength=200).cumsum(0)])
+    matrix = types.SimpleNamespace(csr=lambda: (indptr, src, values))
+    data = types.SimpleNamespace(adj_t=matrix, x=args["features"], y=args["labels"])
+    graph = GraphStore.open(datasets.build(data, tmp_path / "g"))
+    assert "it has edge_weight\n" in capsys.readouterr().out
+    assert graph.indices.tolist() == src.tolist() and torch.equal(graph.edge_weight, values)
+
+
+def test_store_and_datasets_into_a_closed_pipe(tmp_path, monkeypatch):
+    path = str(_store(tmp_path / "g"))
+    runs = (store.main, ["info", path]), (store.main, ["verify", path]), (datasets.main, [path])
+    for run, words in runs:
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", nobody)
+            assert run(words) == 141
+
+
+def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys):
+    args = _graph()
+    edges, x, y = (torch.from_numpy(args[name]) for name in ("edge_index", "features", "labels"))
+    mask = torch.from_numpy(_mask(np.arange(50)))
+    masks = {"train_mask": mask, "test_mask": ~mask}
+    dgl = sampler.import_dgl()
+
+    def dgls(formats=None, **edata):
+        graph = dgl.graph(tuple(edges), num_nodes=200)
+        graph.ndata.update({"feat": x, "label": y, **masks})
+        graph.edata.update(edata)
+        return graph.formats(formats) if formats else graph
+
+    def pygs(**changes):  # as PyG's Data
+        arrays = {"edge_index": edges, "x": x, "y": y, **masks, **changes}
+        return types.SimpleNamespace(**{n: a for n, a in arrays.items() if a is not ...})
+
+    order = torch.from_numpy(np.lexsort((edges[0], edges[1])))
+    counts = edges[1].bincount(minlength=200)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    ones, sources = torch.ones(3000), edges[0][order]
+    # as torch_sparse's SparseTensor
+    plain = types.SimpleNamespace(csr=lambda: (indptr, sources, None))
+    weighted = types.SimpleNamespace(csr=lambda: (indptr, sources, 2 * ones))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its sparse tensors a beta
+        csr = torch.sparse_csr_tensor(indptr, sources, ones, (200, 200))
+    splits = torch.stack([mask, ~mask], 1)
+    halves = {"train": np.arange(50), "test": np.arange(50, 200)}
+    reference = _store(tmp_path / "reference", num_classes=None, split=halves)
+    given = {"features": args["features"], "labels": args["labels"]}
+    for number, (source, options) in enumerate(
+        (
+            (dgls(), {}),
+            (dgls(["csc"]), {}),
+            (dgls(["coo"]), {}),
+            (dgls(["csr"]), {}),
+            (dgls(rank=ones), {"ignore": ["edata.rank"]}),
+            (pygs(), {}),
+            (pygs(edge_index=..., adj_t=plain), {}),
+            (pygs(edge_index=None, adj_t=csr), {}),
+            (pygs(y=y.double()[:, None], train_mask=mask.to(torch.uint8)), {}),
+            (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
+            (pygs(train_mask=splits, test_mask=splits.flip(1)), {"split": 0}),
+            (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
+            (pygs(x=None, y=None), given),
+            (pygs(train_mask=splits), {"split": {"train": mask, "test": ~mask}}),
+            (pygs(name="a graph", num_nodes=200, pos=x), {}),
+        )
+    ):
+        assert _same(datasets.build(source, tmp_path / str(number), **options), reference), number
+    assert "not used: name, pos" in capsys.readouterr().out
+    few = {"x": x[:150], "y": y[:150], "train_mask": mask[:150]}
+    kinds = dgl.heterograph({("user", "likes", "item"): ([0], [1])})
+    weighted = pygs(edge_index=None, adj_t=weighted, edge_weight=ones)
+    for message, source, options in (
+        ("edata.rank is not used: what edges carry is called edge_weight", dgls(rank=ones), {}),
+        ("edge_attr has 9 rows, one for each of the 3000", pygs(edge_attr=torch.ones(9, 4)), {}),
+        ("adj_t has values other than 1, beside edge_weight", weighted, {}),
+        (
+            "num_nodes is 200, and there are 150 labels",
+            pygs(edge_index=None, adj_t=plain, **few),
+            {},
+        ),
+        ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
+        ("SimpleNamespace has no features", pygs(x=None), {}),
+        ("2 splits count from 0", pygs(train_mask=splits), {"split": 2}),
+        ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),
+        ("labels are whole numbers", pygs(y=[0.5] * 200), {}),
+        ("a graph cannot be read from a dict", {}, {}),
+        ("cannot be read from a DataFrame", type("DataFrame", (), {})(), {}),
+        ("2 kinds of nodes and 1 of edges", kinds, {}),
+    ):
+        _refuses(message, datasets.build, source, tmp_path / "bad", **options)
+    assert not (tmp_path / "bad").exists()

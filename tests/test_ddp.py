@@ -1,0 +1,471 @@
+"""Tests: ddp.py: ranks that start, wait, die and are brought back; signals; the real script where these are tested."""
+
+import datetime
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp
+import train
+from tests.common import (
+    HERE,
+    TINY,
+    _beside,
+    _end,
+    _ended,
+    _fork,
+    _log,
+    _same_weights,
+    _start,
+    _start_fork,
+    _train,
+    _wait_for,
+)
+
+SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
+
+
+def _running_below(pid):
+    """Process ids of a process and all below it."""
+    found = [pid]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += _running_below(int(entry.name))
+    return found
+
+
+def _gone(pids, seconds=10):
+    """Whether all of these processes end before long."""
+
+    def alive(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def _epochs(path):
+    return len(_log(path)) if Path(path).is_file() else 0
+
+
+def _a_rank(pid):
+    """A process below this one that trains: not the resource tracker of multiprocessing."""
+    below = _running_below(pid)[1:]
+    tracks = lambda p: b"resource_tracker" in Path(f"/proc/{p}/cmdline").read_bytes()  # noqa: E731
+    return [p for p in below if not tracks(p)][-1]
+
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+def _elastic_rank(*words):
+    if not (child := os.fork()):
+        os._exit(train.main([*words]))
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(abs(code))
+
+
+def _elastic(*words):
+    """What torchrun does, with ranks that are forked; each in a fork of its own, since it ends without a return."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
+    options |= {"run_id": "x", "monitor_interval": 0.05, "max_restarts": 2}
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, **options)
+    elastic_launch(config, _elastic_rank)(*words)
+
+
+def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
+    straight, back = tmp_path / "straight.pt", tmp_path / "c.pt"
+    common = f"--dataset {tiny} {SMALL_STEPS}"
+    _train(common, f"--procs 2 --checkpoint {straight}")
+    files = f"--checkpoint {back} --checkpoint-every 5 --log-file {tmp_path}/log"
+    process = _fork(tmp_path / "out", _elastic, *f"{common} {files}".split())
+    _wait_for(lambda: _epochs(tmp_path / "log") >= 3, process)
+    ranks = _running_below(process.pid)[1:]
+    os.kill(ranks[-1], signal.SIGKILL)
+    output = _end(process)
+    assert "resume  from epoch" in output, output
+    assert _same_weights(straight, back) and _gone(ranks)
+
+
+@contextmanager
+def _two_hosts():
+    """Two network namespaces joined by a veth pair -> ((name, interface, address), ...)."""
+    pid = os.getpid()
+    hosts = [
+        (f"ringblock{pid}{side}", f"rb{pid % 10**8}{side}", f"10.231.7.{n}")
+        for n, side in ((1, "a"), (2, "b"))
+    ]
+    (a, veth_a, _), (b, veth_b, _) = hosts
+    joined = f"link add {veth_a} netns {a} type veth peer name {veth_b} netns {b}"
+    commands = [f"netns add {a}", f"netns add {b}", joined]
+    for name, veth, address in hosts:
+        commands.append(f"-n {name} address add {address}/24 dev {veth}")
+        commands += [f"-n {name} link set {device} up" for device in (veth, "lo")]
+    try:
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no right to make network namespaces: {done.stderr.strip()}")
+        yield hosts
+    except FileNotFoundError:
+        pytest.skip("no command ip (apt install iproute2) to make network namespaces with")
+    finally:
+        for name, *_ in hosts:
+            if Path("/run/netns", name).exists():
+                subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
+    straight, back = tmp_path / "straight.pt", tmp_path / "c.pt"
+    common = f"--dataset {tiny} {SMALL_STEPS}"
+    expected = _start_fork(tmp_path / "out", common, f"--procs 2 --checkpoint {straight}")
+    with _two_hosts() as hosts:
+
+        def agent(number):
+            name, veth, address = hosts[number]
+            alive = f"is_host={1 - number},keep_alive_interval=1,keep_alive_max_attempt=4"
+            command = (
+                f"ip netns exec {name} {sys.executable} {' '.join(TORCHRUN)} --nnodes 2 "
+                "--nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
+                f"{hosts[0][2]}:29500 --local-addr {address} --rdzv-conf {alive} "
+                f"{HERE / 'train.py'} {common} --checkpoint {back} --checkpoint-every 5 "
+                f"--resume auto --log-file {tmp_path}/log"
+            )
+            variables = {"GLOO_SOCKET_IFNAME": veth, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+            with open(tmp_path / f"out{number}", "a") as out:
+                return subprocess.Popen(command.split(), env=environment, stdout=out, stderr=out)
+
+        agents = [agent(0), agent(1)]
+        try:
+            _wait_for(lambda: _epochs(tmp_path / "log") >= 3, agents[0])
+            lost = _running_below(agents[1].pid)
+            os.kill(lost[0], signal.SIGKILL)
+            agents[1].wait()
+            assert _gone(lost)  # its rank went with it
+            agents[1] = agent(1)
+            codes = [process.wait(timeout=300) for process in agents]
+        finally:
+            for process in agents:
+                process.kill()
+                process.wait()
+    output = (tmp_path / "out0").read_text()
+    assert codes == [0, 0] and "resume  from epoch" in output, output
+    _end(expected)
+    assert _same_weights(straight, back)
+
+
+def _stands_still(folder):
+    """A run of two ranks, one of which SIGSTOP stops after two epochs."""
+    words = f"--dataset {TINY} --root {folder} --procs 2 {SMALL_STEPS}"
+    words += f" --checkpoint {folder}/c.pt --log {folder}/log"
+    process = _start_fork(folder / "out", words)
+    _wait_for(lambda: _epochs(folder / "log") >= 2, process)
+    process.rank = _a_rank(process.pid)
+    os.kill(process.rank, signal.SIGSTOP)
+    process.stopped = time.monotonic()
+    return process
+
+
+@_beside(_stands_still)
+def test_a_rank_that_stops_for_10_seconds_goes_on(beside):
+    process, folder = beside
+    time.sleep(max(0, process.stopped + 10 - time.monotonic()))
+    assert process.is_alive() and _epochs(folder / "log") < 25
+    os.kill(process.rank, signal.SIGCONT)
+    _end(process)
+    assert _epochs(folder / "log") == 26
+
+
+_STARTS = """
+import os, sys
+sys.path.insert(0, {here!r})
+import ddp
+def worker(ranks):
+    assert ranks.sum(1) == [2]
+if __name__ == "__main__":
+    for _ in range(int(sys.argv[1])):
+        ddp.launch(worker, 2)
+        print(len(os.listdir("/proc/self/fd")), flush=True)  # sockets among them
+        sys.stdin.readline()
+"""
+
+
+def test_starts_and_stops_leave_nothing_behind(tmp_path):
+    """RINGBLOCK_STARTS=100 does it a hundred times."""
+    (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
+    memory, starts = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 2))
+    left, pipes = set(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "starts.py", str(starts)]
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    for _ in range(starts):
+        files = int(process.stdout.readline())
+        left.add((files, len(_running_below(process.pid))))
+        process.stdin.write("\n")
+        process.stdin.flush()
+    process.communicate(timeout=120)
+    assert process.returncode == 0 and len(left) == 1
+    assert left.pop()[1] <= 2  # with multiprocessing's own resource tracker
+    assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
+
+
+def _differs(ranks):
+    net = torch.nn.Linear(2, 2)
+    ranks.wrap(net)  # takes rank 0's parameters
+    ranks.check_equal(net)
+    assert ranks.broadcast(b"ab" * ranks.rank, 2) == b"abab"
+    assert ranks.broadcast(None if ranks.rank else b"") == b""
+    assert ranks.gather(ranks.rank * 2**50) == [0, 2**50, 2**51]
+    with torch.no_grad():
+        net.bias[1] += 1e-7 * (ranks.rank == 1)
+    ranks.check_equal(net)
+
+
+def test_ranks_know_when_their_parameters_differ(tmp_path):
+    output = _end(_fork(tmp_path / "out", ddp.launch, _differs, 3), 1)
+    assert "RuntimeError: the parameters of ranks [1] are not those of rank 0" in output
+
+
+def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
+    gpu = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    slot = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    slot.mkdir(parents=True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert ddp.cores_near(gpu, tmp_path) == set(range(8))  # nothing known
+    (slot / "local_cpulist").write_text("2-3,6,40-43\n")
+    assert ddp.cores_near(gpu, tmp_path) == {2, 3, 6}
+    (slot / "local_cpulist").write_text("40-43\n")  # all of them forbidden to this process
+    assert ddp.cores_near(gpu, tmp_path) == set(range(8))
+
+
+def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
+    command = [sys.executable, HERE / "train.py", "--gpus", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and output == "", output
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
+    """The real script with spawned ranks, which a terminal signals as well; forks are tested with other signals."""
+    common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --dropout 0.5"
+    words = f"--epochs 10000 --checkpoint {tmp_path}/c.pt"
+    process = _start(common, words, start_new_session=True)
+    watch = threading.Timer(180, process.kill)  # whatever goes wrong, it ends
+    watch.start()
+    lines = iter(process.stdout.readline, "")
+    next(line for line in lines if line.startswith("epoch   2"))
+    family = _running_below(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output = "".join(lines)
+    watch.cancel()
+    assert process.wait(timeout=30) == 128 + signal.SIGINT, output
+    assert "stopped in epoch" in output and "Traceback" not in output, output
+    assert _gone(family) and [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+def _ignoring_hangups(*words):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    return train.main([*words])
+
+
+def test_a_closed_terminal_leaves_a_checkpoint_and_nohup_goes_on(tiny, tmp_path):
+    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
+    words += f" --checkpoint {tmp_path}"
+    plain = _start_fork(tmp_path / "plain", f"{words}/c.pt")
+    nohup = _fork(tmp_path / "nohup", _ignoring_hangups, *f"{words}/n.pt".split())
+    epochs = lambda process: process.output.read_text().count("\nepoch ")  # noqa: E731
+    for process in (plain, nohup):
+        _wait_for(lambda: epochs(process) >= 1, process)
+        os.kill(process.pid, signal.SIGHUP)
+    assert "stopped in epoch" in _end(plain, 128 + signal.SIGHUP)
+    assert (tmp_path / "c.pt").is_file()
+    before = epochs(nohup)
+    _wait_for(lambda: epochs(nohup) > before, nohup)
+    nohup.terminate()
+    _end(nohup, 128 + signal.SIGTERM)
+
+
+AGENT = """
+import os, subprocess, sys, time
+rank = subprocess.Popen([word.replace("AGENT", str(os.getpid())) for word in sys.argv[1:]])
+print(rank.pid, flush=True)
+time.sleep(1000)
+"""
+
+ORPHAN = """
+import os, runpy, sys, time
+while os.getppid() == AGENT:
+    time.sleep(0.01)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("before_its_first_line", [False, True])
+def test_a_rank_of_torchrun_ends_with_an_agent_that_is_killed_early(before_its_first_line):
+    variables = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 TORCHELASTIC_RUN_ID=x"
+    environment = dict(word.split("=") for word in variables.split())
+    start = [sys.executable, *(["-c", ORPHAN] if before_its_first_line else []), HERE / "train.py"]
+    environment = {**os.environ, **environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, *start], env=environment, **pipes)
+    rank = int(agent.stdout.readline())
+    if not before_its_first_line:
+        maps = Path(f"/proc/{rank}/maps")
+        _wait_for(lambda: "libtorch" in maps.read_text(), agent, pause=0.005)
+    agent.kill()
+    agent.wait()
+    gone = _gone([rank])
+    with suppress(ProcessLookupError):
+        os.kill(rank, signal.SIGKILL)
+    assert gone
+
+
+def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
+    told, nothing = {}, lambda *a: None
+    for name in "set_device get_device_properties".split():
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    for name in "ddp._end_with_the_parent ddp.cores_near os.sched_setaffinity".split():
+        monkeypatch.setattr(name, nothing)
+    monkeypatch.setattr(torch, "set_num_threads", nothing)
+
+    def init_process_group(backend, **options):
+        told[backend] = options.get("device_id")
+        raise StopIteration
+
+    monkeypatch.setattr(ddp.dist, "init_process_group", init_process_group)
+    for gpus in (0, 4):
+        with pytest.raises(StopIteration):
+            ddp._run(nothing, ddp.Ranks(5, 8, 1, 4, gpus), None, ())
+    assert told == {"gloo": None, "cpu:gloo,cuda:nccl": torch.device("cuda:1")}
+
+
+def _fails(ranks, how):
+    ranks.sum(1)
+    if ranks.rank == 1:
+        print("dies at", time.time(), flush=True)
+        if how == "raise":
+            raise ValueError("rank one gives up")
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.sum(1)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
+    words = "rank 1 was killed by SIGKILL, as the system does when memory runs out"
+    words = words if how == "kill" else "ValueError: rank one gives up"
+    output = _end(_fork(tmp_path / "out", ddp.launch, _fails, 3, how), 1, 128 + signal.SIGKILL)
+    took = time.time() - float(re.search(r"dies at ([\d.]+)", output)[1])
+    assert words in output, output
+    print(f"down after {took:.1f} s")
+    assert took < 30  # the other ranks would sleep for 60
+
+
+def _prepares(ranks):
+    with ranks.patience():
+        if not ranks.rank:
+            time.sleep(9)
+    assert ranks.sum(1) == [2]
+
+
+def _launch_with_a_timeout_of_6_seconds():
+    ddp.TIMEOUT = datetime.timedelta(seconds=6)
+    ddp.launch(_prepares, 2)
+
+
+@_beside(lambda folder: _fork(folder / "out", _launch_with_a_timeout_of_6_seconds))
+def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(beside):
+    _end(beside[0])
+
+
+_LEAVING = """
+import sys
+sys.path.insert(0, {here!r})
+import torch, ddp
+def worker(ranks):
+    sys.setswitchinterval(10)  # gloo's threads do not get the interpreter before it is taken down
+    model = ranks.wrap(torch.nn.Linear(8, 8))
+    with ddp.StopSignal(ranks) as stop:
+        for _ in range(20):
+            model(torch.ones(4, 8)).sum().backward()
+            stop.agreed()
+    ranks.barrier()
+if __name__ == "__main__":
+    for _ in range(3):  # one in two aborted
+        ddp.launch(worker, 2)
+"""
+
+
+def _leaves(folder):
+    (folder / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
+    command = [sys.executable, "leaving.py"]
+    return subprocess.Popen(
+        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+@_beside(_leaves)
+def test_ranks_leave_while_gloo_still_holds_tensors(beside):
+    printed = _ended(beside[0])
+    assert "Fatal" not in printed and "terminate called" not in printed, printed
+
+
+@pytest.mark.parametrize("when", ["ranks start", "training"])
+def test_a_killed_parent_leaves_no_orphans(when, tiny):
+    process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 10000 --fanout 3,3")
+    if when == "training":
+        next(line for line in process.stdout if line.startswith("epoch   1"))
+    _wait_for(lambda: len(_running_below(process.pid)) >= 3, process)  # they import torch
+    family = _running_below(process.pid)
+    loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
+    assert when != "training" or _listening(family) <= loopback  # this machine alone
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert _gone(family, 60)
+
+
+def _listening(pids):
+    """Addresses, as the kernel writes them, on which processes accept connections."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(entry))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
+    return {
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }

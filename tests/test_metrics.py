@@ -1,0 +1,191 @@
+"""Tests: tasks/metrics.py, the regressor of tasks/graph.py, several labels a node."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from disk.graphs import block_diagonal
+from sources.prepare import prepare
+from store import GraphStore, build_store, verify
+from tasks import metrics
+from tasks.graph import Regressor
+from tests.common import _log, _run_here, _store, _train
+from tests.stores import _graphs, _refuses, _save_npz
+
+
+class _SlowRegressor:
+    """The regressor graph by graph, sums over edges as products of matrices, with the fast one's parameters."""
+
+    def __init__(self, fast):
+        self.fast = fast
+
+    def __call__(self, graph):
+        m, outputs = self.fast, []
+        for g in range(len(graph.y)):
+            nodes = (graph.graph_ids == g).nonzero()[:, 0]
+            edges = torch.arange(graph.indptr[nodes[0]], graph.indptr[nodes[-1] + 1])
+            src = graph.indices[edges].long() - nodes[0]
+            dst = torch.repeat_interleave(graph.indptr.diff()[nodes])
+            into = torch.nn.functional.one_hot(dst, len(nodes)).T.float()  # [nodes, edges]
+            h, e = self.enter(m.nodes, graph.x[nodes]), self.enter(m.edges, graph.e[edges])
+            for layer in m.layers:
+                own, message, gate_src, gate_dst = layer.nodes(h).chunk(4, 1)
+                gates = layer.edges(e) + gate_src[src] + gate_dst[dst]
+                shares = torch.sigmoid(gates)
+                mixed = own + into @ (shares * message[src]) / (into @ shares + 1e-6)
+                h = h + torch.nn.functional.silu(layer.node_norm(mixed))
+                if layer.edge_norm:
+                    e = e + torch.nn.functional.silu(layer.edge_norm(gates))
+            outputs.append(m.head(h.mean(0)) * m.std + m.mean)
+        return torch.stack(outputs)
+
+    def enter(self, module, rows):
+        if rows.dtype == torch.uint8:
+            columns = enumerate(rows.long().unbind(1))
+            return sum(module.table.weight[256 * i + values] for i, values in columns)
+        return module(rows)
+
+
+def test_regressor_equals_a_reference_edge_by_edge():
+    graph, other = _graphs(7), _graphs(4, first=7)
+    torch.manual_seed(0)
+    dtypes = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
+    ours = Regressor(2, 3, 8, 2, **dtypes, num_layers=3, mean=[1.0, 2.0], std=[3.0, 0.5])
+    torch.testing.assert_close(ours(graph), _SlowRegressor(ours)(graph), rtol=1e-4, atol=1e-5)
+    gradients = []
+    for run in (ours, _SlowRegressor(ours)):
+        ours.zero_grad()
+        run(graph).square().sum().backward()
+        # and every parameter takes part
+        gradients.append([p.grad.clone() for p in ours.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert torch.cat([ours(graph), ours(other)]).shape == (11, 2)
+    # graphs of one batch do not see each other
+    x, e, y = torch.ones(3, 2, dtype=torch.uint8), torch.ones(2, 3), torch.zeros(2, 2)
+    joined = block_diagonal([2, 1], [2, 0], [[0, 1], [1, 0]], x, e, y)
+    alone = block_diagonal([1], [0], [[], []], x[:1], e[:0], y[:1])
+    assert torch.allclose(ours(joined)[1], ours(alone)[0])
+
+
+def _pairs(score, y):
+    """ROC-AUC as the share of pairs in order, ties half."""
+    return np.mean([(a > b) + (a == b) / 2 for a in score[y == 1] for b in score[y == 0]])
+
+
+def test_metrics_are_what_their_definitions_say():
+    """Plain Python, ties and classes that do not occur included: scikit-learn's definitions."""
+    random, near = np.random.default_rng(0), pytest.approx
+    for _ in range(30):
+        n, C = int(random.integers(5, 30)), int(random.integers(3, 6))
+        logits = torch.from_numpy(random.integers(-3, 4, (n, C))).double()
+        y = torch.from_numpy(random.integers(0, C - 1, n))
+        several = torch.from_numpy(random.integers(0, 2, (n, C)))
+        several[0, :2], several[1, :2] = 1, 0
+        found, on = [max(range(C), key=row.__getitem__) for row in logits.tolist()], logits > 0
+        plain, right = [], y.tolist()
+        for c in set(found) | set(right):
+            hit = sum(a == b == c for a, b in zip(found, right))
+            plain.append(2 * hit / (found.count(c) + right.count(c)))
+        hits = sum(a == b for a, b in zip(found, right))
+        assert metrics.score("f1", logits, y) == near(sum(plain) / len(plain))
+        assert metrics.score("accuracy", logits, y) == near(hits / n)
+        micro = 2 * int((on * several).sum()) / int(on.sum() + several.sum())
+        assert metrics.score("f1", logits, several) == near(micro)
+        share = (on == several).double().mean().item()
+        assert metrics.score("accuracy", logits, several) == near(share)
+        columns = [(logits[:, c], several[:, c]) for c in range(C) if 0 < several[:, c].sum() < n]
+        auc = [_pairs(*column) for column in columns]
+        assert metrics.score("roc_auc", logits, several) == near(np.mean(auc))
+        score, target, shares = logits[:, 0], several[:, 0], logits.softmax(1)
+        auc = [_pairs(shares[:, c], y == c) for c in range(C) if 0 < (y == c).sum() < n]
+        assert metrics.score("roc_auc", logits, y) == near(np.mean(auc))  # one against the rest
+        two = logits[:, :2].softmax(1)[:, 1]
+        assert metrics.score("roc_auc", logits[:, :2], target) == near(_pairs(two, target))
+        assert metrics.roc_auc(score, target) == near(_pairs(score, target))
+        recall = total = 0
+        for threshold in sorted(set(score.tolist()), reverse=True):
+            taken = score >= threshold
+            precision, before = target[taken].double().mean().item(), recall
+            recall = target[taken].sum().item() / target.sum().item()
+            total += precision * (recall - before)
+        assert metrics.average_precision(score, target) == near(total)
+    expected = {"mrr": 1.65 / 4, "hits@1": 0.25, "hits@10": 0.75}
+    assert metrics.ranking(torch.tensor([1.0, 2, 10, 20])) == near(expected)
+    assert metrics.score("f1", logits[:0], y[:0]) is None
+    assert math.isnan(metrics.roc_auc(logits[:, 0], torch.ones(n)))
+
+
+def _several_labels(folder, nodes=600, labels=5):
+    """A store whose nodes have several labels each, which their features and neighbours show with noise."""
+    rng = np.random.default_rng(0)
+    y = (rng.random((nodes, labels)) < 0.3).astype(np.int64)
+    x = (y + rng.normal(size=y.shape)).astype(np.float32)
+    alike = [rng.choice(np.flatnonzero((y == row).all(1)), 4) for row in y]
+    edges = np.stack([np.concatenate(alike), np.repeat(np.arange(nodes), 4)])
+    y[-7:] = -1  # nodes without labels
+    split = {"train": range(300), "valid": range(300, 400), "test": range(400, nodes - 7)}
+    graph = {"edge_index": edges, "features": x, "labels": y, "split": split}
+    return build_store(folder / "several", **graph, symmetrize=True), y
+
+
+def test_train_several_labels_a_node(tmp_path):
+    """BCE, micro-F1 by default; predictions are 0 and 1, or probabilities; 1 and 2 processes agree."""
+    path, y = _several_labels(tmp_path)
+    graph = GraphStore.open(path)
+    assert graph.labels.dtype == torch.int8 and graph.labels.tolist() == y.tolist()
+    assert graph.num_classes == 5 and not verify(path)
+    common = f"--dataset {path} --fanout 5,5 --hidden 16 --lr 0.01 --gpus 0 --precision fp64"
+    words, one, two = f"{common} --epochs 8 --early-stop 8", tmp_path / "one", tmp_path / "two"
+    _train(words, f"--batch-size 60 --log {one} --checkpoint {one}.pt --predict {tmp_path}/p.npy")
+    _train(words, f"--batch-size 30 --procs 2 --log {two}")
+    log = _log(one)
+    for a, b in zip(log[:-1], _log(two)[:-1], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
+        assert a["valid_sampled"] == pytest.approx(b["valid_sampled"], rel=1e-9)
+    exact, test = log[-1]["exact"]["test"], slice(400, 593)
+    assert log[-2]["loss"] < log[0]["loss"] < 0.8 and exact > 0.7
+    found, right = torch.from_numpy(np.load(tmp_path / "p.npy")), torch.from_numpy(y[test])
+    assert found.dtype == torch.int8 and metrics.f1(found[test], right) == pytest.approx(exact)
+    _train(f"--resume {one}.pt --predict {tmp_path}/s.npy --predict-what scores --gpus 0")
+    scores = np.load(tmp_path / "s.npy")
+    assert scores.dtype == np.float32 and ((scores > 0.5) == found.numpy()).all()
+    assert 0 < scores.min() < scores.max() < 1
+    words = f"{common} --epochs 2 --batch-size 60 --metric roc_auc --log {tmp_path}/auc"
+    _train(words, f"--predict {tmp_path}/l.npy --predict-what logits")
+    expected = metrics.score("roc_auc", torch.from_numpy(np.load(tmp_path / "l.npy"))[test], right)
+    assert _log(tmp_path / "auc")[-1]["exact"]["test"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("metric", ["roc_auc", "f1"])
+def test_train_by_another_metric(metric, tiny, tmp_path):
+    """Validation, early stop and the end go by it; scores are the softmax of logits."""
+    words = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --lr 0.02 --epochs 40"
+    words += f" --metric {metric} --early-stop 2 --predict {tmp_path}/s.npy --predict-what scores"
+    log, _ = _run_here(tmp_path, words)
+    valid = [entry["valid_sampled"] for entry in log[:-1]]
+    assert np.argmax(valid) == len(valid) - 3 < 37
+    graph, scores = GraphStore.open(tiny), torch.from_numpy(np.load(tmp_path / "s.npy"))
+    assert torch.allclose(scores.sum(1), torch.ones(3000), atol=1e-5)
+    for part, nodes in graph.split.items():
+        expected = metrics.score(metric, scores[nodes].log(), graph.labels[nodes])
+        assert log[-1]["exact"][part] == pytest.approx(expected, abs=1e-5)
+
+
+def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):
+    y, number = np.random.default_rng(0).integers(0, 2, (200, 3)), np.arange(600).reshape(200, 3)
+    for message, labels in (
+        (
+            r"labels\[5, 1\] is 2: of several labels a node each is 0 or 1",
+            np.where(number == 16, 2, y),
+        ),
+        (r"labels\[0, 2\] is -1: of several", np.where(number == 2, -1, y)),
+        ("labels: none of the 200 nodes has a label", y * 0 - 1),
+        (r"labels has shape \[200, 3, 1\]", y[:, :, None]),
+        ("'train' holds node 0, which has no label", np.where(np.arange(200)[:, None], y, -1)),
+    ):
+        _refuses(message, _store, tmp_path / "s", labels=labels, num_classes=None)
+    _save_npz(tmp_path / "d.npz", y=y)
+    _refuses("several labels each need a split of their own", prepare, tmp_path / "d.npz", tmp_path)

@@ -1,0 +1,349 @@
+"""Tests: sources/public.py: Planetoid's and OGB's files, downloads."""
+
+import collections
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import pickle
+import sys
+import threading
+import types
+import unittest.mock
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from disk import files as disk
+from sources import public
+from sources.prepare import prepare
+from store import GraphStore, verify
+from tests.common import _graph
+from tests.stores import _edges, _refuses
+
+
+class _Python2Pickler(pickle._Pickler):
+    """Writes strings as Python 2 did, which made the original files."""
+
+    dispatch = dict(pickle._Pickler.dispatch)
+
+    def save_bytes(self, value):
+        value = value.encode() if isinstance(value, str) else value
+        self.write(pickle.BINSTRING + len(value).to_bytes(4, "little") + value)
+
+    dispatch[bytes] = dispatch[str] = save_bytes
+
+
+def _planetoid_files(folder, missing=False, change=(None, None)):
+    """Write a small graph in the original layout, as pickles with scipy's class; returns it for comparison.
+
+    change: (part, function of its content, or the array in it, a place and a value).
+    """
+    csr = type("csr_matrix", (), {"__module__": "scipy.sparse.csr"})
+    random, num_nodes, labelled = np.random.default_rng(0), 30, 22
+    x = (random.random((num_nodes, 6)) < 0.4).astype(np.float32)
+    y = np.eye(3, dtype=np.int32)[random.integers(0, 3, num_nodes)]
+    test = random.permutation(np.arange(labelled, num_nodes))
+    if missing:  # as in citeseer: node 25 is in no file
+        test = test[test != 25]
+        x[25], y[25] = 0, 0
+
+    def matrix(dense):
+        m, rows = csr(), [np.flatnonzero(row).astype(np.int32) for row in dense]
+        m._shape, m.maxprint, m.data = dense.shape, 50, np.ones(int(dense.sum()), np.float32)
+        m.indices = np.concatenate(rows)
+        m.indptr = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+        return m
+
+    graph = collections.defaultdict(list, {v: [] for v in range(num_nodes)})
+    for u, v in random.integers(0, num_nodes, (40, 2)).tolist():
+        graph[u].append(v)
+    parts = {"allx": matrix(x[:labelled]), "tx": matrix(x[test]), "graph": graph}
+    parts |= {"y": y[:5], "ally": y[:labelled], "ty": y[test]}
+    parts["test.index"] = "".join(f"{v}\n" for v in test)
+    part, how = change
+    if callable(how):
+        parts[part] = how(parts[part])
+    elif how:
+        array = getattr(parts[part], how[0]) if how[0] else parts[part]
+        array[how[1]] = how[2]
+    folder.mkdir(exist_ok=True)
+    (folder / "ind.cora.test.index").write_text(parts.pop("test.index"))
+    sparse = types.SimpleNamespace(csr_matrix=csr)
+    with unittest.mock.patch.dict(sys.modules, {"scipy.sparse.csr": sparse}):
+        for part, value in parts.items():
+            with open(folder / f"ind.cora.{part}", "wb") as file:
+                pickler, protocol = (pickle._Pickler, 0) if part == "tx" else (_Python2Pickler, 2)
+                pickler(file, protocol).dump(value)
+    return x, y, test, graph
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_datasets_planetoid(tmp_path, missing):
+    x, y, test, graph = _planetoid_files(tmp_path, missing)
+    result = GraphStore.open(prepare("cora", tmp_path, progress=False))
+    pairs = {(u, v) for u, row in graph.items() for v in row if u != v}
+    assert _edges(result) == sorted(pairs | {(v, u) for u, v in pairs})
+    rows = result.features.tensor
+    assert torch.allclose(rows, torch.from_numpy(x / np.maximum(x.sum(1, keepdims=True), 1)))
+    assert result.labels.tolist() == [int(r.argmax()) if r.any() else -1 for r in y]
+    split = [ids.tolist() for ids in result.split.values()]
+    assert split == [[*range(5)], [*range(5, 22)], sorted(test.tolist())]
+    assert verify(result.path) == []
+
+
+def test_datasets_planetoid_refuses_other_pickles(tmp_path):
+    _planetoid_files(tmp_path)
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/pwned",)
+
+    class Factory:
+        def __reduce__(self):
+            return collections.defaultdict, (os.getcwd,)
+
+    array = pickle.dumps(np.ones(3, np.float32), 2)
+    assert array.count(b"f4") == 1
+    for content, message in (
+        (pickle.dumps(Evil(), 2), "posix.system|os.system"),
+        (pickle.dumps(Factory(), 2), "posix.getcwd"),
+        (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
+        (b"cnumpy.testing._private.utils\nrunstring\n(S'1'\ntR.", "runstring"),
+        (b"\x80\x02", "cannot be read"),
+        (pickle.dumps(io.BytesIO, 2), "BytesIO"),
+        (pickle.dumps(np.array([1, "a"], object), 2), "array of type 'O8'"),
+        (array.replace(b"f4", b"O8"), "array of type 'O8'"),
+        (array.replace(b"f4", b"V4"), "array of type 'V4'"),
+        (array.replace(b"K\x03", b"K\x7f", 2), "buffer size|cannot be read"),
+        (b"cnumpy\nndarray\n((L1000000000000000L\ntR.", "cannot be read"),
+    ):
+        (tmp_path / "ind.cora.graph").write_bytes(content)
+        _refuses(message, prepare, "cora", tmp_path, progress=False)
+    assert not (tmp_path / "pwned").exists() and not list(tmp_path.glob("cora-*"))
+    assert public._number("f4").itemsize == 4  # which the last of these would have changed
+
+
+# (file, what is done to its content, what the refusal says)
+WRONG_PLANETOID = [
+    (
+        "test.index",
+        lambda text: text.replace("22\n", "999999999999\n"),
+        "999999999999: its nodes lie",
+    ),
+    ("test.index", lambda text: text.replace("22\n", "-1\n"), "holds -1: its nodes lie in"),
+    ("test.index", lambda text: text[:-3], r"tx is \[8, 6\]: 7 rows are needed"),
+    ("graph", lambda graph: {0: [10**30]}, "graph has dtype object: integers are needed"),
+    ("graph", lambda graph: {**graph, 0: [1.5]}, "graph has dtype float64: integers are"),
+    ("graph", lambda graph: {**graph, 0: [-1]}, "edge .* goes from node -1 to node 0"),
+    ("graph", lambda graph: {**graph, 0: [30]}, "edge .* goes from node 30 to node 0"),
+    ("graph", lambda graph: {0: 7}, "cora cannot be read: .int. object is not iterable"),
+    ("tx", ("indices", 0, -1), "ind.cora.tx cannot be read: .* outside of columns 0 to 5"),
+    ("allx", ("indices", 0, 6), "outside of columns 0 to 5"),
+    ("allx", ("indptr", 1, -3), "ind.cora.allx cannot be read"),
+    ("allx", ("data", 0, np.nan), "is nan"),
+    ("ally", ("", (0, 0), 2), "ally or ty holds values other than 0 and 1"),
+    ("ally", lambda y: y[:1], r"ally is \[1, 3\]: 22 rows are needed"),
+]
+
+
+@pytest.mark.parametrize("part, change, message", WRONG_PLANETOID)
+def test_datasets_planetoid_files_that_make_no_graph(tmp_path, part, change, message):
+    _planetoid_files(tmp_path, change=(part, change))
+    _refuses(message, prepare, "cora", tmp_path, progress=False)
+    assert not list(tmp_path.glob("cora-*"))
+
+
+def _tag(data):
+    return f'"{hashlib.sha256(data).hexdigest()}"'
+
+
+class _Server:
+    """Serves bytes from loopback as `files[name]`; `cut` truncates the next answer, `ranges` honours Range headers."""
+
+    def __init__(self, files, ranges=True):
+        server, self.files, self.ranges, self.cut, self.requests = self, files, ranges, None, []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                data = server.files.get(self.path.rpartition("/")[2])
+                wanted, start = self.headers.get("Range"), 0
+                server.requests.append((self.path, wanted))
+                if data is None:
+                    return self.send_error(404)
+                if server.ranges and wanted and self.headers.get("If-Range") == _tag(data):
+                    start = int(wanted.removeprefix("bytes=").rstrip("-"))
+                self.send_response(416 if start >= len(data) else 206 if start else 200)
+                self.send_header("Content-Range", f"bytes */{len(data)}")
+                self.send_header("ETag", _tag(data))
+                self.send_header("Content-Length", str(max(len(data) - start, 0)))
+                self.end_headers()
+                self.wfile.write(data[start : server.cut])
+                server.cut = None
+
+            def log_message(self, *_):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/ogb"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def _gz(array):
+    out = io.BytesIO()
+    np.savetxt(out, array, "%.7g", delimiter=",")
+    return gzip.compress(out.getvalue())
+
+
+def _npz(**arrays):
+    out = io.BytesIO()
+    np.savez(out, **arrays)
+    return out.getvalue()
+
+
+def _ogb_zip(name, extra=(), unlabelled=0):
+    """A small archive in OGB's layout -> its bytes, and the graph, whose last nodes may have no label."""
+    folder, kind = public.OGB[name][0].removesuffix(".zip"), public.OGB[name][1]
+    args = _graph(num_nodes=120, num_edges=500)
+    edge_index, x, y = args["edge_index"], args["features"], args["labels"].astype(np.float32)
+    y[120 - unlabelled :] = np.nan
+    ids = np.arange(120 - unlabelled)
+    args["split"] = {part: ids[i::3] for i, part in enumerate(disk.SPLITS)}
+    members = {f"split/{kind}/{part}.csv.gz": _gz(ids) for part, ids in args["split"].items()}
+    if folder == "papers100M-bin":
+        arrays = dict(edge_index=edge_index, node_feat=x, node_year=np.zeros((120, 1), np.int64))
+        arrays |= dict(num_nodes_list=np.array([120]), num_edges_list=np.array([500]))
+        members["raw/data.npz"] = _npz(**arrays)
+        members["raw/node-label.npz"] = _npz(node_label=y[:, None])
+    else:
+        tables = {"edge": edge_index.T, "node-feat": x, "node-label": y}
+        tables |= {"num-node-list": [120], "num-edge-list": [500]}
+        members |= {f"raw/{name}.csv.gz": _gz(table) for name, table in tables.items()}
+        members["mapping/README.md"] = b"ids"
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member, content in members.items():
+            archive.writestr(f"{folder}/{member}", content)
+        for member in extra:
+            archive.writestr(member, b"boo")
+    return out.getvalue(), args
+
+
+@pytest.mark.parametrize("unlabelled", [0, 20])
+@pytest.mark.parametrize("name", public.OGB)
+def test_datasets_ogb(tmp_path, monkeypatch, capsys, name, unlabelled):
+    content, args = _ogb_zip(name, unlabelled=unlabelled)
+    archive, _, classes, no_duplicates = public.OGB[name]
+    with _Server({archive: content}) as server:
+        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+        path = prepare(name, tmp_path, progress=False)
+        assert prepare(name, tmp_path, progress=False) == path and len(server.requests) == 1
+    assert "reverse of every edge" in capsys.readouterr().out
+    graph = GraphStore.open(path)
+    pairs = list(zip(*args["edge_index"].tolist()))
+    pairs += [(v, u) for u, v in pairs]
+    assert _edges(graph) == sorted(set(pairs) if no_duplicates else pairs)
+    assert torch.allclose(graph.features.tensor, torch.from_numpy(args["features"]), atol=1e-5)
+    labelled = 120 - unlabelled
+    assert graph.labels.tolist() == [*args["labels"][:labelled].tolist(), *[-1] * unlabelled]
+    for part, ids in args["split"].items():
+        assert graph.split[part].tolist() == ids.tolist()
+    assert graph.num_classes == classes and graph.meta["options"]["symmetrize"]
+    assert {p.name for p in tmp_path.iterdir()} == {archive, path.name}
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch, ranges):
+    content, _ = _ogb_zip("ogbn-arxiv")
+    with _Server({"arxiv.zip": content}, ranges) as server:
+        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+        server.cut = 1000
+        said = f"stopped at 1000 of {len(content)} bytes"
+        _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
+        assert {p.name for p in tmp_path.iterdir()} == {"arxiv.zip.part", "arxiv.zip.part.tag"}
+        path = prepare("ogbn-arxiv", tmp_path, progress=False)
+        assert server.requests[-1][1] == "bytes=1000-"
+    assert verify(path) == [] and (tmp_path / "arxiv.zip").read_bytes() == content
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_datasets_download_never_joins_two_versions(tmp_path):
+    """What the server has now is another file than the part was begun with; and a part that is complete is used."""
+    old, now, file = b"a" * 5000, b"b" * 5000, tmp_path / "file"
+    with _Server({"file": old}) as server:
+        server.cut = 1000
+        _refuses("stopped at 1000 of 5000 bytes", public.download, f"{server.url}/file", file)
+        server.files["file"] = now
+        public.download(f"{server.url}/file", file)
+        assert file.read_bytes() == now
+        file.rename(tmp_path / "file.part")
+        (tmp_path / "file.part.tag").write_text(_tag(now))
+        public.download(f"{server.url}/file", file)
+        assert file.read_bytes() == now and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("name", ["file.part", "file.part.tag"])
+def test_datasets_download_follows_no_link(tmp_path, name):
+    """What stands under the names of a download's parts and is no regular file of this user is not written to."""
+    precious, planted = tmp_path / "precious", tmp_path / name
+    precious.write_bytes(b"gold")
+    with _Server({"file": b"a" * 5000}) as server:
+        for plant in (
+            lambda: planted.symlink_to(precious),
+            lambda: os.mkfifo(planted),
+            lambda: planted.hardlink_to(precious),
+        ):
+            plant()
+            said = f"{name} is no regular file of yours: remove"
+            _refuses(said, public.download, f"{server.url}/file", tmp_path / "file")
+            planted.unlink()
+            assert precious.read_bytes() == b"gold" and list(tmp_path.iterdir()) == [precious]
+
+
+def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
+    with _Server({"arxiv.zip": b"x" * 10}) as server:
+        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+        _refuses("HTTP Error 404", prepare, "ogbn-products", tmp_path, progress=False)
+        (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
+        (tmp_path / "arxiv.zip.part.tag").write_text(_tag(b"x" * 10))
+        said = "HTTP Error 416.*part does not fit it: remove that"
+        _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
+    _refuses("failed", prepare, "ogbn-arxiv", tmp_path, progress=False)
+    assert not list(tmp_path.glob("ogbn*"))
+
+
+@pytest.mark.parametrize(
+    "evil", ["../evil.txt", "/tmp/evil.txt", "arxiv/../../evil.txt", "arxiv\\..\\evil.txt"]
+)
+def test_datasets_ogb_zip_that_writes_outside(tmp_path, evil):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "arxiv.zip").write_bytes(_ogb_zip("ogbn-arxiv", extra=[evil])[0])
+    _refuses("points outside", prepare, "ogbn-arxiv", root, progress=False)
+    assert list(root.iterdir()) == [root / "arxiv.zip"] and list(tmp_path.iterdir()) == [root]
+
+
+def test_datasets_ogb_damaged_archive(tmp_path):
+    content, file = _ogb_zip("ogbn-arxiv")[0], tmp_path / "arxiv.zip"
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        names = ("edge", "node-feat", "node-label")
+        places = [archive.getinfo(f"arxiv/raw/{name}.csv.gz") for name in names]
+    damaged = [content[:-100]]
+    for place in places:
+        middle = place.header_offset + 60 + place.compress_size // 2
+        damaged.append(content[:middle] + bytes(8) + content[middle + 8 :])
+    for data in damaged:
+        file.write_bytes(data)
+        said = "if it is damaged, remove the archive"
+        _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
+        assert list(tmp_path.iterdir()) == [file]
