@@ -301,15 +301,3 @@ def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
     assert one.dtype == torch.float64
     for world in (2, 3):
         assert (gradients(world) - one).abs().max() < 1e-12 * one.abs().max()
-
-
-def test_model_names_what_it_does_not_know():
-    for words, options in (
-        ("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
-        ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
-        ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
-        ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
-        ("num_layers is 0", {"num_layers": 0}),
-    ):
-        with pytest.raises(ValueError, match=words):
-            GNN(4, 8, 3, **options)
