@@ -34,11 +34,7 @@ def _plain_store(path):
 
 
 GIB = 1 << 30
-
-
 ARRAYS = 8 * 1001 + 4 * 5000 + 8 * 1000 + 64 * 1000  # indptr, indices, labels, features
-
-
 SMALL = {"fanout": [3, 2], "batch_size": 10, "hidden": 8}
 ROOM = {"free_gpu": 4 * GIB, "free_host": 8 * GIB}
 
@@ -239,10 +235,8 @@ def test_store_estimate_command_line(tmp_path, capsys):
     assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
     if not torch.cuda.is_available():
         assert text.count("no GPU here") == 3
-    assert (
-        "\nmode           cpu-cpu\n" in text
-        and "\nfeatures       mmap: graph and features take 100 KB" in text
-    )
+    assert "\nmode           cpu-cpu\n" in text
+    assert "\nfeatures       mmap: graph and features take 100 KB" in text
     assert store.main([*words, "--gpus", "2", "--free-gpu", "80"]) == 0
     text = capsys.readouterr().out
     assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text
