@@ -11,12 +11,15 @@ import ddp
 import train
 from model import inference
 from run.evaluate import open_run
+from sampler import NeighborSampler
 from sources.prepare import prepare
 from store import GraphStore, build_store
 from tests.common import (
     OWN_LAYERS,
     TINY,
+    _as_lists,
     _code,
+    _events,
     _log,
     _same_for_any_number_of_processes,
     _same_weights,
@@ -154,31 +157,30 @@ def test_train_with_edge_features_is_the_same_by_processes_and_after_a_stop(
     assert _same_weights(tmp_path / "0.pt", tmp_path / "part.pt")
 
 
-def test_train_draws_neighbours_by_the_weights_of_edges(tmp_path):
-    """Each node has one neighbour that gives its class away, of weight 1, and nine of weight 0, or of the same
-    weight."""
-    rng = np.random.default_rng(0)
-    labels, others = rng.integers(0, 2, 500), rng.integers(0, 500, (9, 500))
-    src = np.concatenate([np.arange(500, 1000), others.ravel()])
-    x = np.zeros((1000, 2), np.float32)
-    x[np.arange(500, 1000), labels] = 1
-    x[:500] = rng.standard_normal((500, 2))
-    build_store(
-        tmp_path / "g",
-        edge_index=np.stack([src, np.tile(np.arange(500), 10)]),
-        features=x,
-        labels=np.append(labels, np.full(500, -1)),
-        split={"train": np.arange(300), "valid": np.arange(300, 500)},
-        edge_weight=np.repeat([1, 0], [500, 4500]),
-    )
-    words = f"--dataset {tmp_path}/g --gpus 0 --fanout 1 --dropout 0 --lr 0.05 --epochs 30"
-    words += f" --log {tmp_path}/log"
-    said = _train(words, "--sampler weighted")
-    assert "neighbours are drawn by the weights of their edges; exact inference counts" in said
-    assert "weights of edges are not used: --sampler weighted draws" in _train(words)
-    last = (entry for entry in _log(tmp_path / "log") if entry.get("epoch") == 30)
-    weighted, uniform = (entry["valid_sampled"] for entry in last)
-    assert weighted > 0.97 and uniform < 0.8
+DRAWN = [  # flags, what is said, columns and options of the sampler
+    ("--sampler weighted --temporal off", "neighbours are drawn by the weights", "weights", {}),
+    ("--temporal off", "weights of edges are not used: --sampler weighted draws", "", {}),
+    ("--sampler latest", "neighbours are the latest", "edge_times", {"method": "latest"}),
+    ("--temporal auto", "seeds see edges at their own time or before", "edge_times", {}),
+    ("--temporal before", "seeds see edges before their own", "edge_times", {"strict": True}),
+]
+
+
+@pytest.mark.parametrize("words, said, column, options", DRAWN)
+def test_a_run_draws_by_what_edges_carry(words, said, column, options, tmp_path, capsys):
+    """Its batches are those of a sampler that is given these columns of the store, and the times of the seeds."""
+    path = _store(tmp_path / "g", **_events(200, 3000))
+    words = f"--dataset {path} --gpus 0 --model gin --fanout 3,2 --batch-size 20 {words}"
+    run = open_run(ddp.Ranks(), train.parse_args(words.split()), path)
+    assert said in capsys.readouterr().out
+    graph = run.store
+    columns = {"weights": graph.edge_weight, "edge_times": graph.edge_time}
+    options = options | {name: rows for name, rows in columns.items() if name == column}
+    alone, split = NeighborSampler(graph.indptr, graph.indices, [3, 2], **options), graph.split
+    for batch in (*run.loader(split["train"]), *run.loader(split["valid"], shuffle=False)):
+        times = graph.node_time[batch.seeds] if column == "edge_times" else None
+        expected = alone.sample(batch.seeds, batch.global_step, times)
+        assert _as_lists(b[:3] for b in batch.blocks) == _as_lists(b[:3] for b in expected)
 
 
 @pytest.mark.parametrize("name, blind", [("sage", ["auto", "before"]), ("own", ["before"])])
@@ -204,33 +206,6 @@ def test_train_sees_no_future(name, blind, tmp_path):
             assert exact > 0.97 and sampled > 0.9
         else:  # 120 and 80 nodes: three standard deviations
             assert abs(exact - 0.5) < 0.15 and abs(sampled - 0.5) < 0.2
-
-
-def test_train_draws_the_latest_neighbours(tmp_path):
-    """The last of the past edges tells the answer, the many before it are noise."""
-    rng, nodes = np.random.default_rng(0), 400
-    labels, when = rng.integers(0, 2, nodes), rng.integers(100, 200, nodes)
-    noise = rng.integers(nodes, nodes + 200, (30, nodes))
-    sign = nodes + 2 * rng.integers(0, 100, nodes) + labels
-    x = np.zeros((nodes + 200, 2), np.float32)
-    x[nodes:, 0] = 2 * (np.arange(200) % 2) - 1
-    build_store(
-        tmp_path / "g",
-        features=x,
-        labels=np.append(labels, np.full(200, -1)),
-        edge_time=np.concatenate([rng.integers(0, 90, (30, nodes)).ravel(), when]),
-        edge_index=np.stack([np.append(noise.ravel(), sign), np.tile(np.arange(nodes), 31)]),
-        split={"train": np.arange(200), "valid": np.arange(200, nodes)},
-        node_time=np.append(when, np.full(200, 100)),
-    )
-    words = f"--dataset {tmp_path}/g --gpus 0 --fanout 1 --hidden 8 --epochs 20 --lr 0.01"
-    words += " --batch-size 50 --dropout 0"
-    found = {}
-    for drawn in ("latest", "uniform"):
-        output = _train(words, f"--sampler {drawn} --log {tmp_path}/{drawn}")
-        assert ("neighbours are the latest" in output) == (drawn == "latest")
-        found[drawn] = _log(tmp_path / drawn)[-2]["valid_sampled"]
-    assert found["latest"] > 0.98 and found["uniform"] < 0.7, found
 
 
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):

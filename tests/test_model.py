@@ -6,10 +6,8 @@ import functools
 import importlib
 import itertools
 import os
-import re
 import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from bench.inference import dgl_twin
 from model import GNN, inference
 from sampler import Block, NeighborSampler, import_dgl
 from tests.common import _end, _fork, _forkserver, _random_graph
+from tests.test_features import _status
 from tests.test_layers import MODELS, _net, _with_grads
 
 LAYERS = {
@@ -313,11 +312,7 @@ def _infers_with_a_hub(conv):
     options = dict(chunk=2048, chunk_edges=1 << 14, memory=0)
     inference(net, torch.tensor([0, 2, 2]), indices[:2] % 2, x[:2], **options)
 
-    def anonymous():
-        return (
-            int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-        )
-
+    anonymous = functools.partial(_status, "RssAnon:", "/proc/self/status")
     before, peak, finish = anonymous(), [0], net.finish
 
     def watched(*args):
