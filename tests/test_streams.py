@@ -331,14 +331,13 @@ class _Descent(torch.optim.Optimizer):
 
 @pytest.mark.usefixtures("cuda_graphs")
 @pytest.mark.parametrize("word", ["on", "off"])
-@pytest.mark.parametrize("conv, tight", [("sage", False), ("sage", True), ("gcn", False)])
-def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, tight, word, tmp_path, monkeypatch):
-    """Each batch is sampled while the one before it is trained on."""
+@pytest.mark.parametrize("conv", ["sage", "gcn"])
+def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, monkeypatch):
+    """Each batch is sampled while the one before it is trained on; some do not fit."""
     monkeypatch.setattr(torch.cuda, "Event", order.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: order.current)
     monkeypatch.setattr(torch.cuda, "set_stream", order.set_stream)
-    if tight:
-        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
     net = _net(conv, (20, 8, 5), dropout=0.5)
     for p in net.parameters():
         p.data = order.gpu(p.data)
@@ -358,6 +357,6 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, tight, word, tmp
             before[0].wait()
             graphs.step(before[1])
         before = fetched, batch._replace(blocks=fetched.blocks, x=fetched.x, y=fetched.y)
-    assert graphs.captured == (word == "on") and (graphs.repeated > 0) == tight
+    assert graphs.captured == (word == "on") and 0 < graphs.repeated < 7
     order._go()
     assert order.faults == []
