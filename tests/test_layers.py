@@ -311,7 +311,7 @@ MODELS = {
     "gcn": {"residual": True},
     "gat": {"heads": 2, "residual": True},
     "gin": {"norm": "batch"},
-    "gine": {"norm": "layer", "edge_dim": 3},
+    "gine": {"norm": "layer", "residual": True, "edge_dim": 3},
     "gat with edges": {"heads": 4, "norm": "layer", "edge_dim": 3},
 }
 

@@ -238,7 +238,8 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
     table = torch.randint(0, 5, (60, 5)).to(getattr(torch, dtype))
     graph, paths = _graph(num_nodes=60, num_edges=400), [tmp_path / "plain", tmp_path / "typed"]
     for path, rows in zip(paths, (table.float(), table)):
-        build_store(path, **{**graph, "features": rows})
+        backend = {"backend": "lmdb"} if (path.name, dtype) == ("typed", "float32") else {}
+        build_store(path, **{**graph, **backend, "features": rows})
     turn = DTYPES_OF_FEATURES.index(dtype)
     precisions = ("fp32", "bf16", "fp64")
     for number, conv in enumerate(model.CONVS):  # each meets each precision with three of the types

@@ -918,6 +918,7 @@ _TIMED = {"edge_times": _T([1, 1, 0])}
 REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "fanouts", dict(fanouts=[])),
     (ValueError, "fanouts", dict(fanouts=[3, 0])),
+    (ValueError, "fanouts", dict(fanouts=[-2])),
     (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
     (ValueError, "method 'walk'.*labor", dict(method="walk")),
     (ValueError, "layer_dep.* is for method 'labor', not 'uni", dict(layer_dependency=True)),
@@ -932,6 +933,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (TypeError, "indices is a NoneType", dict(indices=None)),
     (TypeError, "indices.*float", dict(indices=torch.rand(3))),
     (ValueError, "must rise from 0 to 3", dict(indptr=_T([0, 3, 2, 3]))),
+    (ValueError, "indptr runs from 1", dict(indptr=_T([1, 2, 3, 3]))),
     (ValueError, "indptr runs from 0 to 4", dict(indptr=_T([0, 2, 3, 4]))),
     (ValueError, "indices contains 3", dict(indices=_T([1, 3, 0]))),
     (ValueError, "indices contains -1", dict(indices=_T([1, -1, 0]))),
