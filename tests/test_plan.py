@@ -21,16 +21,8 @@ from tests.common import _emulated, _graph
 
 def _plain_store(path):
     """V = 1000, M = 5000, F = 16, C = 4, with 100 training nodes."""
-    rng = np.random.default_rng(0)
     split = {"train": np.arange(100), "valid": np.arange(100, 110)}
-    return build_store(
-        path,
-        edge_index=rng.integers(0, 1000, (2, 5000)),
-        split=split,
-        labels=rng.integers(0, 4, 1000),
-        features=rng.standard_normal((1000, 16), np.float32),
-        num_classes=4,
-    )
+    return build_store(path, **_graph(1000, 5000, 16) | {"split": split})
 
 
 GIB = 1 << 30
@@ -57,14 +49,9 @@ def test_store_estimate_adds_up(tmp_path):
         assert modes[mode].largest_batch == 100
     assert best == "cuda-cuda"
     # edges carry 8 + 4 * 3 bytes each, and those of a batch take their features along; nodes have times
-    rng = np.random.default_rng(0)
-    timed = build_store(
-        tmp_path / "t",
-        **_graph(1000, 5000, 16),
-        edge_time=rng.integers(0, 9, 5000),
-        node_time=np.arange(1000),
-        edge_features=np.ones((5000, 3), np.float32),
-    )
+    columns = {"edge_time": np.arange(5000), "node_time": np.arange(1000)}
+    columns |= {"edge_features": np.ones((5000, 3), np.float32)}
+    timed = build_store(tmp_path / "t", **_graph(1000, 5000, 16), **columns)
     modes, _ = estimate(timed, 2, **SMALL, prefetch=1, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
     assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
