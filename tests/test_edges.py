@@ -185,8 +185,7 @@ def test_a_run_draws_by_what_edges_carry(words, said, column, options, tmp_path,
 
 @pytest.mark.parametrize("name, blind", [("sage", ["auto", "before"]), ("own", ["before"])])
 def test_train_sees_no_future(name, blind, tmp_path):
-    """The future gives the answer away: at each node's own time accuracy is that of guessing, without it all is
-    right."""
+    """The future gives the answer away: at each node's own time accuracy is that of guessing."""
     path = _told_by_the_future(tmp_path / "g")
     (tmp_path / "own.py").write_text(OWN_LAYERS)
     model = "sage --hidden 16 --norm layer --dropout 0"

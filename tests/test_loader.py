@@ -79,8 +79,7 @@ def _for_loading():
 
 
 def test_loader_covers_each_epoch_once_whatever_prepares_it():
-    """Two epochs: the same for any depth and threads; cut among processes and passes, the seeds of a step stay what
-    they are."""
+    """For any depth and threads; cut among processes and passes, the seeds of a step stay what they are."""
     graph, seeds = _for_loading()
     plain = NeighborSampler(graph.indptr, graph.indices, [4, 2], seed=9)
     expected, steps = None, None
@@ -232,8 +231,7 @@ DTYPES_OF_FEATURES = "float32 float16 bfloat16 float64 uint8 int8 int16 int32 in
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_FEATURES)
 def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, tmp_path):
-    """One step through train.py's own functions; what comes out is what float32 features give, and nothing is warned
-    of."""
+    """One step of train.py's own functions: what float32 features give, and no warning."""
     assert disk.DTYPES == tuple(DTYPES_OF_FEATURES)
     table = torch.randint(0, 5, (60, 5)).to(getattr(torch, dtype))
     graph, paths = _graph(num_nodes=60, num_edges=400), [tmp_path / "plain", tmp_path / "typed"]

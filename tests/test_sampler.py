@@ -156,8 +156,7 @@ def _law_case(i, method):
 
 
 def _excluded(i, indptr, indices):
-    """Edges to exclude in the i-th case: none, one, some, whole lists, all but a few; ids in any order, twice, or a
-    mask."""
+    """Edges to exclude in the i-th case, from none to all but a few: ids in any order, some twice, or a mask."""
     rng, M = np.random.default_rng([i, 7]), indices.numel()
     share = [0, 1 / max(M, 1), 0.1, 0.5, 0.97][i % 5]
     edges = np.flatnonzero(rng.random(M) < share)
@@ -354,8 +353,7 @@ def test_cuda_tables_are_used_up(tmp_path):
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cuda_frame_keeps_its_shapes(method, tight, tmp_path):
-    """What a CUDA graph replays: the same launches make batches of any number of seeds, in blocks that stay in place,
-    and say where one does not fit."""
+    """The same launches make batches of any number of seeds, in blocks that stay in place, or say what does not fit."""
     seen = set()
     for i in range(12):
         rng = np.random.default_rng(i)
@@ -391,8 +389,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tight, tmp_path):
 
 @pytest.mark.parametrize("k", [1, 5, 15])
 def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
-    """pick_aggregate against self_and_mean of the same hop: the same bits, in any order of threads, and zeros
-    beyond."""
+    """The bits of self_and_mean of the same hop, in any order of threads, and zeros beyond."""
     for i in range(8):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])

@@ -26,8 +26,7 @@ from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # 
 
 
 class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
-    """torch.cuda.CUDAGraph for tensors in host memory: what its body does is done again at each replay, in the same
-    memory."""
+    """torch.cuda.CUDAGraph for tensors in host memory: a replay does again what its body did, in the same memory."""
 
     recording = []
 
@@ -126,8 +125,7 @@ def _sampling_on_gpu(s, folder):
 
 
 def _graph_ring(net, x, labels, slots, **options):
-    """The ring of train.py for a network: GraphSAGE averages the first hop in place, unless its features are dropped;
-    x of bfloat16 is given to the network in float32."""
+    """The ring of train.py: GraphSAGE averages the first hop in place, unless its features are dropped."""
     in_place = isinstance(net.layers[0], model.SAGEConv) and not net.input_dropout
     options |= dict(aggregate=model.self_and_mean if in_place else None, gather=model.gather_rows)
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
@@ -207,8 +205,7 @@ def _plain_loop(net, draws, ring, batches, labels):
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     cuda_graphs, conv, tight, refused, options, tmp_path, monkeypatch
 ):
-    """--cuda-graph on and off, where a capture is refused, with batches that do not fit, the last one smaller; and from
-    a checkpoint on. A plain loop takes the same steps."""
+    """Where a capture is refused, with batches that do not fit, from a checkpoint on; a plain loop takes these steps."""
     nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
     options, words = dict(options), ("replace", "dtype")
     law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
