@@ -2,8 +2,6 @@
 
 import gc
 import mmap
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import queue
 import signal
@@ -19,27 +17,23 @@ import torch
 import features
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from sampler import Block, NeighborSampler
-from tests.common import _as_lists, _random_graph
+from tests.common import _as_lists, _forkserver, _random_graph
 
 
 def test_prefetch_gives_the_same_results_in_order_for_any_depth_and_threads():
     indptr, indices = _random_graph(np.random.default_rng(4), 500, 10)
     table, labels = torch.randn(500, 9), torch.arange(500)
-    s = NeighborSampler(indptr, indices, [5, 3])
-    batches = list(torch.randperm(500).split(33))
-    expected = None
+    s, batches = NeighborSampler(indptr, indices, [5, 3]), torch.randperm(500).split(33)
     for depth, threads in [(0, 1), (1, 1), (2, 1), (3, 2), (8, 4)]:
         ring = FeatureRing(table, labels, slots=depth + 1)
-        got = []
         load = lambda x, slot: ring.fetch(slot, s.sample(x, 1))  # noqa: E731
-        for batch in prefetch(load, batches, depth=depth, threads=threads):
+        stream = prefetch(load, batches, depth=depth, threads=threads)
+        for batch, seeds in zip(stream, batches, strict=True):
             batch.wait()
             time.sleep(0.001)  # workers run ahead meanwhile: a slot used too early would show
-            got.append((batch.x.clone(), batch.y, _as_lists(batch.blocks)))
-        for (x, y, blocks), seeds in zip(got, batches, strict=True):
-            assert torch.equal(x, table[blocks[0][2]]) and torch.equal(y, labels[seeds])
-        expected = expected or got
-        assert all(torch.equal(a[0], b[0]) and a[2] == b[2] for a, b in zip(got, expected))
+            assert _as_lists(batch.blocks) == _as_lists(blocks := s.sample(seeds, 1))
+            assert torch.equal(batch.x, table[blocks[0].src_nodes])
+            assert torch.equal(batch.y, labels[seeds])
         kept = {buffer.data_ptr() for buffer in ring.buffers["rows"] if buffer is not None}
         assert len(kept) <= depth + 1
 
@@ -116,10 +110,11 @@ class _SlowDevice:
     @contextmanager
     def stream(self, slot, blocks=()):
         self.local.slot, self.local.jobs = slot, self.queues[slot % len(self.queues)]
+        self.local.begun = 0  # copies of rows of this batch
         yield
 
     def buffer(self, size):
-        if self.under_way.get(self.local.slot):
+        if self.under_way.get(self.local.slot, 0) > self.local.begun:
             self.faults.append(f"slot {self.local.slot} was grown under a copy")
         return torch.full((size,), 255, dtype=torch.uint8)
 
@@ -129,6 +124,7 @@ class _SlowDevice:
             delay, slot = self.delays[self.count % 4096], self.local.slot
             is_row = tensor.ndim == 2
             self.under_way[slot] = self.under_way.get(slot, 0) + is_row
+            self.local.begun += is_row
         result = torch.empty_like(tensor)
 
         def later():
@@ -163,71 +159,56 @@ def _seed_blocks(ids):
     return [Block(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), ids)]
 
 
-def _ring_faults(seed, broken=False):
-    """Push random batches through a ring with a slow device -> list of what went wrong."""
+def _ring_faults(seed, slow=True, broken=False):
+    """Push random batches through a ring with a slow device, or with none -> list of what went wrong."""
     rng = np.random.default_rng(seed)
     depth, threads, streams = (int(rng.integers(a, b)) for a, b in ((0, 6), (1, 5), (1, 4)))
     table = torch.arange(200.0).repeat_interleave(3).view(200, 3)
-    device, quiet = _SlowDevice(rng, streams), lambda line: None
-    options = dict(slots=depth + 1, streams=streams, copies=device, log=quiet)
-    ring = FeatureRing(table, torch.arange(200), **options)
+    of_edges, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, streams)
+    options = dict(copies=device, reuse=slow, edge_features=of_edges, log=lambda line: None)
+    options |= dict(streams=streams) if slow else {}
+    ring = FeatureRing(table, torch.arange(200), slots=depth + 1, **options)
     if broken:
         ring.copied = _Forgets(ring.copied)
-    sizes = rng.integers(1, 40, 14) * rng.choice([1, 1, 1, 4], 14)  # some outgrow the buffers
-    items = [torch.from_numpy(rng.integers(0, 200, n)) for n in sizes]
+    # rows of nodes and of two blocks' edges; some outgrow the buffers
+    sizes = rng.integers((1, 0, 0), 40, (14, 3)) * rng.choice([1, 1, 1, 4], (14, 3))
+    ids = lambda count, n: torch.from_numpy(rng.integers(0, count, n))  # noqa: E731
+    items = [list(map(ids, (200, 300, 300), row)) for row in sizes]
+
+    def load(item, slot):
+        nodes, *edges = item
+        return ring.fetch(slot, [Block(torch.tensor([0, len(e)]), e * 0, nodes, e) for e in edges])
+
     got = []
-    load = lambda ids, slot: ring.fetch(slot, _seed_blocks(ids))  # noqa: E731
     for batch in prefetch(load, items, depth=depth, threads=threads):
         got.append(batch)
         if rng.random() < 0.3:
             time.sleep(rng.random() * 4e-4)
-    for batch in got:
-        batch.ready.synchronize()
-    device.close()
-    same = lambda batch, ids: torch.equal(batch.x, table[ids]) and torch.equal(batch.y, ids[:1])  # noqa: E731
-    wrong = [i for i, pair in enumerate(zip(got, items, strict=True)) if not same(*pair)]
-    setting = f"depth {depth}, threads {threads}, streams {streams}"
-    return device.faults + [f"batch {i} of {setting}" for i in wrong]
-
-
-def _edge_faults(seed, slow, broken=False):
-    """Push blocks of random edges through a ring that has features of edges -> whether a batch came out wrong."""
-    rng = np.random.default_rng(seed)
-    depth, threads = int(rng.integers(0, 4)), int(rng.integers(1, 4))
-    table, device = torch.arange(900.0).view(300, 3), slow and _SlowDevice(rng, 2)
-    options = dict(copies=device, edge_features=table, reuse=bool(slow))
-    ring = FeatureRing(torch.zeros(50, 2), torch.arange(50), slots=depth + 1, **options)
-    if broken:
-        ring.copied = _Forgets(ring.copied)
-    sizes = rng.integers(0, 30, (14, 2)) * rng.choice([1, 8], (14, 2))
-    items = [[torch.from_numpy(rng.integers(0, 300, n)) for n in pair] for pair in sizes]
-    block = lambda ids: Block(torch.tensor([0, len(ids)]), ids * 0, torch.arange(1), ids)  # noqa: E731
-    load = lambda item, slot: ring.fetch(slot, list(map(block, item)))  # noqa: E731
-    batches = list(prefetch(load, items, depth=depth, threads=threads))
+    faults = []
     if slow:
-        batches[-1].ready.wait()
+        for batch in got:
+            batch.ready.synchronize()
         device.close()
-    return any(
-        not torch.equal(rows, table[ids])
-        for batch, item in zip(batches, items)
-        for rows, ids in zip(batch.edges, item, strict=True)
-    )
+        faults = device.faults
+    for i, (batch, (nodes, *edges)) in enumerate(zip(got, items, strict=True)):
+        setting = f"of batch {i}, depth {depth}, threads {threads}, streams {streams}"
+        if not torch.equal(batch.x, table[nodes]) or not torch.equal(batch.y, nodes[:1]):
+            faults.append(f"rows {setting}")
+        if not all(map(torch.equal, batch.edges, (of_edges[e] for e in edges))):
+            faults.append(f"edges {setting}")
+    return faults
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_features_ring_brings_the_rows_of_each_blocks_edges(slow):
-    assert not any(_edge_faults(seed, slow) for seed in range(12))
-    assert not slow or any(_edge_faults(seed, slow, broken=True) for seed in range(40))
-
-
-def test_features_no_slot_is_refilled_before_its_copy_is_done():
-    assert [fault for seed in range(300) for fault in _ring_faults(seed)] == []
+@pytest.mark.parametrize("slow, number", [(True, 150), (False, 12)])
+def test_features_no_slot_is_refilled_before_its_copy_is_done(slow, number):
+    assert [fault for seed in range(number) for fault in _ring_faults(seed, slow)] == []
 
 
 def test_features_a_ring_that_ignores_its_events_is_caught():
     caught = [_ring_faults(seed, broken=True) for seed in range(40)]
     assert sum(map(bool, caught)) > 20
-    assert any("grown" in fault for faults in caught for fault in faults)
+    for word in ("grown", "rows", "edges"):
+        assert any(word in fault for faults in caught for fault in faults), word
 
 
 def test_features_ring_grows_by_powers_of_two_and_says_so():
@@ -259,18 +240,18 @@ def test_features_ring_aggregates_the_first_hop(device):
     s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
     bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
     batch = ring.fetch(0, bare)
-    dst = torch.arange(plain.num_dst).repeat_interleave(plain.indptr.diff())
-    near = table[plain.src_nodes.long()][plain.indices.long()]
-    sums = torch.zeros(plain.num_dst, 3).index_add_(0, dst, near)
-    expected = torch.cat([table[plain.src_nodes[: plain.num_dst].long()], sums], 1)
+    near = table[plain.src_nodes.long()]
+    dst = plain.src_nodes[: plain.num_dst]
+    expected = aggregate(
+        plain.indptr, plain.indices, near, torch.arange(len(dst)), torch.empty(len(dst), 6)
+    )
     assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
     assert torch.equal(batch.y, seeds)
-    # without a buffer, as on a GPU that reads the features in place: in its own type from the start
-    if not copies:
-        kept = FeatureRing(table, labels, reuse=False, **options).fetch(0, bare)
-        assert torch.equal(kept.x, batch.x)
     if copies:
         copies.close()
+    else:  # without a buffer, as on a GPU that reads the features in place: in its own type
+        kept = FeatureRing(table, labels, reuse=False, **options).fetch(0, bare)
+        assert torch.equal(kept.x, batch.x)
 
 
 # placement and shared memory
@@ -454,7 +435,7 @@ def _shares(rank, table, barrier, results):
 
 def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
     before, files = _status("Shmem:", "/proc/meminfo"), set(os.listdir("/dev/shm"))
-    context = multiprocessing.get_context("spawn")
+    context = _forkserver()
     table, barrier, results = context.Array("d", 6, lock=False), context.Barrier(3), context.Queue()
     new = lambda i: context.Process(target=_shares, args=(i, table, barrier, results), daemon=True)  # noqa: E731
     processes = [new(i) for i in range(3)]
@@ -504,11 +485,8 @@ def _sampled(indptr, indices, train, fanouts, batch_size, batches):
 def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch):
     indptr, indices, train = _skewed()
     monkeypatch.setattr(features, "CHUNK_EDGES", 1000)
-    visits, counts, batches = (
-        expected_visits(indptr, indices, train, fanouts, 20),
-        torch.zeros(2000),
-        600,
-    )
+    visits = expected_visits(indptr, indices, train, fanouts, 20)
+    counts, batches = torch.zeros(2000), 600
     for ids in _sampled(indptr, indices, train, fanouts, 20, batches):
         counts[ids.long()] += 1
     seen = counts / batches
@@ -568,22 +546,3 @@ def test_features_cache_counts_hits_from_many_threads():
     gather = lambda ids, slot: cached.gather(ids)  # noqa: E731
     list(prefetch(gather, [torch.arange(100)] * 400, depth=8, threads=8))
     assert (cached.hits, cached.lookups) == (400 * 50, 400 * 100)
-
-
-def test_features_cache_by_visits_hits_more_than_by_chance_or_degree():
-    indptr, indices, train = _skewed(seed=3)
-    table = torch.zeros(2000, 1)
-    fanouts, budget = [4, 3], 4 * 200  # a tenth of the rows
-    scores = {
-        "visits": expected_visits(indptr, indices, train, fanouts, 20),
-        "in-degree": indptr.diff(),
-        "out-degree": torch.bincount(indices, minlength=2000),
-        "chance": torch.rand(2000),
-    }
-    caches = {name: CachedFeatures(table, score, budget) for name, score in scores.items()}
-    for ids in _sampled(indptr, indices, train, fanouts, 20, 100):
-        for cached in caches.values():
-            cached.gather(ids)
-    rates = {name: cached.hit_rate for name, cached in caches.items()}
-    assert rates["visits"] > 0.3 > 2 * rates["chance"]
-    assert rates["visits"] > max(rates["in-degree"], rates["out-degree"]) - 0.005, rates

@@ -131,6 +131,12 @@ def _house():
     return figures, arrows
 
 
+def test_every_file_of_tests_is_collected():
+    text = (HERE / "test_all.py").read_text()
+    parts = re.search('PARTS = """(.*?)"""', text, re.DOTALL)[1].split()
+    assert {*parts} == {p.stem for p in HERE.glob("tests/test_*.py")} | {"conftest"}
+
+
 @pytest.mark.parametrize("what", LIMITS)
 def test_the_house_does_not_grow(what):
     assert _house()[0][what] <= LIMITS[what]

@@ -18,7 +18,7 @@ from features import FeatureRing, prefetch
 from model import GNN, SAGE, inference
 from run.evaluate import open_run
 from sampler import NeighborSampler
-from store import GraphStore, build_store
+from store import build_store
 from tests.common import _as_lists, _graph, _random_graph, _readme_blocks
 
 
@@ -79,8 +79,7 @@ def _for_loading():
 
 
 def test_loader_covers_each_epoch_once_whatever_prepares_it():
-    """Two epochs: the same for any depth and threads; cut among processes and passes, the seeds of a step stay what
-    they are."""
+    """For any depth and threads; cut among processes and passes, the seeds of a step stay what they are."""
     graph, seeds = _for_loading()
     plain = NeighborSampler(graph.indptr, graph.indices, [4, 2], seed=9)
     expected, steps = None, None
@@ -124,17 +123,14 @@ def test_loader_goes_on_where_another_one_stood():
     make = lambda **options: loader.NodeLoader(graph, seeds, [4, 2], **{**defaults, **options})  # noqa: E731
     whole = make()
     straight = [_loaded(whole) for _ in range(3)]
-    for stop in (0, 1, 5, 10, 11):
-        first = make(depth=3)
+    for stop in (0, 1, 5, 10, 11):  # 0: never
+        first, later = make(depth=3), make(depth=0)
         list(first)
         for i, _ in enumerate(first, 1):
             if i == stop:
                 break
-        state = json.loads(json.dumps(first.state_dict()))
-        later = make(depth=0)
-        later.load_state_dict(state)
-        done = stop % 11  # a loop that ran to its end has begun the next epoch
-        epoch = 1 if stop in (1, 5, 10) else 2 if stop == 0 else 1
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        done, epoch = stop % 11, 1 + (stop == 0)  # a loop that ran to its end has begun the next
         # left after the last batch, before the loader knew: nothing of the epoch is left
         if stop == 11:
             assert list(later) == [] and later.epoch == 2
@@ -143,9 +139,7 @@ def test_loader_goes_on_where_another_one_stood():
         assert _same(_loaded(first), straight[epoch][done:])  # so does the loop that was left
     two = [make(batch_size=10, rank=rank, world=2) for rank in range(2)]
     halfway = make()
-    for i, _ in enumerate(halfway):
-        if i == 3:
-            break
+    next(itertools.islice(halfway, 3, None))
     for part in two:
         part.load_state_dict(halfway.state_dict())
     together = [a.seeds.tolist() + b.seeds.tolist() for a, b in zip(*two)]
@@ -210,15 +204,6 @@ def test_loader_says_what_does_not_fit_the_graph():
         inference(net, indptr, indices, good.features[:2])
 
 
-def test_loader_reads_a_store(tmp_path):
-    path = build_store(tmp_path / "g", **_graph(), backend="lmdb")
-    graph = GraphStore.open(path)
-    batches = list(loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=32))
-    table = torch.from_numpy(np.asarray(_graph()["features"]))
-    assert all(torch.equal(b.x, table[b.blocks[0].src_nodes.long()]) for b in batches)
-    assert len(batches) == 2
-
-
 def test_loader_brings_the_features_of_edges():
     graph, seeds = _for_loading()
     e = np.random.default_rng(0).random((len(graph.indices), 3))
@@ -246,36 +231,36 @@ DTYPES_OF_FEATURES = "float32 float16 bfloat16 float64 uint8 int8 int16 int32 in
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_FEATURES)
 def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, tmp_path):
-    """One step through train.py's own functions; what comes out is what float32 features give, and nothing is warned
-    of."""
-    graph = _graph(num_nodes=60, num_edges=400)
-    generator = torch.Generator().manual_seed(1)
-    table = torch.randint(0, 5, (60, 5), generator=generator).to(getattr(torch, dtype))
-    paths = {}
-    for name, rows in (("plain", table.float()), ("typed", table)):
-        paths[name] = build_store(tmp_path / name, **{**graph, "features": rows})
+    """One step of train.py's own functions: what float32 features give, and no warning."""
     assert disk.DTYPES == tuple(DTYPES_OF_FEATURES)
-    for conv, precision in itertools.product(model.CONVS, ("fp32", "bf16", "fp64")):
+    table = torch.randint(0, 5, (60, 5)).to(getattr(torch, dtype))
+    graph, paths = _graph(num_nodes=60, num_edges=400), [tmp_path / "plain", tmp_path / "typed"]
+    for path, rows in zip(paths, (table.float(), table)):
+        backend = {"backend": "lmdb"} if (path.name, dtype) == ("typed", "float32") else {}
+        build_store(path, **{**graph, **backend, "features": rows})
+    turn = DTYPES_OF_FEATURES.index(dtype)
+    precisions = ("fp32", "bf16", "fp64")
+    for number, conv in enumerate(model.CONVS):  # each meets each precision with three of the types
+        precision, outputs = precisions[(number + turn) % 3], []
         words = (
             f"--model {conv} --precision {precision} --fanout 3,3 --hidden 8 --dropout 0 --gpus 0"
         )
-        outputs = {}
-        for name, path in paths.items():
-            args, ranks = train.parse_args([*words.split(), "--dataset", str(path)]), ddp.Ranks()
+        for path in paths:
+            args = train.parse_args([*words.split(), "--dataset", str(path)])
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                run = open_run(ranks, args, path)
-                net = run.model
-                for batch in run.loader(run.store.split["train"]):
-                    outputs[name] = run.forward(batch)
-                    torch.nn.functional.cross_entropy(outputs[name], batch.y).backward()
+                run = open_run(ddp.Ranks(), args, path)
+                (batch,) = run.loader(run.store.split["train"])
+                outputs.append(run.forward(batch))
+                torch.nn.functional.cross_entropy(outputs[-1], batch.y).backward()
                 assert run.exact().isfinite().all()
                 if precision != "bf16":  # from Python, rows as they are
                     rows = run.store.features.gather(batch.blocks[0].src_nodes)
-                    assert net.eval()(batch.blocks, rows).isfinite().all()
-            assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
-        assert torch.equal(outputs["plain"], outputs["typed"]) or precision == "bf16"
-        torch.testing.assert_close(outputs["plain"], outputs["typed"], rtol=0.05, atol=0.05)
+                    assert run.model.eval()(batch.blocks, rows).isfinite().all()
+            gradients = [p.grad for p in run.model.parameters()]
+            assert all(g is not None and g.isfinite().all() for g in gradients)
+        assert torch.equal(*outputs) or precision == "bf16"
+        torch.testing.assert_close(*outputs, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("conv", model.CONVS)
@@ -301,15 +286,3 @@ def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
     assert one.dtype == torch.float64
     for world in (2, 3):
         assert (gradients(world) - one).abs().max() < 1e-12 * one.abs().max()
-
-
-def test_model_names_what_it_does_not_know():
-    for words, options in (
-        ("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
-        ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
-        ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
-        ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
-        ("num_layers is 0", {"num_layers": 0}),
-    ):
-        with pytest.raises(ValueError, match=words):
-            GNN(4, 8, 3, **options)

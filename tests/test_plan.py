@@ -21,24 +21,12 @@ from tests.common import _emulated, _graph
 
 def _plain_store(path):
     """V = 1000, M = 5000, F = 16, C = 4, with 100 training nodes."""
-    rng = np.random.default_rng(0)
     split = {"train": np.arange(100), "valid": np.arange(100, 110)}
-    return build_store(
-        path,
-        edge_index=rng.integers(0, 1000, (2, 5000)),
-        split=split,
-        labels=rng.integers(0, 4, 1000),
-        features=rng.standard_normal((1000, 16), np.float32),
-        num_classes=4,
-    )
+    return build_store(path, **_graph(1000, 5000, 16) | {"split": split})
 
 
 GIB = 1 << 30
-
-
 ARRAYS = 8 * 1001 + 4 * 5000 + 8 * 1000 + 64 * 1000  # indptr, indices, labels, features
-
-
 SMALL = {"fanout": [3, 2], "batch_size": 10, "hidden": 8}
 ROOM = {"free_gpu": 4 * GIB, "free_host": 8 * GIB}
 
@@ -61,14 +49,9 @@ def test_store_estimate_adds_up(tmp_path):
         assert modes[mode].largest_batch == 100
     assert best == "cuda-cuda"
     # edges carry 8 + 4 * 3 bytes each, and those of a batch take their features along; nodes have times
-    rng = np.random.default_rng(0)
-    timed = build_store(
-        tmp_path / "t",
-        **_graph(1000, 5000, 16),
-        edge_time=rng.integers(0, 9, 5000),
-        node_time=np.arange(1000),
-        edge_features=np.ones((5000, 3), np.float32),
-    )
+    columns = {"edge_time": np.arange(5000), "node_time": np.arange(1000)}
+    columns |= {"edge_features": np.ones((5000, 3), np.float32)}
+    timed = build_store(tmp_path / "t", **_graph(1000, 5000, 16), **columns)
     modes, _ = estimate(timed, 2, **SMALL, prefetch=1, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
     assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
@@ -239,10 +222,8 @@ def test_store_estimate_command_line(tmp_path, capsys):
     assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
     if not torch.cuda.is_available():
         assert text.count("no GPU here") == 3
-    assert (
-        "\nmode           cpu-cpu\n" in text
-        and "\nfeatures       mmap: graph and features take 100 KB" in text
-    )
+    assert "\nmode           cpu-cpu\n" in text
+    assert "\nfeatures       mmap: graph and features take 100 KB" in text
     assert store.main([*words, "--gpus", "2", "--free-gpu", "80"]) == 0
     text = capsys.readouterr().out
     assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text

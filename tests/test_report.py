@@ -14,7 +14,7 @@ import ddp
 import train
 from run import report
 from store import build_store
-from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split, _train
+from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split
 
 
 def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
@@ -31,26 +31,22 @@ def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
     assert head["versions"]["torch"] == torch.__version__ and head["hardware"]["processes"] == 1
 
 
-def test_a_log_that_cannot_be_written_is_said_once(tiny, tmp_path):
-    files = f"--log /dev/full --checkpoint {tmp_path}/c.pt"
-    output = _train(f"--dataset {tiny} --epochs 3", *COMMON, files)
-    assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output
-    assert "Traceback" not in output
-    assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
-
-
 def _with_small_files(*words):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # stands for a full disk
     return train.main(_split(words))
 
 
-def test_a_trace_that_cannot_be_written_is_no_success(tiny, tmp_path):
+def test_a_log_and_a_trace_that_cannot_be_written_are_said_once(tiny, tmp_path):
+    """A run that was to write a trace is no success then."""
     words = f"--dataset {tiny} --epochs 3 --profile {tmp_path}/t.json --checkpoint {tmp_path}/c.pt"
-    output = _end(_fork(tmp_path / "out", _with_small_files, words, *COMMON), 2)
-    assert output.count("--profile") == 1 and "training goes on" in output
-    assert "exact layer-wise accuracy" in output
+    words = *COMMON, words, "--log /dev/full"
+    output = _end(_fork(tmp_path / "out", _with_small_files, *words), 2)
+    assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output
+    assert output.count("--profile") == 1 and output.count("training goes on") == 2
+    assert "exact layer-wise accuracy" in output and "Traceback" not in output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
 
 
 def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, tmp_path):
@@ -104,11 +100,8 @@ def test_advice_says_when_one_process_would_be_as_fast(
 
 def test_two_runs_are_drawn_in_one_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    laps = [
-        (stage, i + 0.1 * j, i + 0.1 * j + 0.05, "t")
-        for i in range(10)
-        for j, stage in enumerate(report.STAGES)
-    ]
+    starts = ((stage, i + 0.1 * j) for i in range(10) for j, stage in enumerate(report.STAGES))
+    laps = [(stage, start, start + 0.05, "t") for stage, start in starts]
     report.draw_timeline({"one": laps, "none": [], "two": laps[:21]}, tmp_path / "two.png")
     report.draw_timeline({"one": laps}, tmp_path / "one.png")
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
@@ -116,9 +109,7 @@ def test_two_runs_are_drawn_in_one_picture(tmp_path):
     assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
 
 
-def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_of_nodes_without_labels(
-    tmp_path, capsys
-):
+def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp_path, capsys):
     graph = _graph(width=6)
     path = build_store(tmp_path / "g", **graph)
     unlabelled = {"features": graph["features"], "edge_index": graph["edge_index"]}

@@ -1,6 +1,5 @@
 """Tests: the order of work on CUDA streams, without a GPU."""
 
-import argparse
 import ctypes
 import re
 import types
@@ -21,8 +20,15 @@ from native import sampler_gpu
 from run import step_graph
 from sampler import Block, NeighborSampler
 from tests import common
-from tests.common import _emulated, _random_graph
-from tests.test_model import _net, _no_more_than_the_smallest, cuda_graphs, cuda_layers  # noqa: F401
+from tests.common import _random_graph
+from tests.test_layers import _net, cuda_layers  # noqa: F401
+from tests.test_step_graph import (  # noqa: F401
+    _graph_ring,
+    _no_more_than_the_smallest,
+    _sampling_on_gpu,
+    _step_graphs,
+    cuda_graphs,
+)
 
 _CUDA = torch.device("cuda", 0)
 _TO, _DEVICE = torch.Tensor.to, torch.Tensor.device
@@ -278,12 +284,7 @@ def _sampled_on_gpu(order, folder, fanouts=(4, 3)):
     s = NeighborSampler(indptr, indices, list(fanouts), seed=3, backend="torch", edge_ids=True)
     for name in ("indptr", "indices"):
         s.engine.task = s.engine.task._replace(**{name: order.gpu(getattr(s.engine.task, name))})
-    backend = _emulated(s, folder)
-
-    def draw(seeds, step, relabel_outer=True):
-        return [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
-
-    return types.SimpleNamespace(engine=backend, indices=indices, sample=draw)
+    return _sampling_on_gpu(s, folder)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -330,32 +331,23 @@ class _Descent(torch.optim.Optimizer):
 
 @pytest.mark.usefixtures("cuda_graphs")
 @pytest.mark.parametrize("word", ["on", "off"])
-@pytest.mark.parametrize("conv, tight", [("sage", False), ("sage", True), ("gcn", False)])
-def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, tight, word, tmp_path, monkeypatch):
-    """Each batch is sampled while the one before it is trained on."""
+@pytest.mark.parametrize("conv", ["sage", "gcn"])
+def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, monkeypatch):
+    """Each batch is sampled while the one before it is trained on; some do not fit."""
     monkeypatch.setattr(torch.cuda, "Event", order.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: order.current)
     monkeypatch.setattr(torch.cuda, "set_stream", order.set_stream)
-    monkeypatch.setattr(step_graph, "measured", step_graph.StepGraphs._measure, raising=False)
-    if tight:
-        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
     net = _net(conv, (20, 8, 5), dropout=0.5)
     for p in net.parameters():
         p.data = order.gpu(p.data)
     optimizer = _Descent(net.parameters(), dict(lr=0.1))
     x, labels = order.gpu(torch.randn(200, 20)), order.gpu(torch.randint(5, (200,)))
     draws = _sampled_on_gpu(order, tmp_path, (4, 3, 3))
-    options = dict(aggregate=model.self_and_mean if conv == "sage" else None)
-    ring = FeatureRing(x, labels, slots=2, device=_CUDA, gather=model.gather_rows, **options)
-    degrees = model.graph_degrees(*_random_graph(np.random.default_rng(1), 200, 6))
-    net.degrees = order.gpu(degrees)
-    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, cuda_graph=word)
-    predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
-    nodes = torch.randperm(200)[:80]
-    run = types.SimpleNamespace(ranks=ddp.Ranks(gpus=1), args=args, sampler=draws, ring=ring)
-    run.store = types.SimpleNamespace(split={"train": nodes})
-    run.model, run.forward = net, predict
-    graphs = step_graph.StepGraphs(run, optimizer)
+    ring = _graph_ring(net, x, labels, slots=2, device=_CUDA)
+    net.degrees = order.gpu(model.graph_degrees(*_random_graph(np.random.default_rng(1), 200, 6)))
+    nodes, ranks = torch.randperm(200)[:80], ddp.Ranks(gpus=1)
+    graphs = _step_graphs(draws, ring, net, optimizer, nodes, word, ranks)
     graphs.begin()
     before = None
     for step, seeds in enumerate(nodes.split(12)):
@@ -365,6 +357,6 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, tight, word, tmp
             before[0].wait()
             graphs.step(before[1])
         before = fetched, batch._replace(blocks=fetched.blocks, x=fetched.x, y=fetched.y)
-    assert graphs.captured == (word == "on") and (graphs.repeated > 0) == tight
+    assert graphs.captured == (word == "on") and 0 < graphs.repeated < 7
     order._go()
     assert order.faults == []

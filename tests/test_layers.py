@@ -1,0 +1,442 @@
+"""Tests: native/layers.py: kernels of both compilers beside torch operations."""
+
+import ctypes
+import importlib.util
+import itertools
+import shutil
+import types
+import warnings
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+import model
+import sampler
+from model import GNN
+from native import build
+from native import layers as fused
+from sampler import NeighborSampler
+from tests.common import _EmulatedKernels, _mix, _random_graph
+
+
+def _layers_on_gpu():
+    """A second native/layers.py, which takes CPU tensors for those of a GPU."""
+    spec = importlib.util.spec_from_file_location("layers_on_gpu", fused.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.is_gpu = lambda device: True
+    return module
+
+
+layers_gpu = _layers_on_gpu()
+
+
+def _emulate_layers(folder, monkeypatch):
+    launched = []
+
+    def load_cuda(name, source, device):
+        kernels = _EmulatedKernels(source, folder, seed=len(launched), checked=True)
+        kernels.launched = launched
+        return kernels
+
+    layers_gpu.load.cache_clear()
+    compiler = types.SimpleNamespace(**vars(build) | {"load_cuda": load_cuda})
+    monkeypatch.setattr(layers_gpu, "build", compiler)
+    return launched
+
+
+@pytest.fixture
+def cuda_layers(tmp_path_factory, monkeypatch):
+    """layers_gpu on emulated kernels -> names of the kernels that were launched."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    return _emulate_layers(tmp_path_factory.getbasetemp(), monkeypatch)
+
+
+@pytest.fixture(params=["emulated GPU", "CPU"])
+def kernels(request, cuda_layers):
+    """native/layers.py with kernels that another compiler runs in another way: one thread at a time, or OpenMP's."""
+    return layers_gpu if request.param == "emulated GPU" else fused
+
+
+def _with_grads(function, weight, *inputs):
+    """[function(*inputs), the gradients of its inputs]; `weight` is the output's, parameters are taken as they are."""
+    inputs = [t if t.requires_grad else t.clone().requires_grad_() for t in inputs]
+    out = function(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
+
+
+def _layer_block(rng, S, N, ids, degree=6):
+    """indptr and indices of a block with destinations without edges and a source that most have."""
+    counts = torch.from_numpy(rng.integers(0, degree, S))
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    indices = torch.from_numpy(rng.integers(0, N, int(indptr[-1])))
+    indices[::3] = N - 1
+    return indptr.to(ids), indices.to(ids)
+
+
+def _padded(indptr, indices, k, rows):
+    """The same block with k places for each of `rows` destinations."""
+    out = torch.full((rows, k), -1, dtype=indices.dtype)
+    for s, (a, b) in enumerate(itertools.pairwise(indptr.tolist())):
+        out[s, : b - a] = indices[a:b]
+    return (torch.arange(rows + 1) * k).to(indptr.dtype), out.view(-1)
+
+
+def _more_rows(t, count, value=0):
+    return torch.cat([t, t.new_full((count, *t.shape[1:]), value)])
+
+
+def _shifted(t):
+    """The same tensor at an address that is no multiple of 16 bytes."""
+    return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
+
+
+def _row_operations(indptr, indices, h, own, pair, best, alpha, beta):
+    """Outputs and gradients of what is done with rows h of a block's sources."""
+    block, width = (indptr, indices), h.shape[1]
+    tables = (torch.empty(len(own), 2 * width, dtype=t) for t in (torch.float32, torch.bfloat16))
+    return [
+        *_with_grads(lambda x: model.self_and_mean(*block, x), pair, h),
+        *_with_grads(lambda x: model.max_neighbours(*block, x), best, h),
+        *_with_grads(lambda x, a: model.own_plus_mean(*block, x, a, beta), best, h, alpha),
+        *(model.self_and_mean(*block, h, own, out) for out in tables),
+        model.own_plus_mean(*block, h, alpha, beta, own),
+        model.gather_rows(h, own),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkeypatch):
+    rng, S, N = np.random.default_rng(15), 40, 60
+    near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-2)
+    for width in (1, 7, 8, 36):
+        indptr, indices = _layer_block(rng, S, N, ids)
+        own = torch.from_numpy(rng.permutation(N)[:S]).to(ids)
+        h = torch.randn(N, width).to(dtype)
+        h = _shifted(h) if width == 8 else h
+        pair, best = torch.randn(S, 2 * width).to(dtype), torch.randn(S, width).to(dtype)
+        given, results = (h, own, pair, best, *torch.rand(2, S)), []
+        for functions in (kernels, None, kernels):  # twice: threads in another order
+            monkeypatch.setattr(model, "fused", functions)
+            results.append(_row_operations(indptr, indices, *given))
+        for ours, theirs, again in zip(*results):
+            torch.testing.assert_close(ours, theirs, **near)
+            assert torch.equal(ours, again)
+        assert ("list_in_order" in cuda_layers) == (kernels is layers_gpu)
+        if width == 36 and kernels is layers_gpu:  # padding changes nothing
+            more = _more_rows(h, 9), _more_rows(own, 3, -1), *(_more_rows(t, 3) for t in given[2:])
+            padded = _row_operations(*_padded(indptr, indices, 7, S + 3), *more)
+            for ours, all_rows in zip(results[0], padded):
+                assert torch.equal(all_rows[: len(ours)], ours)
+            padded[0] = padded[0][:, width:]  # the means
+            assert not any(t[len(ours) :].any() for ours, t in zip(results[0], padded))
+
+
+def _behind(rows, tensor):
+    """A tensor whose last rows are these, behind others that nothing may touch: there is no memory."""
+    size = tensor.element_size() * tensor.shape[1]
+    start = tensor.data_ptr() - rows * size
+    memory = (ctypes.c_char * (rows * size + tensor.nbytes)).from_address(start)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(-1, tensor.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
+    """Rows of which a 32-bit product of number and width would be another address."""
+    width, far, N, S = 1 << 12, 1 << 19, 8, 5
+    indptr = torch.arange(S + 1, dtype=torch.int32) * 2
+    near, own = torch.randint(N, (2 * S,), dtype=torch.int32), torch.arange(S).int()
+    h, target = torch.randn(N, width).to(dtype), torch.randn(S, width).to(dtype)
+    monkeypatch.setattr(model, "fused", layers_gpu)
+    results = []
+    for table, more in ((h, 0), (_behind(far, h), far)):
+        ids, rows, attn = near + more, own + more, torch.ones(2, width // 2)
+        results.append(
+            [
+                model.self_and_mean(indptr, ids, table, rows, torch.empty(S, 2 * width)),
+                model.max_neighbours(indptr, ids, table),
+                model.gather_rows(_behind(8 * more, h), own + 8 * more),  # in words of 16 bytes
+                layers_gpu.attend(indptr, ids, table, target, attn, rows, (None, 0, 0)),
+            ]
+        )
+    assert all(map(torch.equal, *results))
+    code = layers_gpu.load(torch.int32, dtype, dtype, h.device)
+    # an edge of each source, and its destination
+    lists = torch.arange(N).int(), torch.ones(N).int(), torch.arange(far, far + N).int()
+    share, out = torch.ones(N), torch.empty(N, width // 2, dtype=dtype)
+    pair, sizes = _behind(far, h), (0, N, width // 2, 1)
+    given = *lists, share, pair, None, *sizes, None, 1.0
+    code.run("self_and_mean_grad", N * width // 8, *given, out)
+    assert torch.equal(out, h[:, width // 2 :])
+    winner = torch.arange(N).int()[:, None].expand(N, width).contiguous()
+    out, winners = torch.empty_like(h), _behind(far, winner)
+    code.run("max_neighbours_grad", N * width // 4, *lists, pair, winners, N, width, 1, out)
+    assert torch.equal(out, h)
+
+
+@pytest.mark.parametrize(
+    "dtype, ids", [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
+)
+def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, monkeypatch):
+    """In torch operations, C and CUDA, with the seed from the host or made of the step on the device."""
+    on_device = model.layer_seed((123, torch.tensor([77])), 3)
+    for key in (2**64 - 12345, sampler.mix(123 ^ 77)):
+        on_host = model.layer_seed(key, 3)
+        assert on_host % 2**64 == _mix(key ^ (2**64 - 4)) and -(2**63) <= on_host < 2**63
+    near = dict(rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    nodes = torch.cat([torch.tensor([5, 0, 2_000_000_000]), 6 + torch.randperm(1000)[:57]]).to(ids)
+    rows = [_mix((on_host ^ v) % 2**64) for v in nodes.tolist()]
+    for width in (1, 8, 43):
+        words = [
+            [_mix(row + (c // 8 - 1) * 0x9E3779B97F4A7C15) for c in range(width)] for row in rows
+        ]
+        drawn = [[word >> 8 * (c % 8) & 255 for c, word in enumerate(row)] for row in words]
+        scale = (torch.tensor(drawn) >= 77).to(dtype) * (256 / (256 - 77))  # 0.3 is 77 / 256
+        h, grad = torch.randn(60, width).to(dtype), torch.randn(60, width).to(dtype)
+        for functions in (layers_gpu, fused, None):
+            monkeypatch.setattr(model, "fused", functions)
+            for seed in (on_host, on_device)[: 1 + (functions is not fused)]:
+                drop = lambda x: model.relu_dropout(x * 1, 0.3, nodes=nodes, seed=seed)  # noqa: E731
+                y, to_h = _with_grads(drop, grad, h)
+                torch.testing.assert_close(y, h.relu() * scale, **near)
+                torch.testing.assert_close(to_h, grad * (h > 0) * scale, **near)
+                torch.testing.assert_close(model.dropout(h, 0.3, nodes, seed), h * scale, **near)
+                part = model.relu_dropout(h[20:40].clone(), 0.3, nodes=nodes[20:40], seed=seed)
+                assert torch.equal(part, y[20:40])
+            assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())
+            y = model.relu_dropout(torch.tensor([[float("nan"), -1.0, 2.0]]), 0)
+            # what is not finite is not hidden
+            assert y[0, 0].isnan() and y[0, 1:].tolist() == [0, 2]
+    monkeypatch.setattr(model, "fused", layers_gpu)
+    padded = model.relu_dropout(torch.ones(3, 5), 0.3, nodes=torch.tensor([4, -1, -1]), seed=5)
+    assert not padded[1:].any()
+    assert cuda_layers.count("relu_dropout") > 5
+
+
+def test_linear_is_torchs_linear(monkeypatch):
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "8")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    # 50 million multiplications
+    x, weight = torch.randn(2000, 100), torch.randn(250, 100, requires_grad=True)
+    for rows, ours in ((x, True), (x[1:], False)):
+        kind = type(fused.linear(rows, weight).grad_fn).__name__
+        assert (kind == "_LinearBackward") == ours
+    monkeypatch.setattr(fused, "WORTH_COMPILING", 1)
+    for S, width, D in ((1, 3, 2), (300, 50, 20), (0, 3, 2)):
+        given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
+        both = [_with_grads(f, *given) for f in (fused.linear, torch.nn.functional.linear)]
+        for ours, theirs in zip(*both):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+        assert fused.linear(*given[1:3]).shape == (S, D)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gather_rows_is_index_select(dtype):
+    for width in (1, 3, 100, 700):
+        table, few = torch.randn(1000, width).to(dtype), torch.randint(1000, (17,)).int()
+        for ids in (torch.randint(1000, (3001,)), few, torch.arange(0)):
+            out = torch.empty(len(ids), width, dtype=dtype)
+            assert torch.equal(model.gather_rows(table, ids), table[ids.long()])
+            assert model.gather_rows(table, ids, out) is out and torch.equal(out, table[ids.long()])
+    for bad in (-1, 1000):
+        with pytest.raises(IndexError):
+            model.gather_rows(table, torch.tensor([0, bad]))
+
+
+def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
+    """Ids of nodes and of edges differ in type: the same kernel takes both."""
+    for dtype in (torch.int32, torch.int64):
+        table, ids = torch.randn(50, 4), torch.randint(50, (30,), dtype=dtype)
+        assert torch.equal(layers_gpu.gather_rows(table, ids), table[ids.long()])
+    assert cuda_layers == ["gather_rows"] * 2
+    assert layers_gpu.load.cache_info().currsize == 1
+
+
+def test_cuda_cross_entropy_and_its_gradient(cuda_layers):
+    for S, C in ((0, 3), (5, 1), (33, 47), (20, 200)):
+        logits, labels = 5 * torch.randn(S, C), torch.randint(C, (S,))
+        labels[::4] = -1
+        theirs = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=-1)
+        given = torch.tensor(0.25), logits
+        ours = _with_grads(lambda x: layers_gpu.cross_entropy(x, labels), *given)
+        for a, b in zip(ours, _with_grads(lambda x: theirs(x, labels), *given)):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert cuda_layers.count("cross_entropy") == 3  # none for no rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20)])
+def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
+    rng, S, N, D = np.random.default_rng(16), 30, 50, heads * width
+    near = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=5e-2, atol=1e-1)
+    indptr, indices = _layer_block(rng, S, N, torch.int32)
+    nodes = torch.from_numpy(rng.permutation(900)[:S]).int()
+    rows = torch.from_numpy(rng.permutation(N)[:S]).int()
+    layer = model.GATv2Conv(5, D, heads, dropout=0.4)
+    layer.dst_linear = torch.nn.Identity()
+    source, target, weight = (torch.randn(n, D).to(dtype) for n in (N, S, S))
+
+    def attend(indptr, indices, nodes, weight, source, target):
+        def combine(source, target, attn):
+            return layer.combine(indptr, indices, source, None, target, nodes=nodes, seed=99)
+
+        return _with_grads(combine, weight, source, target, layer.attn)
+
+    cut = indptr[10:21] - indptr[10], indices[indptr[10] : indptr[20]], nodes[10:20], weight[10:20]
+    results = []
+    for functions in (kernels, None, kernels):
+        monkeypatch.setattr(model, "fused", functions)
+        out = attend(indptr, indices, nodes, weight, source, target)
+        out += attend(*cut, source.roll(-10, 0), target[10:20])[:1]
+        with torch.no_grad():
+            results.append([*out, layer.eval().combine(indptr, indices, source, rows, target)])
+        layer.train()
+    for ours, theirs, again in zip(*results):
+        torch.testing.assert_close(ours, theirs, **near)
+        assert torch.equal(ours, again)
+    if kernels is layers_gpu:  # padding changes nothing
+        more = _more_rows(nodes, 4, -1), _more_rows(weight, 4), source, _more_rows(target, 4)
+        for padded, ours in zip(attend(*_padded(indptr, indices, 7, S + 4), *more)[:3], results[0]):
+            assert torch.equal(padded[: len(ours)], ours)
+
+
+MODELS = {
+    "sage": {},
+    "sage-pool": {"norm": "layer"},
+    "gcn": {"residual": True},
+    "gat": {"heads": 2, "residual": True},
+    "gin": {"norm": "batch"},
+    "gine": {"norm": "layer", "residual": True, "edge_dim": 3},
+    "gat with edges": {"heads": 4, "norm": "layer", "edge_dim": 3},
+}
+
+
+def _net(name, widths=(12, 8, 5), **options):
+    torch.manual_seed(4)
+    net = GNN(*widths, conv=name.split()[0], num_layers=3, **{**MODELS[name], **options})
+    for norm in net.norms:
+        if isinstance(norm, torch.nn.BatchNorm1d):
+            norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+def _three_blocks():
+    """Blocks of 12 seeds -> (blocks, features of their sources [N, 20], features of their edges [E, 3] each)."""
+    indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
+    sample = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample
+    blocks = sample(torch.randperm(200)[:12].int(), 1)
+    edges = [torch.randn(block.num_edges, 3) for block in blocks]
+    return blocks, torch.randn(blocks[0].num_src, 20), edges
+
+
+def _trained(net, blocks, x, key=2**63 + 99, **options):
+    """Logits and gradients of a pass."""
+    net.zero_grad()
+    logits = net(blocks, x, key=key, **options)
+    (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum().backward()
+    return [logits.detach(), *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("sage", {}),
+        ("sage", {"norm": "layer", "residual": True}),
+        ("sage", {"input_dropout": 0.25}),
+        ("sage-pool", {"norm": "none"}),
+        ("gcn", {"residual": False}),
+        ("gat", {"heads": 2, "residual": True}),
+        ("gin", {"norm": "none"}),
+        ("gine", {}),
+        ("gat with edges", {}),
+    ],
+)
+def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, options, monkeypatch):
+    """Forward and gradients with dropout; recomputed; twice with threads in another order: to the last bit."""
+    blocks, x, edges = _three_blocks()
+    given = {"edges": edges} if "edge_dim" in MODELS[name] else {}
+    results = []
+    for functions in (None, kernels, kernels):
+        monkeypatch.setattr(model, "fused", functions)
+        results.append(_trained(_net(name, (20, 8, 5), **options), blocks, x, **given))
+    net = _net(name, (20, 8, 5), recompute=True, **options)
+    results.append(_trained(net, blocks, x, **given))
+    for theirs, ours, again, recomputed in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert torch.equal(ours, again)
+        torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
+    kernel = {"gine": "edge_sums_grad", "gat with edges": "edge_matrix_grad"}
+    assert (kernel.get(name, "relu_dropout_grad") in cuda_layers) == (kernels is layers_gpu)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(
+    heads, cuda_layers, monkeypatch
+):
+    """Edges whose features are zeros change nothing, dropout of attention included."""
+    blocks, x, _ = _three_blocks()
+    options = dict(heads=heads, dropout=0.5, norm="none")
+    plain, seeing = (_net("gat with edges", (20, 8, 8), edge_dim=n, **options) for n in (0, 3))
+    seeing.load_state_dict(plain.state_dict(), strict=False)
+    zeros = {"edges": [torch.zeros(block.num_edges, 3) for block in blocks]}
+    results = []
+    for net, more in ((plain, {}), (seeing, zeros)):
+        named = [name for name, _ in net.named_parameters()]
+        for functions in (fused, layers_gpu, None):
+            monkeypatch.setattr(model, "fused", functions)
+            logits, *grads = _trained(net, blocks, x, **more)
+            grads = [grad for grad, name in zip(grads, named) if "edge" not in name]
+            results.append([logits, *grads])
+    for first, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(_trained(seeing, blocks, x, 5, **zeros)[0], results[0][0])
+    assert cuda_layers.count("edge_matrix_grad") == 3
+
+
+def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
+    """As torch.autocast has it: rows and pairs in either type; parameters and their gradients are float32."""
+    monkeypatch.setattr(model, "fused", layers_gpu)
+    blocks, x, _ = _three_blocks()
+    net = _net("sage", (20, 8, 5), dropout=0.5)
+    expected = _trained(net, blocks, x)
+    pair, launched = model.self_and_mean(*blocks[0][:2], x), len(cuda_layers)
+    for ours, same in zip(_trained(net, blocks, pair, aggregated=True), expected):
+        torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
+    assert len(cuda_layers) - launched == 2 * 2 + 2 * 6
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    # it would leave behind what it found
+    monkeypatch.setattr(torch, "autocast", lambda kind, enabled: nullcontext())
+    for rows, aggregated in (
+        (x, False),
+        (x.bfloat16(), False),
+        (pair, True),
+        (pair.bfloat16(), True),
+    ):
+        logits, *grads = _trained(net, blocks, rows, aggregated=aggregated)
+        assert logits.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
+        for ours, theirs in zip([logits.float(), *grads], expected):
+            assert (ours - theirs).norm() < 0.12 * theirs.norm()
+
+
+def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
+    """Where NVRTC or the driver cannot be had: one warning, None."""
+    layers_gpu.load.cache_clear()
+    monkeypatch.setattr(build, "_warned", set())
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "Kernels", lambda *a: (_ for _ in ()).throw(OSError("no libnvrtc")))
+    gpu, real, h = torch.device("cuda", 0), torch.float32, torch.randn(5, 4)
+    with pytest.warns(UserWarning, match="the CUDA kernels of layers cannot be used.*no libnvrtc"):
+        assert layers_gpu.load(torch.int32, real, real, gpu) is None
+    monkeypatch.setattr(layers_gpu, "load", lambda *a: None)
+    block = torch.tensor([0, 1, 3]), torch.tensor([4, 0, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layers_gpu.self_and_mean(*block, h) is layers_gpu.max_neighbours(*block, h) is None
+        assert layers_gpu.relu_dropout(h, None, 5, 8) is layers_gpu.gather_rows(h, block[1]) is None

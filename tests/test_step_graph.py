@@ -1,0 +1,383 @@
+"""Tests: run/step_graph.py on emulated kernels, with a stand-in for CUDA graphs."""
+
+import argparse
+import copy
+import ctypes
+import datetime
+import functools
+import itertools
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import ddp
+import loader
+import model
+import sampler
+import train
+from features import FeatureRing
+from native import build
+from run import step_graph
+from sampler import Block, NeighborSampler
+from tests.common import TINY, _beside, _emulated, _end, _fork, _random_graph, _run_here
+from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
+
+
+class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
+    """torch.cuda.CUDAGraph for tensors in host memory: a replay does again what its body did, in the same memory."""
+
+    recording = []
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __enter__(self):
+        _Graph.recording.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        _Graph.recording.remove(self)
+        return super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, out = func._schema.name, func(*args, **(kwargs or {}))
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"), (
+            f"{name} waits for the GPU"
+        )
+        alias = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
+        if not name.startswith("profiler::"):
+            self.calls.append(
+                functools.partial(self._again, func, args, kwargs or {}, None if alias else out)
+            )
+        return out
+
+    @staticmethod
+    def _again(func, args, kwargs, out):
+        found = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            out.copy_(found)
+        elif isinstance(out, (list, tuple)):
+            [a.copy_(b) for a, b in zip(out, found) if isinstance(a, torch.Tensor)]
+
+    @torch.no_grad()
+    def replay(self):
+        for call in self.calls:
+            call()
+
+    def pool(self):
+        return None
+
+
+def _frozen(launch):
+    """A launch with the arguments that it has now, as a CUDA graph keeps it."""
+    twin = build.Launch(launch._kernels, launch._name)
+    ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
+    for i, value in launch._structs.items():
+        twin._structs[i] = type(value).from_buffer_copy(value)
+        twin._pointers[i] = ctypes.addressof(twin._structs[i])
+    return twin
+
+
+@pytest.fixture
+def cuda_graphs(request, monkeypatch):
+    """run/step_graph.py on the emulated kernels, with `_Graph` in the place of CUDA's."""
+    request.getfixturevalue("cuda_layers")
+    _emulate_graphs(monkeypatch)
+
+
+def _again(go, launch, threads):
+    """A graph's launch, on the stream of the replay."""
+    go(launch, threads, launch._kernels.stream())
+
+
+def _emulate_graphs(monkeypatch):
+    go = build.Launch.__call__
+
+    def launch(self, threads, stream):
+        for graph in _Graph.recording:
+            graph.calls.append(functools.partial(_again, go, _frozen(self), threads))
+        go(self, threads, stream)
+
+    nothing = lambda *a: None  # noqa: E731
+    monkeypatch.setattr(build.Launch, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=nothing)
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    monkeypatch.setattr(torch.cuda, "set_stream", nothing)
+    monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
+    monkeypatch.setattr(model, "fused", layers_gpu)
+
+
+def _sampling_on_gpu(s, folder):
+    """What a run has of a sampler on a GPU, here on emulated kernels."""
+    backend = _emulated(s, folder)
+
+    def sample(seeds, step, relabel_outer=True):
+        return [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
+
+    return types.SimpleNamespace(engine=backend, indices=s.engine.task.indices, sample=sample)
+
+
+def _graph_ring(net, x, labels, slots, **options):
+    """The ring of train.py: GraphSAGE averages the first hop in place, unless its features are dropped."""
+    in_place = isinstance(net.layers[0], model.SAGEConv) and not net.input_dropout
+    options |= dict(aggregate=model.self_and_mean if in_place else None, gather=model.gather_rows)
+    return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
+
+
+def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None):
+    """StepGraphs of a run with --cuda-graph `word`."""
+    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, cuda_graph=word)
+    predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
+    run = dict(ranks=ranks or ddp.Ranks(), args=args, sampler=draws, ring=ring, model=net)
+    run |= dict(forward=predict, store=types.SimpleNamespace(split={"train": nodes}))
+    return (make or step_graph.StepGraphs)(types.SimpleNamespace(**run), optimizer)
+
+
+def _small_run(folder, net, labels, x, **law):
+    """A sampler of a small graph, and the ring of a network -> (draws, ring)."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    net.degrees = model.graph_degrees(indptr, indices)
+    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
+    return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2)
+
+
+_MEASURE = step_graph.StepGraphs._measure
+
+
+def _no_more_than_the_smallest(self, nodes, args):
+    """StepGraphs._measure, for as many edges as the smallest of a few batches has."""
+    _, (rows, _) = _MEASURE(self, nodes, args)
+
+    def draw(seeds):
+        blocks = self._blocks(seeds, 0)[self.first_hop :]
+        return [block.num_edges for block in blocks[::-1]]
+
+    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
+    return seeds, (rows, draw(seeds))
+
+
+def _adam(net, state=None):
+    # with the usual eps a gradient near zero makes a step of either sign
+    optimizer = torch.optim.Adam(net.parameters(), eps=2**-10, fused=True)
+    if state:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    return optimizer
+
+
+def _plain_loop(net, draws, ring, batches, labels):
+    """The same steps without StepGraphs -> loss of each."""
+    optimizer, losses = _adam(net), []
+    for seeds, step, total in batches:
+        blocks = draws.sample(seeds, step, relabel_outer=not ring.first_hop)
+        plain, key = ring.fetch(0, blocks), sampler.mix(sampler.mix(5) ^ step)
+        logits = net(plain.blocks, plain.x, aggregated=ring.first_hop, key=key)
+        loss = torch.nn.functional.cross_entropy(logits, labels[seeds], reduction="sum")
+        (loss / total).backward()
+        optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + step // 5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "conv, tight, refused, options",
+    [
+        ("sage", False, False, {}),
+        ("sage", True, False, {}),
+        ("sage", True, True, {}),
+        ("sage", False, False, dict(norm="layer", residual=True)),
+        ("sage", False, False, dict(replace=True)),
+        ("sage", True, False, dict(input_dropout=0.3)),
+        ("sage-pool", True, False, dict(norm="layer")),
+        ("gcn", True, False, dict(dtype=torch.bfloat16)),
+        ("gin", True, False, dict(norm="layer", residual=True)),
+        ("gat", True, False, {}),
+    ],
+)
+def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
+    cuda_graphs, conv, tight, refused, options, tmp_path, monkeypatch
+):
+    """Where a capture is refused, with batches that do not fit, from a checkpoint on; a plain loop takes these steps."""
+    nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
+    options, words = dict(options), ("replace", "dtype")
+    law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
+    x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
+    if tight:
+        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    if refused:
+        graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+
+    def begin(word, net, state=None):
+        net = copy.deepcopy(net)
+        draws, ring = _small_run(tmp_path, net, labels, x, replace=law)
+        optimizer = _adam(net, copy.deepcopy(state))
+        graphs = _step_graphs(draws, ring, net, optimizer, nodes, word)
+        kept = dict(batch_size=12, seed=5, depth=1)
+        return graphs, loader.NodeLoader(None, nodes, [4, 3, 3], load=graphs.load, **kept)
+
+    ends, losses, taken = [], [], []
+    for word, stop in (("on", None), ("off", None), ("on", 4), ("off", 4)):
+        graphs, batches = begin(word, first)
+        # captured and tried, and nothing has changed
+        assert all(map(torch.equal, graphs.parameters, first.parameters()))
+        assert graphs.captured == (word == "on" and not refused)
+        assert ("no capture here" in graphs.said) == (refused and word == "on")
+        done = repeated = fitting = 0
+        while batches.epoch < 2:
+            graphs.optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + batches.epoch)
+            loss_sum = graphs.begin()
+            for batch in batches:
+                fitting += any(batch.x is slot.x for slot in graphs.slots)
+                assert torch.equal(batch.y, labels[batch.seeds])
+                graphs.step(batch)
+                done += 1
+                if word == "on" and not stop:
+                    taken.append((batch.seeds, batch.global_step, batch.total))
+                if done == stop:  # another process goes on, with graphs where there were none
+                    repeated, place = graphs.repeated, batches.state_dict()
+                    state = graphs.optimizer.state_dict()["state"]
+                    graphs, batches = begin("off" if word == "on" else "on", graphs.model, state)
+                    batches.load_state_dict(place)
+                    break
+            else:
+                losses.append(loss_sum.total.item())
+        repeated += graphs.repeated
+        assert done == 10 and fitting == 10 - repeated and (0 < repeated < 10) == tight
+        moments = (t for state in graphs.optimizer.state.values() for t in state.values())
+        ends.append([*graphs.parameters, *moments])
+    for end in ends[1:]:
+        assert len(end) > 20 and all(map(torch.equal, end, ends[0]))
+    net = copy.deepcopy(first)
+    by_hand = _plain_loop(net, *_small_run(tmp_path, net, labels, x, replace=law), taken, labels)
+    epochs = [sum(by_hand[:5]), sum(by_hand[5:])]
+    assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
+    for ours, theirs in zip(ends[0], net.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monkeypatch):
+    """A graph whose loss is another one's is noticed before it trains."""
+    nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
+    net = _net("sage", (20, 8, 5), dropout=0.5)
+    run = *_small_run(tmp_path, net, labels, x), net, _adam(net), nodes
+    before = [p.detach().clone() for p in net.parameters()]
+    take = step_graph.Slot.sample
+    for wrong, off in (
+        (lambda slot: (slot.frame.start(), slot.x.zero_()), "100.0"),
+        (lambda slot: (take(slot), slot.y.zero_()), "0.0"),
+    ):
+        monkeypatch.setattr(step_graph.Slot, "sample", wrong)
+        words = rf"input is {off}% off, their losses are \[.*\], and \[.*\] without graphs"
+        with pytest.raises(RuntimeError, match=words):
+            _step_graphs(*run)
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+# where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without
+_FAILING = [
+    (step_graph.StepGraphs, "_measure", 0, False),
+    (step_graph.Slot, "__init__", 1, False),
+    (step_graph.StepGraphs, "_compute", 0, False),
+    (step_graph.StepGraphs, "_compute", 2, False),
+    (step_graph.StepGraphs, "_restore", 0, False),
+    (step_graph.StepGraphs, "_compute", 4, True),  # in the capture
+    (step_graph.StepGraphs, "_train", 1, False),
+    (step_graph.StepGraphs, "_sample", 2, False),
+    (step_graph.StepGraphs, "_restore", 2, False),
+]
+
+
+def _one_rank_fails(ranks, folder):
+    """Make the graphs of a run, which fails on rank 1 in a place after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        _emulate_layers(folder, patch)
+        _emulate_graphs(patch)
+        patch.setattr(step_graph, "obstacle", lambda *run: None)
+        torch.manual_seed(0)
+        labels, x = torch.randint(5, (300,)), torch.randn(300, 20)
+        for owner, name, which, go_on in _FAILING:
+            net, calls, work = _net("sage", (20, 8, 5)), itertools.count(), getattr(owner, name)
+            run = *_small_run(folder, net, labels, x), net, _adam(net), torch.arange(40)
+
+            def fails(*args, **options):
+                if next(calls) == which and ranks.rank == 1:
+                    raise RuntimeError(f"no room for {name}")
+                return work(*args, **options)
+
+            with patch.context() as failing:
+                failing.setattr(owner, name, fails)
+                graphs, said = _step_graphs(*run, ranks=ranks, make=step_graph.build)
+            assert (graphs is not None) == go_on and next(calls) > which, (name, which, said)
+            why = [step_graph.ELSEWHERE, f"no room for {name}"][ranks.rank]
+            assert why in said, (name, which, said)
+    assert ranks.sum(1) == [2]
+
+
+def _launch_one_that_fails(folder):
+    ddp.TIMEOUT = datetime.timedelta(seconds=90)
+    ddp.launch(_one_rank_fails, 2, folder)
+
+
+@_beside(lambda folder: _fork(folder / "out", _launch_one_that_fails, folder))
+def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(beside):
+    _end(beside[0])
+
+
+def test_a_cuda_step_graph_that_cannot_be_says_why():
+    indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
+    ring = dict(on_device=True, features=torch.zeros(3, 1))
+    ring |= dict(edge_features=None, labels=torch.zeros(3))
+    obstacle = lambda ranks, s, **changed: step_graph.obstacle(  # noqa: E731
+        ranks, args, s, types.SimpleNamespace(**{**ring, **changed})
+    )
+    for words, changed, why in (
+        ("--model gine", {}, "for --model sage, sage-pool, gcn, gat, gin, this is gine"),
+        ("--norm batch", {}, "--norm batch"),
+        ("--checkpoint-activations", {}, "--checkpoint-activations"),
+        ("--precision fp64", {}, "--precision fp64"),
+        ("--accumulate 2", {}, "--accumulate 2"),
+        ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
+        ("--fanout -1,4", {}, "--fanout -1,4"),
+        ("--fanout 4", {}, "one layer"),
+        ("--sampler labor", {}, "not drawn uniformly"),
+        ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
+        ("", dict(features=None), "behind a cache"),
+        ("--model gat", dict(edge_features=1), "edges have features"),
+        ("", dict(labels=torch.zeros(3, 2)), "several labels"),
+        ("", {}, "the sampler's kernels are not there"),
+        ("--model gin --fanout 4,49", {}, "the sampler's kernels are not there"),
+        ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
+    ):
+        args = train.parse_args(["--fanout", "4,3", *words.split()])
+        s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
+        said = obstacle(ddp.Ranks(gpus=1), s, **changed)
+        assert why in said, said
+        assert (step_graph.hindrance(args) is None) == bool(changed or "kernels" in why)
+    assert obstacle(ddp.Ranks(), s) == "there is no GPU"
+    times = torch.zeros(len(indices), dtype=torch.int64)
+    timed = NeighborSampler(indptr, indices, args.fanout, backend="torch", edge_times=times)
+    assert "by their times" in obstacle(ddp.Ranks(gpus=1), timed)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize(
+    "name, mode",
+    [(name, "cuda-cuda") for name in ("sage", "sage-pool", "gcn", "gin", "gat")]
+    + [("sage", "pinned-cuda"), ("gcn", "pinned-cuda")],
+)
+def test_a_cuda_step_graph_on_a_gpu_gives_the_losses_of_a_run_without(name, mode, tmp_path, capsys):
+    words = f"--dataset {TINY} --model {name} --mode {mode} --fanout 5,4,3 --batch-size 32"
+    words += " --epochs 3 --precision fp32 --cuda-graph "
+    on, off = (_run_here(tmp_path, words + how)[0] for how in ("on", "off"))
+    assert "CUDA graphs with room for" in capsys.readouterr().out
+    losses, expected = ([entry["loss"] for entry in log if "epoch" in entry] for log in (on, off))
+    assert losses == expected and len(losses) == 3
