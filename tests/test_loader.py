@@ -137,6 +137,8 @@ def test_loader_goes_on_where_another_one_stood():
             continue
         assert _same(_loaded(later), straight[epoch][done:]) and later.epoch == epoch + 1
         assert _same(_loaded(first), straight[epoch][done:])  # so does the loop that was left
+    for batch in (halves := make(batch_size=10, accumulate=2)):  # a step is done with its last part
+        assert halves.step == batch.step + batch.last
     two = [make(batch_size=10, rank=rank, world=2) for rank in range(2)]
     halfway = make()
     next(itertools.islice(halfway, 3, None))
