@@ -384,7 +384,7 @@ def test_a_path_that_is_too_long_is_one_sentence(tiny, tmp_path, capsys):
     assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [b"long"]
 
 
-def test_devices_pipes_and_links_stay_what_they_are(tmp_path):
+def test_devices_pipes_and_links_stay_what_they_are(tiny, tmp_path):
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
@@ -405,5 +405,5 @@ def test_devices_pipes_and_links_stay_what_they_are(tmp_path):
     with suppress(PermissionError):
         os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         disk.write_whole(null, lambda out: out.write(b"away"))
-        assert null.is_char_device()
-        assert not list(tmp_path.glob(".*"))
+        assert _code(f"--dataset {tiny}", *COMMON, f"--epochs 1 --checkpoint {null}") == 0
+        assert null.is_char_device() and not list(tmp_path.glob(".*"))
