@@ -115,12 +115,10 @@ def estimate(
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)
 
-    def too_large(mode):
-        return lambda n: not placements(store, **{**sizes, "batch_size": n})[mode].fits(*room)
-
     modes = {}
     for mode, placement in placements(store, **sizes).items():
-        largest = bisect.bisect_left(seeds, True, key=too_large(mode))
+        takes = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
+        largest = bisect.bisect_left(seeds, True, key=lambda n: not takes(n).fits(*room))
         possible, fits = placement.fits(*room, steps=0), placement.fits(*room)
         line = arithmetic(mode, placement, *room)
         modes[mode] = Fit(placement, possible, fits, largest, line)

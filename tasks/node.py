@@ -26,10 +26,10 @@ class NodeTask(Task):
         if line := edge_line(store):
             say(f"graph   {line}")
         if not store.labelled and args.trains:
-            raise StoreError(
-                f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task "
-                "link learns from edges"
+            instead = (
+                "--resume FILE --predict FILE.npy predicts them, --task link learns from edges"
             )
+            raise StoreError(f"{path} has no labels to learn from: {instead}")
         choose_split(store, args.split, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
         self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")

@@ -5,9 +5,8 @@ import torch
 from disk.files import StoreError
 from model import EDGE_CONVS, GNN
 
-LINK_FLAGS = (
-    "edge_split scorer negatives negatives_by unchecked_negatives link_loss pairs"  # of --task link
-)
+# of --task link
+LINK_FLAGS = "edge_split scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
 class Task:
@@ -120,6 +119,5 @@ def output_of_own(name, width, network, batch):
         if output.is_floating_point() and output.shape == needed:
             return output
         what = f"{output.dtype} {list(output.shape)}"
-    raise StoreError(
-        f"the model returned {what} for {needed[0]} seeds: a row of {needed[1]} logits for each is needed"
-    )
+    wanted = f"a row of {width} logits for each is needed"
+    raise StoreError(f"the model returned {what} for {needed[0]} seeds: {wanted}")
