@@ -70,10 +70,7 @@ def load_model(path, model=None):
     """The network in a checkpoint, in eval mode, with its weights, or the best epoch's where --early-stop kept them.
 
     `inference(model, indptr, indices, x)` of model.py gives the logits of all nodes. Your own model is passed as
-    the nn.Module to load the weights into: a checkpoint names no code to be run.
-
-    Raises:
-        StoreError: for a file that is no checkpoint, or not one of this model.
+    the nn.Module to load the weights into: a checkpoint names no code to be run. StoreError for other files.
     """
     state = read_checkpoint(path)
     if model is None and is_own(state["flags"]["model"]):

@@ -21,7 +21,7 @@ from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data
 from run.finite import check_features
 from run.own_model import is_own
-from run.plan import choose_mode, spare_gpu_bytes
+from run.plan import choose_mode, placements
 from sampler import DamagedGraph, NeighborSampler
 from store import MmapFeatures
 
@@ -129,7 +129,8 @@ def place_data(ranks, args, task, used):
         if pinned:
             if ranks.local_world < ranks.world:
                 raise RuntimeError("it works on one machine; use cpu-cuda or cuda-cuda")
-            spare = spare_gpu_bytes(store, args.mode, **sizes(args, task, used)) - args.cache
+            takes = placements(store, **sizes(args, task, used))[args.mode]
+            spare = torch.cuda.mem_get_info()[0] - takes.gpu - takes.gpu_step - args.cache
             total = ranks.sum if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
         indptr, indices, labels, features, *placed = place(

@@ -28,10 +28,7 @@ class EdgeData(NamedTuple):
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """What a run uses of a store's columns -> (EdgeData, a line for each that is there); task: a `Task` or its class.
-
-    Raises:
-        StoreError: for flags that need a column which the store does not have, or a model that cannot go with it.
-    """
+    StoreError for flags that need a column which the store lacks, or a model that cannot go with it."""
     used, lines, own = EdgeData(), [], is_own(args.model)
     can, must = args.model in EDGE_CONVS, args.model not in CONVS
     if own:
@@ -63,9 +60,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     if args.sampler == "latest":
         if used.time is None:
             given = f"and --temporal at or before, here {args.temporal}"
-            raise StoreError(
-                f"--sampler latest needs times of edges and nodes in {store.path}, {given}"
-            )
+            needs = f"times of edges and nodes in {store.path}"
+            raise StoreError(f"--sampler latest takes the last edges by {needs}, {given}")
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
     if args.sampler == "weighted":
         if store.edge_weight is None:
@@ -91,12 +87,8 @@ def check_times(args, store, timed):
 
 
 def degrees_at(indptr, times, strict):
-    """A function of a block: out- and in-degree of each source at its time -> [N, 2]. Both are the in-degree, the
-    number of edges in its neighbour list that it may see.
-
-    Args:
-        indptr: int64 [V+1], times: int64 [M], ascending in each list; in host memory.
-    """
+    """A function of a block: out- and in-degree of each source at its time -> [N, 2]; both are the number of edges in
+    its neighbour list that it may see. indptr: int64 [V+1], times: int64 [M], ascending in each list; on the CPU."""
 
     def degrees(block):
         nodes = block.src_nodes.cpu().long()

@@ -100,16 +100,10 @@ files
 
 
 def parse_args(argv, complete):
-    """Parse the command line.
+    """Parse the words after "train.py"; complete: function of the flags that adds those of the checkpoint to resume.
 
-    Args:
-        argv: the words after "train.py".
-        complete: function of the flags parsed so far that adds those of the checkpoint to resume.
-
-    Returns:
-        The flags, and beside them `typed`, the names of those on the command line; `trains`, False
-        where a checkpoint only predicts; `again`, the command that resumes this run; `run`, a name
-        for its lines in --log; `turn`, which of --runs it is.
+    Beside the flags stand `typed`, the names of those on the command line; `trains`, False where a checkpoint only
+    predicts; `again`, the command that resumes this run; `run`, a name for its lines in --log; `turn`, which of --runs.
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()

@@ -147,12 +147,6 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     return chosen, line
 
 
-def spare_gpu_bytes(store, mode, **sizes) -> int:
-    """Bytes of the current GPU left by a mode and its largest batches, perhaps below 0."""
-    placement = placements(store, **sizes)[mode]
-    return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
-
-
 def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:
     """What a Placement takes of the free memory, term by term."""
     size = readable_size

@@ -27,13 +27,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.counts import edge_line
 from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
 from sampler import DamagedGraph, mix, number_before, random_bits
-from store import GraphStore
 from tasks.metrics import average_precision, ranking, roc_auc
-from tasks.task import Task, described, gnn
+from tasks.task import Task, described, gnn, open_graph
 
 RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
 SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
@@ -300,13 +298,7 @@ class Negatives:
 
     def draw(self, key, numbers, source, count):
         """Destinations for `count` negatives of each pair -> int64 [P, count]: from source there is no edge to any of them.
-
-        Args:
-            key: int of 64 bits. numbers: int64 [P]. source: int64 [P] nodes.
-
-        Raises:
-            StoreError: for a source that has an edge to every node.
-        """
+        key: int of 64 bits. numbers, source: int64 [P]. StoreError for a source that has an edge to every node."""
         which = torch.arange(count, device=source.device).expand(len(source), count)
         numbers, source = (ids.unsqueeze(1).expand_as(which) for ids in (numbers, source))
         node = self._node(key, numbers, which)
@@ -417,10 +409,7 @@ class Links:
 
     def loss(self, scorer, h, y):
         """Summed over pairs: cross-entropy, of the pair and, averaged, its negatives in equal parts, or of a softmax.
-
-        Args:
-            h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it.
-        """
+        h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it."""
         source = h.index_select(0, y[:, 0])
         others = h.index_select(0, y[:, 1:].flatten()).view(len(y), -1, h.shape[1])
         logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
@@ -442,10 +431,7 @@ class Evaluation:
     graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
-    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
-
-    Args:
-        graph: of `split_edges`.
+    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken. graph: of `split_edges`.
 
     Attributes:
         seen: where pairs have times, {part: (nodes int64 [n], times int64 [n]) of which embeddings are asked for}.
@@ -478,12 +464,8 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
-        """Figures {name: number}, the same on every rank; None for a part without pairs.
-
-        Args:
-            h: float [V, D] embeddings of all nodes, in host memory; where pairs have times, [n, D] of what is `seen`.
-            part: "valid" or "test". ranks: share the work out.
-        """
+        """Figures {name: number} of "valid" or "test", the same on every rank; None for a part without pairs.
+        h: float [V, D] embeddings of all nodes, on the CPU; where pairs have times, [n, D] of what is `seen`."""
         pairs, random, others = self.examples[part]
         if not len(pairs):
             return None
@@ -551,9 +533,7 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store = GraphStore.open(path)
-        if line := edge_line(store):
-            say(f"graph   {line}")
+        store = open_graph(path, say)
         self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
         self.store.num_classes = args.hidden  # the width of embeddings
         if args.pairs:

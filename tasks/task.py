@@ -2,8 +2,10 @@
 
 import torch
 
+from disk.counts import edge_line
 from disk.files import StoreError
 from model import EDGE_CONVS, GNN
+from store import GraphStore
 
 # of --task link
 LINK_FLAGS = "edge_split scorer negatives negatives_by unchecked_negatives link_loss pairs"
@@ -84,6 +86,14 @@ class Task:
 
     def lines(self, args, split, parameters):
         """What is trained, in lines."""
+
+
+def open_graph(path, say):
+    """Open the store at a path, and say what can be seen of its edges."""
+    store = GraphStore.open(path)
+    if line := edge_line(store):
+        say(f"graph   {line}")
+    return store
 
 
 def described(args, store):
