@@ -54,21 +54,20 @@ def averages_in_place(args, *dtypes):
 def hindrance(args):
     """Why a run with these flags cannot use CUDA graphs; None if it can."""
     most, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    too_many = averages_in_place(args) and args.fanout[-1] > most
-    return first_true(
-        {
-            f"they are for --task node, this is {args.task}": args.task != "node",
-            f"they are for --model {', '.join(PADDED)}, not {args.model}": args.model not in PADDED,
-            "--norm batch would count the padding": args.norm == "batch",
-            "--checkpoint-activations computes layers twice": args.checkpoint_activations,
-            "--precision fp64 has no kernels": args.precision == "fp64",
-            f"--accumulate {args.accumulate} makes a step of several batches": args.accumulate > 1,
-            "one layer is too little to be worth it": len(args.fanout) < 2,
-            f"--fanout {fanout}: numbers from 1 on are needed": min(args.fanout) < 1,
-            f"--fanout {fanout}: the last number is {most} at most": too_many,
-            "neighbours are not drawn uniformly": args.sampler != "uniform",
-        }
-    )
+    models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > most
+    reasons = {
+        f"they are for --task node, this is {args.task}": args.task != "node",
+        f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
+        "--norm batch would count the padding": args.norm == "batch",
+        "--checkpoint-activations computes layers twice": args.checkpoint_activations,
+        "--precision fp64 has no kernels": args.precision == "fp64",
+        f"--accumulate {args.accumulate} makes a step of several batches": args.accumulate > 1,
+        "one layer is too little to be worth it": len(args.fanout) < 2,
+        f"--fanout {fanout}: numbers from 1 on are needed": min(args.fanout) < 1,
+        f"--fanout {fanout}: the last number is {most} at most": too_many,
+        "neighbours are not drawn uniformly": args.sampler != "uniform",
+    }
+    return first_true(reasons)
 
 
 def first_true(reasons):
@@ -91,17 +90,16 @@ def obstacle(ranks, args, sampler, ring):
         return "there is no GPU"
     no_tensor = not isinstance(ring.features, torch.Tensor)
     no_kernels = not isinstance(sampler.engine, sampler_gpu.Backend)
-    return hindrance(args) or first_true(
-        {
-            "seeds see edges by their times (--temporal off shows them all)": sampler.timed,
-            f"--mode {args.mode} fetches features on the host": not ring.on_device,
-            "nodes have several labels": ring.labels.dim() > 1,
-            "the features are no tensor, or lie behind a cache": no_tensor,
-            "edges have features": ring.edge_features is not None,
-            "the sampler's kernels are not there": no_kernels,
-            "the layers' kernels are not there": not layers.has_kernels(sampler.indices),
-        }
-    )
+    reasons = {
+        "seeds see edges by their times (--temporal off shows them all)": sampler.timed,
+        f"--mode {args.mode} fetches features on the host": not ring.on_device,
+        "nodes have several labels": ring.labels.dim() > 1,
+        "the features are no tensor, or lie behind a cache": no_tensor,
+        "edges have features": ring.edge_features is not None,
+        "the sampler's kernels are not there": no_kernels,
+        "the layers' kernels are not there": not layers.has_kernels(sampler.indices),
+    }
+    return hindrance(args) or first_true(reasons)
 
 
 def build(run, optimizer):
