@@ -70,16 +70,12 @@ def load_model(path, model=None):
     """The network in a checkpoint, in eval mode, with its weights, or the best epoch's where --early-stop kept them.
 
     `inference(model, indptr, indices, x)` of model.py gives the logits of all nodes. Your own model is passed as
-    the nn.Module to load the weights into: a checkpoint names no code to be run.
-
-    Raises:
-        StoreError: for a file that is no checkpoint, or not one of this model.
+    the nn.Module to load the weights into: a checkpoint names no code to be run. StoreError for other files.
     """
     state = read_checkpoint(path)
     if model is None and is_own(state["flags"]["model"]):
-        raise StoreError(
-            f"{path} holds weights of {state['flags']['model']}: build it and give it as `model`"
-        )
+        own = state["flags"]["model"]
+        raise StoreError(f"{path} holds weights of {own}: build it and give it as `model`")
     model = described_network(state) if model is None else model
     load_weights(model, state["best"]["model"] or state["model"], path)
     return model.eval()
@@ -195,13 +191,10 @@ def check_flags(saved):
 
 def compare(tensors, expected):
     """Raise unless two dicts of tensors have the same names, shapes and kinds of numbers."""
-    kinds, needed = (
-        {name: (t.shape, t.is_floating_point()) for name, t in of.items()}
-        for of in (tensors, expected)
-    )
-    if kinds != needed:
-        different = [name for name in kinds.keys() | needed if kinds.get(name) != needed.get(name)]
-        raise ValueError(f"its flags describe another network: {different[0]!r} differs")
+    kind = lambda t: t is not None and (t.shape, t.is_floating_point())  # noqa: E731
+    for name in tensors.keys() | expected:
+        if kind(tensors.get(name)) != kind(expected.get(name)):
+            raise ValueError(f"its flags describe another network: {name!r} differs")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,14 +221,11 @@ def adopted(args, state, path):
         typed, value = getattr(args, name), state["flags"][name]
         free = is_own(typed) and is_own(value) or name == "edge_split" and not args.trains
         if typed != value and not free:
-            raise StoreError(
-                f"checkpoint {path} was made with {spelled(name)} {text_of(value)}, this run has "
-                f"{text_of(typed)}"
-            )
-    if is_own(given.get("model")):
-        raise StoreError(
-            f"checkpoint {path} holds weights of {given['model']}: give --model FILE.py:NAME, to be run"
-        )
+            was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
+            raise StoreError(f"{was}, this run has {text_of(typed)}")
+    if is_own(own := given.get("model")):
+        said = f"checkpoint {path} holds weights of {own}"
+        raise StoreError(f"{said}: give --model FILE.py:NAME, to be run")
     if "dataset" not in args.typed and Path(state["graph"]["path"], "meta.json").is_file():
         given["dataset"] = state["graph"]["path"]  # whatever --root is
         # that store has been built with them
@@ -267,9 +257,8 @@ def check_graph(state, path, args, task):
     for name in task.compared(args):
         there, was = store.meta.get(name, 0), graph[name]
         if there != was and (args.trains or name != "num_classes" or there > was):
-            raise StoreError(
-                f"checkpoint {path} was trained on a graph with {name} {was}, {store.path} has {there}"
-            )
+            trained = f"checkpoint {path} was trained on a graph with {name} {was}"
+            raise StoreError(f"{trained}, {store.path} has {there}")
     if "num_classes" in task.widths:
         store.num_classes = graph["num_classes"]  # the labels of another graph may lack some
     if not args.trains:
@@ -286,10 +275,8 @@ def check_graph(state, path, args, task):
             f"checkpoint {path} was made with --batch-size x --accumulate x processes = "
             f"{state['total_batch']}, this run has {args.total_batch}; give --batch-size {batch}"
         )
-    if state["step"] > args.steps:
-        raise StoreError(
-            f"checkpoint {path} is damaged: it has done {state['step']} of {args.steps} steps of an epoch"
-        )
+    if (step := state["step"]) > args.steps:
+        raise StoreError(f"checkpoint {path} is damaged: step {step} of {args.steps} of an epoch")
 
 
 def restore(state, path, ranks, args, model, optimizer, best):
@@ -311,9 +298,8 @@ def restore(state, path, ranks, args, model, optimizer, best):
             shape = parameters[number].shape if number in parameters else None
             shapes = {name: value.shape for name, value in moments.items()}
             if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
-                raise StoreError(
-                    f"checkpoint {path} is damaged: the moments of parameter {number} are not Adam's"
-                )
+                bad = f"the moments of parameter {number} are not Adam's"
+                raise StoreError(f"checkpoint {path} is damaged: {bad}")
         rates = optimizer.state_dict()["param_groups"]  # of this run's flags
         optimizer.load_state_dict({"state": state["optimizer"], "param_groups": rates})
     best.update(state["best"])

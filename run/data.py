@@ -21,7 +21,7 @@ from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data
 from run.finite import check_features
 from run.own_model import is_own
-from run.plan import choose_mode, spare_gpu_bytes
+from run.plan import choose_mode, placements
 from sampler import DamagedGraph, NeighborSampler
 from store import MmapFeatures
 
@@ -42,9 +42,8 @@ def settle(ranks, args, task):
     given["weights"] = "best" if args.early_stop else weights
     if given["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
-        raise StoreError(
-            f"{flag} goes by validation {task.metric}, and {store.path} has no validation {task.examples}"
-        )
+        needs = f"{flag} goes by validation {task.metric}"
+        raise StoreError(f"{needs}, and {store.path} has no validation {task.examples}")
     if args.residual is None:
         given["residual"], line = residual_helps(store)
         lines.append(f"model   {line}")
@@ -92,9 +91,9 @@ def residual_helps(store):
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
     same = (pairs[0] == pairs[1]).double().mean().item()
     agreement = (same - chance) / max(1 - chance, 1e-9)
-    what = f"{'' if agreement < AGREEMENT else 'no '}residual connections"
     why = f"classes of neighbours agree by {agreement:.2f} (0: as by chance, 1: always)"
-    return agreement < AGREEMENT, f"{what}: {why}"
+    helps = agreement < AGREEMENT
+    return helps, f"{'' if helps else 'no '}residual connections: {why}"
 
 
 def sizes(args, task, used):
@@ -121,8 +120,7 @@ def place_data(ranks, args, task, used):
         task.attach(ranks, args)
         return None, None
     if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
-        threads = f"{store.sampling_threads} threads read neighbour lists"
-        print(f"memory  {threads} from the disk as they are sampled")
+        print(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
     columns = [name for name in ("weight", "time", "features") if getattr(used, name) is not None]
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
     arrays += [getattr(used, name) for name in columns]
@@ -130,10 +128,9 @@ def place_data(ranks, args, task, used):
     try:
         if pinned:
             if ranks.local_world < ranks.world:
-                raise RuntimeError(
-                    "it works on one machine; use cpu-cuda or cuda-cuda across machines"
-                )
-            spare = spare_gpu_bytes(store, args.mode, **sizes(args, task, used)) - args.cache
+                raise RuntimeError("it works on one machine; use cpu-cuda or cuda-cuda")
+            takes = placements(store, **sizes(args, task, used))[args.mode]
+            spare = torch.cuda.mem_get_info()[0] - takes.gpu - takes.gpu_step - args.cache
             total = ranks.sum if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
         indptr, indices, labels, features, *placed = place(
@@ -188,16 +185,13 @@ def cached(ranks, args, task, features):
         size = readable_size(budget)
         say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
-        here = f"--cache is {budget}, their backend {store.meta['backend']}, the mode {args.mode}"
-        raise StoreError(
-            f"--lookahead {args.lookahead} is for a --cache before features that are mapped from a file, "
-            f"in mode cpu-cpu; here {here}"
-        )
+        here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
+        needs = "a --cache before features that are mapped from a file, in mode cpu-cpu"
+        raise StoreError(f"--lookahead {args.lookahead} is for {needs}; here {here}")
     if not budget:
         return features
     if args.mode == "cuda-cuda":
-        size = readable_size(budget)
-        say(f"memory  --cache {size} has no effect: all features are in GPU memory")
+        say("memory  --cache has no effect: all features are in GPU memory")
         return features
     with reading_all_edges():
         batch_size = args.batch_size * task.sampled_for(args)
@@ -222,6 +216,6 @@ def reading_all_edges():
     try:
         yield
     except IndexError as error:
-        said = str(error)  # torch's own words name no node
-        said = "a node id in indices is out of range" if said.endswith("in self") else said
+        unnamed = str(error).endswith("in self")  # torch's own words
+        said = "a node id in indices is out of range" if unnamed else str(error)
         raise DamagedGraph(said) from error

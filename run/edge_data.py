@@ -28,10 +28,7 @@ class EdgeData(NamedTuple):
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """What a run uses of a store's columns -> (EdgeData, a line for each that is there); task: a `Task` or its class.
-
-    Raises:
-        StoreError: for flags that need a column which the store does not have, or a model that cannot go with it.
-    """
+    StoreError for flags that need a column which the store lacks, or a model that cannot go with it."""
     used, lines, own = EdgeData(), [], is_own(args.model)
     can, must = args.model in EDGE_CONVS, args.model not in CONVS
     if own:
@@ -46,9 +43,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
         instead = "give that argument a default to go without" if own else "gin is the same without"
-        raise StoreError(
-            f"--model {args.model} takes features of edges, and {store.path} has none; {instead}"
-        )
+        needs = f"--model {args.model} takes features of edges"
+        raise StoreError(f"{needs}, and {store.path} has none; {instead}")
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
@@ -63,19 +59,17 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
     if args.sampler == "latest":
         if used.time is None:
-            raise StoreError(
-                "--sampler latest takes the last edges up to the time of each seed: it needs times "
-                f"of edges and nodes in {store.path}, and --temporal at or before, here {args.temporal}"
-            )
+            given = f"and --temporal at or before, here {args.temporal}"
+            needs = f"times of edges and nodes in {store.path}"
+            raise StoreError(f"--sampler latest takes the last edges by {needs}, {given}")
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
     if args.sampler == "weighted":
-        drawn = "by the weights of their edges"
         if store.edge_weight is None:
-            raise StoreError(
-                f"--sampler weighted draws neighbours {drawn}, and {store.path} has none"
-            )
+            how = "draws neighbours by the weights of edges"
+            raise StoreError(f"--sampler weighted {how}, {store.path} has none")
         used = used._replace(weight=store.edge_weight)
-        lines.append(f"neighbours are drawn {drawn}; exact inference counts all edges alike")
+        how = "are drawn by the weights of their edges"
+        lines.append(f"neighbours {how}; exact inference counts all edges alike")
     elif store.edge_weight is not None:
         lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
     return used, lines
@@ -85,24 +79,16 @@ def check_times(args, store, timed):
     """Raise StoreError where times are missing, or the model cannot go without the future."""
     if not timed:
         lacks = "edges" if store.edge_time is None else "nodes"
-        raise StoreError(
-            f"--temporal {args.temporal} needs times of edges and nodes (edge_time, node_time): "
-            f"{store.path} has no times of {lacks}"
-        )
+        needs = f"--temporal {args.temporal} needs times of edges and nodes (edge_time, node_time)"
+        raise StoreError(f"{needs}: {store.path} has no times of {lacks}")
     if args.model == "gcn":
-        raise StoreError(
-            "--model gcn divides by the degrees of the whole graph, which count edges of the future: "
-            "take sage, gat or gin, or --temporal off"
-        )
+        why = "divides by the degrees of the whole graph, edges of the future among them"
+        raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
 
 
 def degrees_at(indptr, times, strict):
-    """A function of a block: out- and in-degree of each source at its time -> [N, 2]. Both are the in-degree, the
-    number of edges in its neighbour list that it may see.
-
-    Args:
-        indptr: int64 [V+1], times: int64 [M], ascending in each list; in host memory.
-    """
+    """A function of a block: out- and in-degree of each source at its time -> [N, 2]; both are the number of edges in
+    its neighbour list that it may see. indptr: int64 [V+1], times: int64 [M], ascending in each list; on the CPU."""
 
     def degrees(block):
         nodes = block.src_nodes.cpu().long()

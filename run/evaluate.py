@@ -76,23 +76,16 @@ class Run:
         self.used = used if task.timed_inference else used._replace(time=None)
         self.by_layers = layerwise(model) and self.used.time is None
 
-    def loader(self, seeds, **options):
-        """The NodeLoader of the flags: this rank's part of every step."""
-        args, ranks = self.args, self.ranks
-        made = {"sampler": self.sampler, "ring": self.ring, "draw": self.task.draw}
-        return NodeLoader(
-            self.store,
-            seeds,
-            args.fanout,
-            batch_size=args.batch_size,
-            accumulate=args.accumulate,
-            seed=args.seed,
-            rank=ranks.rank,
-            world=ranks.world,
-            depth=args.prefetch,
-            threads=args.sample_threads,
-            **{**made, "load": self.task.load, **options},
-        )
+    def loader(self, seeds, fanout=None, **options):
+        """The NodeLoader of the flags, or of other options: this rank's part of every step."""
+        args, ranks, task = self.args, self.ranks, self.task
+        names = "batch_size", "accumulate", "seed"
+        usual = {name: getattr(args, name) for name in names}
+        usual |= {"rank": ranks.rank, "world": ranks.world}
+        usual |= {"depth": args.prefetch, "threads": args.sample_threads}
+        usual |= {"sampler": self.sampler, "ring": self.ring}
+        usual |= {"draw": task.draw, "load": task.load}
+        return NodeLoader(self.store, seeds, fanout or args.fanout, **{**usual, **options})
 
     def forward(self, batch, key=None, network=None):
         """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32,
@@ -111,9 +104,8 @@ class Run:
     def sampled(self, nodes, times=None):
         """Outputs [n, C] of nodes [n], at times [n], from neighbours drawn as in training: an estimate that costs a few
         batches; in host memory, the same on all ranks."""
-        draw = seeds_at(times, nodes) if times is not None else None
-        if draw is None:
-            draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
+        draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
+        draw = draw if times is None else seeds_at(times, nodes)
         loader = self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw)
         return self.rows(self.model, loader, len(nodes), self.forward)
 
@@ -162,17 +154,16 @@ class Run:
         args, ranks, store, used = self.args, self.ranks, self.store, self.used
         small = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None
         fanout, drawn = [-1] * (layers or len(args.fanout)), used._replace(weight=None)
-        loader = NodeLoader(
-            store,
+        loader = self.loader(
             torch.arange(store.num_nodes),
             fanout,
             shuffle=False,
             sampler=make_sampler(args, store.indptr, store.indices, fanout, drawn),
+            ring=None,
             edges=used.features is not None,
             draw=None if used.time is None else seeds_at(used.seed_time),
             batch_size=-(-store.num_nodes // ranks.world) if small else args.batch_size,
-            rank=ranks.rank,
-            world=ranks.world,
+            accumulate=1,
             device=ranks.device,
             depth=0 if small else args.prefetch,
             reuse=True,

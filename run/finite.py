@@ -73,10 +73,8 @@ def check_features(ranks, store, dtype):
     feature, end = largest_feature(store) or 0.0, torch.finfo(dtype).max
     largest = f"the largest feature is {feature:.3g}"
     if feature > end:
-        raise StoreError(
-            f"{store.path}: {largest}, and {str(dtype).removeprefix('torch.')}, in which it would be trained on, "
-            f"ends at {end:.3g}: scale the features"
-        )
+        limit = f"{str(dtype).removeprefix('torch.')}, to train in, ends at {end:.3g}"
+        raise StoreError(f"{store.path}: {largest}, and {limit}: scale the features")
     if feature > UNUSUAL and ranks.leads:
         advice = "scale each column, to a standard deviation of 1 say, if the loss does not fall"
         print(f"data    {largest}: {advice}")

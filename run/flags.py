@@ -100,16 +100,10 @@ files
 
 
 def parse_args(argv, complete):
-    """Parse the command line.
+    """Parse the words after "train.py"; complete: function of the flags that adds those of the checkpoint to resume.
 
-    Args:
-        argv: the words after "train.py".
-        complete: function of the flags parsed so far that adds those of the checkpoint to resume.
-
-    Returns:
-        The flags, and beside them `typed`, the names of those on the command line; `trains`, False
-        where a checkpoint only predicts; `again`, the command that resumes this run; `run`, a name
-        for its lines in --log; `turn`, which of --runs it is.
+    Beside the flags stand `typed`, the names of those on the command line; `trains`, False where a checkpoint only
+    predicts; `again`, the command that resumes this run; `run`, a name for its lines in --log; `turn`, which of --runs.
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()
@@ -198,14 +192,16 @@ def check_values(parser, args):
     """Refuse a network, or a way to train it, that cannot work on any machine."""
     task, hops = TASKS[args.task], len(args.fanout)
     if hops != args.num_layers:
-        unlike = f"{text_of(args.fanout)} has {hops} hops, --num-layers is {args.num_layers}"
-        parser.error(f"--fanout {unlike}; give one fanout for each layer")
+        given = f"--fanout {text_of(args.fanout)} has {hops} hops"
+        parser.error(f"{given}, --num-layers is {args.num_layers}: one fanout a layer is needed")
     if args.model == "gat" and args.hidden % args.heads:
-        shared = f"--hidden {args.hidden} cannot be shared by --heads {args.heads}"
-        parser.error(f"{shared}; give a multiple of {args.heads}")
+        parser.error(
+            f"--hidden {args.hidden} cannot be shared by --heads {args.heads}: give a multiple"
+        )
     if args.norm == "batch" and args.checkpoint_activations:
-        twice = "--checkpoint-activations would count each batch twice in --norm batch"
-        parser.error(f"{twice}; use --norm layer")
+        parser.error(
+            "--checkpoint-activations counts batches of --norm batch twice: use --norm layer"
+        )
     if args.metric and args.metric not in task.metrics:
         known = ", ".join(task.metrics) or "none"
         parser.error(f"--metric {args.metric}: --task {args.task} has {known}")
@@ -230,25 +226,23 @@ def check_effects(parser, args):
 
     for why, unused in task.unused.items():
         refuse(True, unused, why)
-    why = "contradicts --early-stop {early_stop}, which takes the best epoch's"
-    refuse(args.early_stop and args.weights == "last", "weights", why)
+    not_best = args.early_stop and args.weights == "last"
+    refuse(not_best, "weights", "contradicts --early-stop {early_stop}, which takes the best")
     refuse(not args.predict, "predict_what", "needs --predict FILE to write to")
     refuse(not args.predict, "pairs", "needs --predict FILE.npy to write their scores to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
     why = "is for the built-in models; give {model} what it needs by --model-args"
     refuse(own, BUILT_IN + " hidden" * (not task.embeds), why)
-    why = "is for the built-in models, --model is {model}; take logits"
-    refuse(own and embeddings, "predict_what", why)
-    why = "would be the features with --num-layers 1"
-    refuse(embeddings and args.num_layers == 1, "predict_what", why)
+    refuse(own and embeddings, "predict_what", "is for built-in models; take logits of {model}")
+    one = embeddings and args.num_layers == 1
+    refuse(one, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
     why = "is for one run, --runs is {runs}"
     refuse(args.runs > 1, "checkpoint resume predict timeline profile", why)
-    why = "shows training; --resume FILE with --predict trains nothing"
-    refuse(not args.trains, "timeline profile", why)
+    refuse(not args.trains, "timeline profile", "shows training; this command only predicts")
     refuse(here == 0 < args.gpus, "gpus", "needs CUDA; leave it out to train on CPU")
     refuse(args.gpus > here, "gpus", f"is more than this machine has; give at most {here}")
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
@@ -259,11 +253,9 @@ def check_effects(parser, args):
     refuse(args.mode.endswith("cuda") and not on_gpu, "mode", needs_gpu)
     refuse(args.precision == "tf32" and not on_gpu, "precision", needs_gpu)
     refuse(args.mode == "cpu-cpu" and on_gpu, "mode", "trains on CPU: leave out --gpus {gpus}")
-    why = "is for features outside of GPU memory; --mode cuda-cuda has all of them there"
-    refuse(args.mode == "cuda-cuda", "cache", why)
+    refuse(args.mode == "cuda-cuda", "cache", "has no effect: --mode cuda-cuda has all on the GPU")
     for flag, library in (("tensorboard", "tensorboard"), ("timeline", "matplotlib")):
-        absent = importlib.util.find_spec(library) is None
-        refuse(absent, flag, f"needs: pip install {library}")
+        refuse(not importlib.util.find_spec(library), flag, f"needs: pip install {library}")
 
 
 def check_files(parser, args):
@@ -286,10 +278,8 @@ def check_files(parser, args):
 
 def command_again(argv):
     """The command line that resumes the run of `argv` from its --checkpoint."""
-    words = [word for word in argv if not word.startswith("--resume=")]
-    if "--resume" in words:
-        at = words.index("--resume")
-        del words[at : at + 2]
+    left = iter(word for word in argv if not word.startswith("--resume="))
+    words = [word for word in left if word != "--resume" or not next(left)]
     program = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
     launcher = "torchrun [its flags]" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
     return f"{launcher} {shlex.join([program, *words, '--resume', 'auto'])}"
@@ -326,8 +316,7 @@ def fanout(text):
         numbers = [int(part) for part in text.split(",")]
         if all(k > 0 or k == -1 for k in numbers):
             return numbers
-    wanted = "write positive numbers, or -1 for all neighbours, as in 15,10,5"
-    raise argparse.ArgumentTypeError(f"{text!r}: {wanted}")
+    raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0, or -1 for all: 15,10,5")
 
 
 def size(text):
@@ -359,6 +348,6 @@ class _Help(argparse.HelpFormatter):
     """Shows defaults."""
 
     def _get_help_string(self, action):
-        hidden = (None, False, argparse.SUPPRESS)
-        shown = action.help and "default" not in action.help and action.default not in hidden
-        return f"{action.help} (default: %(default)s)" if shown else action.help
+        if "default" in action.help or action.default in (None, False, argparse.SUPPRESS):
+            return action.help
+        return f"{action.help} (default: %(default)s)"

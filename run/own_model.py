@@ -59,11 +59,10 @@ def words_of(text):
 
 def arguments(words):
     """['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}: Python literals, else text."""
-    values = {}
-    for name, _, text in (word.partition("=") for word in words):
-        values[name.strip()] = text
+    values = {name.strip(): text for name, _, text in (word.partition("=") for word in words)}
+    for name, text in values.items():
         with suppress(ValueError, SyntaxError):
-            values[name.strip()] = ast.literal_eval(text)
+            values[name] = ast.literal_eval(text)
     return values
 
 
@@ -80,19 +79,15 @@ def run_file(file, text):
         frames = traceback.walk_tb(error.__traceback__)
         if not any(str(f.f_globals.get("__name__")).split(".")[0] == "dgl" for f, _ in frames):
             raise
-        raise StoreError(
-            f"{file}: `import dgl` fails under torch {torch.__version__}; write instead "
-            "`from sampler import import_dgl; dgl = import_dgl()`"
-        ) from error
+        instead = "`from sampler import import_dgl; dgl = import_dgl()`"
+        said = f"{file}: `import dgl` fails under torch {torch.__version__}"
+        raise StoreError(f"{said}; write instead {instead}") from error
     return module
 
 
 def load(model):
-    """Run the file of --model -> (what NAME is, SHA-256 of the text).
-
-    Raises:
-        StoreError: for a missing file or name. What goes wrong inside the file is raised as it is.
-    """
+    """Run the file of --model -> (what NAME is, SHA-256 of the text). StoreError for a missing file or name; what goes
+    wrong inside the file is raised as it is."""
     file, _, name = model.rpartition(":")
     with reading(f"--model {model}: {file}"):
         text = Path(file).read_bytes()
@@ -113,15 +108,9 @@ def takes_edges(model):
 
 
 def build(model, words, in_dim, num_classes, edge_dim=0):
-    """Build the network that the file of --model defines -> (nn.Module, SHA-256 of the file's text).
-
-    Args:
-        model: "FILE.py:NAME". words: those of --model-args.
-        in_dim, num_classes: F and C of the graph. edge_dim: D of the edge features it is given.
-
-    Raises:
-        StoreError: as `load`, and for arguments that do not fit, or what is no nn.Module.
-    """
+    """Build the network that the file of --model defines, with `words` of --model-args, for features F = in_dim,
+    classes C and edge features D -> (nn.Module, SHA-256 of the file's text). StoreError as `load`, for arguments that
+    do not fit, and for what is no nn.Module."""
     make, digest = load(model)
     name, values = model.rpartition(":")[2], arguments(words)
     if "edge_dim" in inspect.signature(make).parameters:
@@ -130,9 +119,8 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         inspect.signature(make).bind(in_dim, num_classes, **values)
     except TypeError as error:
         given = ", ".join(["in_dim, num_classes", *(f"{k}={v!r}" for k, v in values.items())])
-        raise StoreError(
-            f"--model {model} is called as {name}({given}): {error}; change it or --model-args"
-        ) from error
+        said = f"--model {model} is called as {name}({given}): {error}"
+        raise StoreError(f"{said}; change it or --model-args") from error
     net = make(in_dim, num_classes, **values)
     wrong = None
     if not isinstance(net, nn.Module):

@@ -115,12 +115,10 @@ def estimate(
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)
 
-    def too_large(mode):
-        return lambda n: not placements(store, **{**sizes, "batch_size": n})[mode].fits(*room)
-
     modes = {}
     for mode, placement in placements(store, **sizes).items():
-        largest = bisect.bisect_left(seeds, True, key=too_large(mode))
+        takes = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
+        largest = bisect.bisect_left(seeds, True, key=lambda n: not takes(n).fits(*room))
         possible, fits = placement.fits(*room, steps=0), placement.fits(*room)
         line = arithmetic(mode, placement, *room)
         modes[mode] = Fit(placement, possible, fits, largest, line)
@@ -147,12 +145,6 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     if not fit.fits:
         line += f"; a batch may be too large; {fit.largest_batch:,} seeds fit for certain"
     return chosen, line
-
-
-def spare_gpu_bytes(store, mode, **sizes) -> int:
-    """Bytes of the current GPU left by a mode and its largest batches, perhaps below 0."""
-    placement = placements(store, **sizes)[mode]
-    return torch.cuda.mem_get_info()[0] - placement.gpu - placement.gpu_step
 
 
 def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import resource
 import sys
 import tempfile
 import threading
@@ -87,8 +88,7 @@ def draw_timeline(runs, path, steps=8):
             rows.setdefault((label, stage), []).append((1e3 * start, 1e3 * (end - start)))
     if not rows:
         return  # an epoch that was resumed at its end has no steps
-    size = 12, 0.4 * len(rows) + 1
-    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     for y, ((_, stage), bars) in enumerate(rows.items()):
         axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
     axis.set_yticks(range(len(rows)), [label for label, _ in rows])
@@ -150,35 +150,29 @@ class Report:
 
     def scores(self, scores):
         """Report the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
-        lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores).items())
+        lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
         self.tell("\n".join(lines), {"scores": scores})
         exact = {
-            f"{part} {name}": value
-            for part, values in scores.items()
-            for name, value in (values or {}).items()
+            f"{part} {k}": v for part, values in scores.items() for k, v in (values or {}).items()
         }
         self.results(exact)
         return exact
 
     def exact(self, name, figures):
         """Report the exact score of each part of the nodes, {part: score or None}."""
-        shown = self.known(figures).items()
-        line = "  ".join(f"{part} {percent(figure)}" for part, figure in shown)
+        line = "  ".join(f"{part} {percent(figure)}" for part, figure in self.known(figures))
         self.tell(line and f"{name}  {line}", {"exact": figures, "seed": self.args.seed})
         self.results(figures)
 
     def known(self, figures):
-        """The figures to print: a run that only predicts leaves out parts without examples."""
-        return {
-            k: figure for k, figure in figures.items() if figure is not None or self.args.trains
-        }
+        """The items to print: a run that only predicts leaves out parts without examples."""
+        return [item for item in figures.items() if item[1] is not None or self.args.trains]
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
-        kept = f"go on with: {self.args.again}"
-        kept = kept if self.args.checkpoint else "nothing kept: no --checkpoint"
-        line = f"stopped in epoch {epoch} after step {step}; {kept}"
-        self.tell(line, {"stopped": [epoch, step]})
+        again = f"go on with: {self.args.again}"
+        kept = again if self.args.checkpoint else "nothing kept: no --checkpoint"
+        self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def write(self, tensor):
         """Write the array of --predict and report what it is."""
@@ -191,12 +185,10 @@ class Report:
         """Give the final figures, {name: value or None}, to TensorBoard, beside the flags."""
         if not self.board:
             return
-        known = {k.replace(" ", "_"): value for k, value in figures.items() if value is not None}
-        known = {f"exact/{name}": value for name, value in known.items()}
-        flags = {
-            name: value if isinstance(value, int | float) else str(value)
-            for name, value in flags_of(self.args).items()
-        }
+        known = {k: value for k, value in figures.items() if value is not None}
+        known = {f"exact/{name.replace(' ', '_')}": value for name, value in known.items()}
+        flags = flags_of(self.args).items()
+        flags = {k: v if isinstance(v, int | float) else str(v) for k, v in flags}
         with self.attempt("tensorboard"):
             for name, value in known.items():
                 self.board.add_scalar(name, value, self.args.epochs)
@@ -266,10 +258,10 @@ def describe(run, file, epoch, step):
     how = f"mode {args.mode}, {precision}, {threads}"
     print(*run.task.lines(args, split, parameters), sep="\n")
     print(f"run     {where}, {how}; {batch}, {epochs}; {rates}", flush=True)
-    if file:
-        trains = args.trains and epoch < args.epochs
-        done = f"after epoch {epoch}: nothing is trained"
-        print(f"resume  {f'from epoch {epoch + 1}, step {step}' if trains else done}")
+    if file and args.trains and epoch < args.epochs:
+        print(f"resume  from epoch {epoch + 1}, step {step}")
+    elif file:
+        print(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
         held = f"{args.checkpoint} holds an earlier run and will be replaced"
         print(f"replace {held}; --resume auto would go on with it")
@@ -324,7 +316,5 @@ def peak_memory(ranks):
     """Peak bytes of this process: GPU memory on CUDA, resident memory on CPU."""
     if ranks.gpus:
         return torch.cuda.max_memory_allocated()
-    import resource  # not on Windows
-
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

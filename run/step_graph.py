@@ -54,26 +54,25 @@ def averages_in_place(args, *dtypes):
 def hindrance(args):
     """Why a run with these flags cannot use CUDA graphs; None if it can."""
     most, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    for hinders, why in (
-        (args.task != "node", f"they are for --task node, this is {args.task}"),
-        (
-            args.model not in PADDED,
-            f"they are for --model {', '.join(PADDED)}, this is {args.model}",
-        ),
-        (args.norm == "batch", "--norm batch would count the padding"),
-        (args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
-        (args.precision == "fp64", "--precision fp64 has no kernels"),
-        (args.accumulate > 1, f"--accumulate {args.accumulate} makes a step of several batches"),
-        (len(args.fanout) < 2, "one layer is too little to be worth it"),
-        (min(args.fanout) < 1, f"--fanout {fanout}: numbers from 1 on are needed"),
-        (
-            averages_in_place(args) and args.fanout[-1] > most,
-            f"--fanout {fanout}: the last number is {most} at most",
-        ),
-        (args.sampler != "uniform", "neighbours are not drawn uniformly"),
-    ):
-        if hinders:
-            return why
+    models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > most
+    reasons = {
+        f"they are for --task node, this is {args.task}": args.task != "node",
+        f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
+        "--norm batch would count the padding": args.norm == "batch",
+        "--checkpoint-activations computes layers twice": args.checkpoint_activations,
+        "--precision fp64 has no kernels": args.precision == "fp64",
+        f"--accumulate {args.accumulate} makes a step of several batches": args.accumulate > 1,
+        "one layer is too little to be worth it": len(args.fanout) < 2,
+        f"--fanout {fanout}: numbers from 1 on are needed": min(args.fanout) < 1,
+        f"--fanout {fanout}: the last number is {most} at most": too_many,
+        "neighbours are not drawn uniformly": args.sampler != "uniform",
+    }
+    return first_true(reasons)
+
+
+def first_true(reasons):
+    """The first of {reason: whether it holds} that holds; None without any."""
+    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def hops_held(args, store, used):
@@ -89,23 +88,18 @@ def obstacle(ranks, args, sampler, ring):
     """Why a step of this run cannot be a CUDA graph; None if it can."""
     if not ranks.gpus:
         return "there is no GPU"
-    if why := hindrance(args):
-        return why
-    backend = getattr(sampler, "engine", None)
-    for hinders, why in (
-        (sampler.timed, "seeds see edges by their times (--temporal off shows them all)"),
-        (not ring.on_device, f"--mode {args.mode} fetches features on the host"),
-        (ring.labels.dim() > 1, "nodes have several labels"),
-        (
-            not isinstance(ring.features, torch.Tensor),
-            "the features are no tensor, or lie behind a cache",
-        ),
-        (ring.edge_features is not None, "edges have features"),
-        (not isinstance(backend, sampler_gpu.Backend), "the sampler's kernels are not there"),
-    ):
-        if hinders:
-            return why
-    return None if layers.has_kernels(sampler.indices) else "the layers' kernels are not there"
+    no_tensor = not isinstance(ring.features, torch.Tensor)
+    no_kernels = not isinstance(sampler.engine, sampler_gpu.Backend)
+    reasons = {
+        "seeds see edges by their times (--temporal off shows them all)": sampler.timed,
+        f"--mode {args.mode} fetches features on the host": not ring.on_device,
+        "nodes have several labels": ring.labels.dim() > 1,
+        "the features are no tensor, or lie behind a cache": no_tensor,
+        "edges have features": ring.edge_features is not None,
+        "the sampler's kernels are not there": no_kernels,
+        "the layers' kernels are not there": not layers.has_kernels(sampler.indices),
+    }
+    return hindrance(args) or first_true(reasons)
 
 
 def build(run, optimizer):
@@ -154,7 +148,7 @@ def vote(ranks, failed=False):
 
 def reason(error):
     """The first line of an exception, or its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 class Slot:
@@ -257,7 +251,7 @@ class StepGraphs:
         return batches[0], (rows[: hops + 1], places[:hops])
 
     def _blocks(self, seeds, step):
-        """A batch in its own shapes."""
+        """A batch in shapes of its own."""
         return self.sampler.sample(seeds, step, relabel_outer=not self.first_hop)
 
     def _state(self):
@@ -293,9 +287,8 @@ class StepGraphs:
             losses.append(self._loss(self._train, slot))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(difference <= GRAPH_RTOL for difference in off):
-            raise RuntimeError(
-                f"their input is {max(off):.1%} off, their losses are {losses}, and {expected} without graphs"
-            )
+            said = f"their losses are {losses}, and {expected} without graphs"
+            raise RuntimeError(f"their input is {max(off):.1%} off, {said}")
         return failure
 
     def _loss(self, run, *args):
@@ -387,9 +380,8 @@ class StepGraphs:
         """The `load` of a NodeLoader: sample and fetch into a slot, or elsewhere what does not fit -> `Fetched`."""
         slot, wanted = self.slots[number], (batch.seeds, batch.global_step)
         with self.stream(number):
-            if self._sample(
-                slot, *wanted
-            ):  # damage and seeds that are not nodes are found there too
+            # damage and seeds that are not nodes are found there too
+            if self._sample(slot, *wanted):
                 self.repeated += 1
                 return self.ring.fetch(number, self._blocks(*wanted))
             return slot.batch._replace(y=slot.y[: len(batch.seeds)])

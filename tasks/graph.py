@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from disk.files import StoreError
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
-from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, roc_auc
 from tasks.task import LINK_FLAGS, Task
@@ -177,14 +176,12 @@ class GraphTask(Task):
     @torch.no_grad()
     def scores(self, run, part):
         """Figures for the graphs of a part, on rank 0 -> {name: value}; None without graphs."""
-        args, ids = run.args, self.store.split[part]
+        ids = self.store.split[part]
         if not ids.numel() or not run.ranks.leads:
             return None
         run.model.eval()
-        options = {"depth": args.prefetch, "threads": args.sample_threads, "load": self.load}
-        options |= {"batch_size": args.batch_size, "shuffle": False}
         output, y = [], []
-        for batch in NodeLoader(None, ids, [], **options):
+        for batch in run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1):
             output.append(run.model(batch.blocks[0]).float().cpu())
             y.append(batch.y.float().cpu())
         output, y = torch.cat(output), torch.cat(y)

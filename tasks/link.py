@@ -27,13 +27,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.counts import edge_line
 from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
 from sampler import DamagedGraph, mix, number_before, random_bits
-from store import GraphStore
 from tasks.metrics import average_precision, ranking, roc_auc
-from tasks.task import Task, described, gnn
+from tasks.task import Task, described, gnn, open_graph
 
 RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
 SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
@@ -102,9 +100,9 @@ class Edges:
 def split_type(text):
     """The argparse type of --edge-split -> the text, checked."""
     if text != "none" and not text.endswith(".npz") and not shares(text):
+        forms = "as in 85/5/10, or time:85/5/10, an .npz file with valid and test, or none"
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write the percent of train/valid/test, as in 85/5/10, or "
-            "time:85/5/10, the name of an .npz file with valid and test, or none"
+            f"{text!r}: write the percent of train/valid/test, {forms}"
         )
     return text
 
@@ -165,9 +163,8 @@ def split_edges(store, how, seed=0, timed=False):
     if "train" not in pairs:
         pairs["train"] = turned(*positives(graph.indptr, left), seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
-        raise StoreError(
-            f"--edge-split {how}: `train` has pairs that are no edges of the graph, or in valid or test"
-        )
+        why = "has pairs that are no edges of the graph, or in valid or test"
+        raise StoreError(f"--edge-split {how}: `train` {why}")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
@@ -179,17 +176,14 @@ def split_edges(store, how, seed=0, timed=False):
 
 def check_graph(store):
     """Raise DamagedGraph unless the lists of a store are lists of its nodes: all of them are read for a split."""
-    falls, indices = (store.indptr.diff() < 0).nonzero(), store.indices
+    falls, V = (store.indptr.diff() < 0).nonzero(), store.num_nodes
     if len(falls):
         v = int(falls[0])
-        raise DamagedGraph(
-            f"indptr falls from {store.indptr[v]} to {store.indptr[v + 1]} at node {v}"
-        )
-    low, high = map(int, indices.aminmax()) if indices.numel() else (0, 0)
-    if low < 0 or high >= store.num_nodes:
-        raise DamagedGraph(
-            f"indices holds {low if low < 0 else high}: node ids lie in [0, {store.num_nodes})"
-        )
+        first, end = store.indptr[v : v + 2].tolist()
+        raise DamagedGraph(f"indptr falls from {first} to {end} at node {v}")
+    low, high = map(int, store.indices.aminmax()) if store.indices.numel() else (0, 0)
+    if low < 0 or high >= V:
+        raise DamagedGraph(f"indices holds {low if low < 0 else high}: node ids lie in [0, {V})")
 
 
 def positives(indptr, edges):
@@ -212,10 +206,8 @@ def times_of(edges, edge_time, pairs, how):
         times[found] = torch.minimum(times[found], edge_time[place])
         known |= found
     if not known.all():
-        bad = pairs[~known][0].tolist()
-        raise StoreError(
-            f"--edge-split {how}: the pair {bad} has no time, for it is no edge; --temporal off takes it"
-        )
+        why = f"the pair {pairs[~known][0].tolist()} has no time, for it is no edge"
+        raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
     return times
 
 
@@ -248,10 +240,8 @@ def given_pairs(file, num_nodes):
     with reading(name), np.load(file, allow_pickle=False) as content:
         arrays = {"valid": none, "test": none, **content}
     if unknown := set(arrays) - set(SPLITS):
-        known = ", ".join(SPLITS)
-        raise StoreError(
-            f"{name} has an array {min(unknown)!r}: its arrays are {known}, each [n, 2]"
-        )
+        names = ", ".join(SPLITS)
+        raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
     return {part: checked_pairs(f"{name}: {part}", arrays[part], num_nodes) for part in arrays}
 
 
@@ -271,8 +261,7 @@ def checked_pairs(name, pairs, num_nodes):
 def read_pairs(file, num_nodes):
     """The pairs of --pairs FILE.npy -> int64 [n, 2]."""
     with reading(f"--pairs {file}"):
-        pairs = np.load(file, allow_pickle=False)
-    return checked_pairs(f"--pairs {file}", pairs, num_nodes)
+        return checked_pairs(f"--pairs {file}", np.load(file, allow_pickle=False), num_nodes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,13 +298,7 @@ class Negatives:
 
     def draw(self, key, numbers, source, count):
         """Destinations for `count` negatives of each pair -> int64 [P, count]: from source there is no edge to any of them.
-
-        Args:
-            key: int of 64 bits. numbers: int64 [P]. source: int64 [P] nodes.
-
-        Raises:
-            StoreError: for a source that has an edge to every node.
-        """
+        key: int of 64 bits. numbers, source: int64 [P]. StoreError for a source that has an edge to every node."""
         which = torch.arange(count, device=source.device).expand(len(source), count)
         numbers, source = (ids.unsqueeze(1).expand_as(which) for ids in (numbers, source))
         node = self._node(key, numbers, which)
@@ -329,10 +312,8 @@ class Negatives:
             else:
                 node[places] = (node[places] + 1) % self.num_nodes
             bad[places] = self._bad(source[places], node[places])
-        raise StoreError(
-            f"node {int(source[bad][0])} has an edge to every node, so it has no negative: "
-            "--unchecked-negatives takes any"
-        )
+        why = f"node {int(source[bad][0])} has an edge to every node"
+        raise StoreError(f"{why}, so it has no negative: --unchecked-negatives takes any")
 
     def pairs(self, key, count):
         """`count` pairs of nodes without an edge between them -> int64 [count, 2]; the sources are drawn, too."""
@@ -428,10 +409,7 @@ class Links:
 
     def loss(self, scorer, h, y):
         """Summed over pairs: cross-entropy, of the pair and, averaged, its negatives in equal parts, or of a softmax.
-
-        Args:
-            h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it.
-        """
+        h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it."""
         source = h.index_select(0, y[:, 0])
         others = h.index_select(0, y[:, 1:].flatten()).view(len(y), -1, h.shape[1])
         logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
@@ -453,10 +431,7 @@ class Evaluation:
     graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
-    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
-
-    Args:
-        graph: of `split_edges`.
+    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken. graph: of `split_edges`.
 
     Attributes:
         seen: where pairs have times, {part: (nodes int64 [n], times int64 [n]) of which embeddings are asked for}.
@@ -489,12 +464,8 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
-        """Figures {name: number}, the same on every rank; None for a part without pairs.
-
-        Args:
-            h: float [V, D] embeddings of all nodes, in host memory; where pairs have times, [n, D] of what is `seen`.
-            part: "valid" or "test". ranks: share the work out.
-        """
+        """Figures {name: number} of "valid" or "test", the same on every rank; None for a part without pairs.
+        h: float [V, D] embeddings of all nodes, on the CPU; where pairs have times, [n, D] of what is `seen`."""
         pairs, random, others = self.examples[part]
         if not len(pairs):
             return None
@@ -562,9 +533,7 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store = GraphStore.open(path)
-        if line := edge_line(store):
-            say(f"graph   {line}")
+        store = open_graph(path, say)
         self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
         self.store.num_classes = args.hidden  # the width of embeddings
         if args.pairs:
@@ -574,8 +543,7 @@ class LinkTask(Task):
     @staticmethod
     def refuse(args):
         if args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
-            goes_by = f"--early-stop {args.early_stop} goes by validation edges"
-            return f"{goes_by}: --edge-split {args.edge_split} has none"
+            return f"--early-stop goes by validation edges: --edge-split {args.edge_split} has none"
 
     @staticmethod
     def network(args, widths, own=None):
@@ -632,13 +600,13 @@ class LinkTask(Task):
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)
         pairs, features = len(self.store.split["train"]), self.store.feature_dim
-        negatives = f"{args.negatives} negatives a pair, {args.negatives_by}"
-        negatives += ", unchecked" * args.unchecked_negatives
+        how = args.negatives_by + ", unchecked" * args.unchecked_negatives
+        negatives = f"{args.negatives} negatives a pair, {how}"
         yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"
         network += f", scorer {args.scorer}, {parameters}"
         yield f"model   {network}; {fanout}; {negatives}, {args.link_loss}"
         if args.total_batch * 2 > pairs:
-            yield (
-                f"advice  a step leaves the {args.total_batch:,} pairs that it is to predict out of the messages, and "
-                f"there are {pairs:,}: give a smaller --batch-size"
+            left = (
+                f"a step leaves its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
             )
+            yield f"advice  {left}: give a smaller --batch-size"

@@ -9,6 +9,7 @@ same name, ties included. n examples, C classes or labels.
 """
 
 import math
+import re
 
 import torch
 from torch.nn import functional as F
@@ -84,10 +85,7 @@ def _counts(score, y):
 
 def roc_auc(score, y):
     """Chance that an example with target 1 scores higher than one with 0, ties counting half; nan without both.
-
-    Args:
-        score: [n] numbers. y: [n] of 0 and 1.
-    """
+    score: [n] numbers. y: [n] of 0 and 1."""
     ones, zeros = _counts(score, y)
     below = zeros.cumsum(0) - zeros / 2
     return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
@@ -95,10 +93,7 @@ def roc_auc(score, y):
 
 def average_precision(score, y):
     """Precision at each distinct score, weighed by how much recall rises there; nan without a target 1.
-
-    Args:
-        score: [n] numbers. y: [n] of 0 and 1.
-    """
+    score: [n] numbers. y: [n] of 0 and 1."""
     ones, zeros = (counts.flip(0) for counts in _counts(score, y))
     hit = ones.cumsum(0)
     return ((ones * hit / (hit + zeros.cumsum(0))).sum() / ones.sum()).item()
@@ -132,11 +127,7 @@ def scores_line(scores):
     """{'rmse': 0.71, 'hits@1': 0.5} -> 'RMSE 0.7100  Hits@1 0.5000'; None -> 'n/a'."""
     if scores is None:
         return "n/a"
-    words = {"rmse": "RMSE", "mae": "MAE", "mrr": "MRR", "ap": "AP", "hits": "Hits"}
-
-    def word(name):
-        for short, long in words.items():
-            name = name.replace(short, long) if name.startswith(short) else name
-        return name.replace("_", " ")
-
-    return "  ".join(f"{word(name)} {value:.4f}" for name, value in scores.items())
+    line = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
+    return re.sub(
+        r"\b(rmse|mae|mrr|ap)\b", lambda found: found[0].upper(), line.replace("hits", "Hits")
+    )

@@ -2,14 +2,12 @@
 
 import torch
 
-from disk.counts import edge_line
 from disk.files import StoreError
 from loader import seeds_at
 from model import cross_entropy
 from sources.splits import choose_split
-from store import GraphStore
 from tasks.metrics import binary_cross_entropy, score
-from tasks.task import LINK_FLAGS, Task, described, gnn
+from tasks.task import LINK_FLAGS, Task, described, gnn, open_graph
 
 
 class NodeTask(Task):
@@ -22,14 +20,12 @@ class NodeTask(Task):
     classes_agree = static_steps = timed_inference = True
 
     def __init__(self, args, path, say=print):
-        self.store = store = GraphStore.open(path)
-        if line := edge_line(store):
-            say(f"graph   {line}")
+        self.store = store = open_graph(path, say)
         if not store.labelled and args.trains:
-            raise StoreError(
-                f"{path} has no labels to learn from: --resume FILE --predict FILE.npy predicts them, and --task "
-                "link learns from edges"
+            instead = (
+                "--resume FILE --predict FILE.npy predicts them, --task link learns from edges"
             )
+            raise StoreError(f"{path} has no labels to learn from: {instead}")
         choose_split(store, args.split, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
         self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")

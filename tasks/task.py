@@ -2,12 +2,13 @@
 
 import torch
 
+from disk.counts import edge_line
 from disk.files import StoreError
 from model import EDGE_CONVS, GNN
+from store import GraphStore
 
-LINK_FLAGS = (
-    "edge_split scorer negatives negatives_by unchecked_negatives link_loss pairs"  # of --task link
-)
+# of --task link
+LINK_FLAGS = "edge_split scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
 class Task:
@@ -87,6 +88,14 @@ class Task:
         """What is trained, in lines."""
 
 
+def open_graph(path, say):
+    """Open the store at a path, and say what can be seen of its edges."""
+    store = GraphStore.open(path)
+    if line := edge_line(store):
+        say(f"graph   {line}")
+    return store
+
+
 def described(args, store):
     """The graph, the network and the fanout of a run, in words."""
     inner = f"layers, hidden {args.hidden}, norm {args.norm}{', residual' * bool(args.residual)}"
@@ -120,6 +129,5 @@ def output_of_own(name, width, network, batch):
         if output.is_floating_point() and output.shape == needed:
             return output
         what = f"{output.dtype} {list(output.shape)}"
-    raise StoreError(
-        f"the model returned {what} for {needed[0]} seeds: a row of {needed[1]} logits for each is needed"
-    )
+    wanted = f"a row of {width} logits for each is needed"
+    raise StoreError(f"the model returned {what} for {needed[0]} seeds: {wanted}")
