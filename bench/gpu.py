@@ -117,8 +117,8 @@ def bench_gpu(args):
             else:
                 record.fail(f"no time left of --minutes {args.minutes:g}")
 
-    limit = lambda record: record.seconds  # noqa: E731
-    for record, code in tools.in_groups(work, records(), limit, context=START):
+    limit = {"seconds": lambda record: record.seconds, "context": START}
+    for record, code in tools.in_groups(work, records(), **limit):
         record.figures = read_json(file)["parts"][record.part]
         if code is None:
             record.fail(f"stopped after {record.seconds:.0f} s")

@@ -1,7 +1,6 @@
 """What the commands share: contenders timed in turn, tables, memory, processes of their own, figures."""
 
 import contextlib
-import ctypes
 import functools
 import json
 import math
@@ -42,9 +41,7 @@ def hardware(gpu=False):
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    if (
-        gpu
-    ):  # asked of nvidia-smi without a CUDA context, since some GPUs serve one process at a time
+    if gpu:  # without a CUDA context, since some GPUs serve one process at a time
         fields = "name,memory.total,compute_cap,driver_version,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={fields},pcie.link.gen.max", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -244,7 +241,7 @@ def _take(words):
     return _take.step(*words)
 
 
-def in_groups(function, jobs, seconds, workers=1, context="fork"):
+def in_groups(function, jobs, workers=1, *, seconds, context="fork"):
     """Call function(job) for every job in a process that leads a group, some at a time; the groups are killed.
 
     seconds: function of a job -> seconds that it may take.
@@ -360,8 +357,3 @@ def exit_code(main, words):
         return main([str(word) for word in words])
     except SystemExit as stop:
         return stop.code
-
-
-def end_with_the_parent():
-    """Have the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
