@@ -18,7 +18,11 @@ look and went on). LMDB's own SIGBUS is counted apart, where `verify` had named 
 crash, a traceback, a hang, memory beyond the bound, a silent difference, no sentence, files where none belong.
 """
 
-import collections
+import contextlib
+import ctypes
+import functools
+import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -37,11 +41,15 @@ import numpy as np
 import torch
 
 import store
-from bench.tools import end_with_the_parent, in_groups, print_table
-from bench.victims import ATTACKS, MODELS, make_good
+import train
+from bench.harm import harm_bytes, harm_store, harm_values, pick
+from bench.tools import exit_code, in_groups, print_table
+from disk import graphs
 from disk.files import StoreError
+from disk.graphs import GraphDataset
 from run import plan
 from sources import arrays
+from store import GraphStore, build_store
 
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
 OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
@@ -51,6 +59,12 @@ ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve some tha
 OURS = "notes printed victim store built plain bad.pt out.pt out.npy csv npz.npz molecules.npz crystals.npz"
 NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
 SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # and printable
+# by turns: they differ in what they read before, while and after they are trained
+MODELS = "sage", "gcn", "gat --heads 2", "sage --cache 2000 --sample-threads 2"
+NODES, WIDTH = 160, 40
+PARTS = {"train": "train_idx", "valid": "val_idx", "test": "test_idx"}
+TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **PARTS}
+MANY = "graphs", "molecules", "crystals", "append"  # kinds with many small graphs
 
 
 class Case(NamedTuple):
@@ -78,8 +92,8 @@ class Case(NamedTuple):
             file.write(json.dumps(facts) + "\n")
 
     def notes(self):
-        """All that was written down, and what lies where nothing belongs -> dict."""
-        notes = {}
+        """All that was written down, what lies where nothing belongs, and what was printed -> dict."""
+        notes = {"printed": (self.folder / "printed").read_text(errors="replace")}
         for line in (self.folder / "notes").read_text().splitlines():
             notes |= json.loads(line)
         strewn = {file.name for file in self.folder.iterdir()} - set(OURS.split())
@@ -88,14 +102,10 @@ class Case(NamedTuple):
             strewn.add("victim")
         return notes | {"strewn": sorted(strewn | set(notes.get("strewn", [])))}
 
-    def printed(self):
-        """All that it printed."""
-        return (self.folder / "printed").read_text(errors="replace")
 
-
-def run_all(cases, workers):
-    """Run cases, some at a time, and yield (case, exit code; None: it took too long) as they end."""
-    return in_groups(inside, cases, lambda case: SECONDS, workers)
+def end_with_the_parent():
+    """Have the kernel kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def inside(case):
@@ -121,14 +131,19 @@ def inside(case):
     case.note(peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
+# pairs (case, exit code; None: it took too long), as they end
+run_all = functools.partial(in_groups, inside, seconds=lambda case: SECONDS)
+
+
 def judge(case, code, good, usual):
     """What came of a case -> (outcome, a line about it).
 
     Args:
         code: how its process ended. good: notes of the same case without damage. usual: bytes of memory that it takes.
     """
-    notes, printed = case.notes(), case.printed()
-    last, named = printed.rstrip("\n").split("\n")[-1], notes.get("verified", 0) != 0
+    notes = case.notes()
+    printed, named = notes["printed"], notes.get("verified", 0) != 0
+    last = printed.rstrip("\n").split("\n")[-1]
     if code is None:
         return "hang", f"more than {SECONDS} s"
     if NO_MEMORY.search(printed) or notes.get("peak", 0) > usual + 1.1 * MEMORY:
@@ -155,13 +170,241 @@ def judge(case, code, good, usual):
     return ("fine", "what was written") if notes.get("forged") else ("silent", "another result")
 
 
+def make_good(case):
+    """Make the inputs, stores and checkpoints that cases take copies of; C code is compiled on the way."""
+    base, random = case.base, np.random.default_rng(0)
+    graph = {
+        "edge_index": random.integers(0, NODES, (2, 600)),
+        "features": random.standard_normal((NODES, WIDTH)).astype(np.float32),
+        "labels": random.integers(0, 4, NODES),
+        **dict(zip(PARTS.values(), np.split(random.permutation(NODES), [64, 96]))),
+    }
+    np.savez(base / "npz.npz", **graph)
+    (base / "csv").mkdir()
+    for name, entry in TABLES.items():
+        rows = graph[entry].T if name == "edges" else graph[entry]
+        np.savetxt(base / "csv" / f"{name}.csv", rows, "%.9g", ",")
+    # far more than such a file is large
+    np.savez_compressed(base / "bomb.npz", **graph | {"labels": np.zeros(1 << 27)})
+    (base / "bomb.csv.gz").write_bytes(gzip.compress(b"1,2\n" * (1 << 24), 1))
+    nodes, bonds, cells = (random.integers(a, b, 40) for a, b in ((2, 9), (0, 9), (1, 5)))
+    np.savez(
+        base / "molecules.npz",
+        node_offsets=np.append(0, nodes.cumsum()),
+        bond_offsets=np.append(0, bonds.cumsum()),
+        atom_feat=random.integers(0, 9, (nodes.sum(), 3), np.uint8),
+        bond_feat=random.random((bonds.sum(), 2), np.float32),
+        bond_index_local=random.integers([[0], [1]], [[1] * bonds.sum(), nodes.repeat(bonds)]),
+        targets=nodes.astype(np.float32),
+    )
+    np.savez(
+        base / "crystals.npz",
+        atom_offsets=np.append(0, cells.cumsum()),
+        Z=random.integers(1, 80, cells.sum()),
+        frac_coords=random.random((cells.sum(), 3)),
+        lattice=4 * np.eye(3) + 0.5 * random.random((40, 3, 3)),
+        energy=random.standard_normal(40) * cells,
+    )
+    exit_code(store.main, ["build", base / "molecules.npz", base / "graphs"])
+    many = GraphDataset.open(base / "graphs")
+    many.append(many.batch(range(10)))
+    build_in(base / "mmap", graph, "mmap")
+    build_in(base / "lmdb", graph, "lmdb", 2)  # many values
+    build_in(base / "changed", graph, "lmdb", 30)
+    features = GraphStore.open(base / "changed").features
+    for number in range(3):
+        features.put_rows(torch.arange(0, NODES, 7), torch.full((23, WIDTH), float(number)))
+    for lock in base.glob("*/*-lock"):
+        lock.unlink()
+    for task, words in {"node": [], "link": ["--scorer", "mlp", "--early-stop", 5]}.items():
+        words += ["--checkpoint", base / f"{task}.pt"]
+        exit_code(train.main, command(base / "mmap", 1, *words, task=task))
+
+
+def build_in(path, arrays, backend="lmdb", block_rows=None):
+    """Build a store from the arrays of npz.npz."""
+    split = {part: arrays[name] for part, name in PARTS.items() if name in arrays}
+    kept = {name: arrays[name] for name in ("edge_index", "features", "labels")}
+    build_store(path, backend=backend, block_rows=block_rows, split=split, **kept)
+
+
+def take(case, source, target, harm=None):
+    """Copy what is good and, unless nothing is to be wrong, harm it -> the second of what harm(path, random) returned."""
+    good, forged = case.base / source, None
+    (shutil.copytree if good.is_dir() else shutil.copyfile)(good, target)
+    if harm and (random := case.random()):
+        what, forged = harm(Path(target), random)
+        case.note(what=what, forged=bool(forged))
+    return forged
+
+
+def attack_store(case):
+    """Verify, read and train on a store."""
+    take(case, case.kind, "store", harm_store)
+    case.note(verified=exit_code(store.main, ["verify", "store"]))
+    train_on(case, "store")
+
+
+def attack_input(case):
+    """Build a store from files, verify it and train on it. What is read of damaged tables is compared in
+    tests/test_tables.py, of arrays here."""
+    table = case.kind == "csv"
+    source = "csv" if table else f"{case.kind}.npz"
+
+    def harm(path, random):
+        file, how = path / f"{pick(list(TABLES), random)}.csv" if table else path, random.random()
+        if how < 0.05:
+            file.unlink()
+            bomb = "bomb.csv.gz" if table else "bomb.npz"
+            shutil.copyfile(case.base / bomb, f"{file}.gz" if table else file)
+            return f"{bomb} for {file.name}", table
+        if not table and how >= 0.5:
+            return harm_values(file, random)
+        what, forged = harm_bytes(file, random)
+        return what, forged or table
+
+    words, written = [source, "built"], take(case, source, source, harm)
+    if table:
+        edges, *others = (next(Path("csv").glob(f"{name}.csv*")) for name in TABLES)
+        pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
+        words = [edges, "built", *(word for pair in pairs for word in pair)]
+    code = exit_code(store.main, ["build", *words])
+    case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
+    if code == 0:
+        many = case.kind in MANY
+        wrong = (graphs if many else store).verify("built")
+        case.note(wrong=wrong or (isinstance(written, dict) and not many and differs(written)))
+        train_on(case, "built")
+
+
+def attack_checkpoint(case):
+    """Go on from a checkpoint."""
+    task = ("node", "link")[case.model() % 2]
+    take(case, f"{task}.pt", "bad.pt", harm_values if case.kind == "forged" else harm_bytes)
+    words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
+    run_train(case, case.base / "mmap", 2, *words, task=task)
+
+
+def attack_process(case):
+    """Kill a process at work, look at what it left, and bring the work to its end."""
+    work, problems, good = WORK[case.kind]
+    if good:
+        take(case, good, "store")
+    if random := case.random():
+        after, child = random.uniform(0, 1.1 * case.usual), os.fork()
+        if not child:
+            end_with_the_parent()
+            with contextlib.suppress(BaseException):
+                work(case)
+            os._exit(0)
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        what = f"killed after {1e3 * after:.0f} of about {1e3 * case.usual:.0f} ms"
+        case.note(what=what, wrong=problems())
+        for left in Path().rglob(".*"):  # what a killed writer leaves is removed a day later
+            os.utime(left, (0, time.time() - 2 * 86400))
+    began = time.monotonic()
+    work(case)
+    case.note(seconds=time.monotonic() - began)
+    case.note(strewn=sorted(file.name for file in Path().rglob(".*")))
+    if case.kind != "train":
+        train_on(case, "store")
+
+
+def build_it(case):
+    """Build a store, unless it is there."""
+    if not Path("store").exists():
+        build_in("store", dict(np.load(case.base / "npz.npz")))
+
+
+def put_it(case):
+    """Put rows that all hold the next number, up to 40."""
+    features = GraphStore.open("store").features
+    for number in range(int(features.gather(torch.tensor([0]))[0, 0]) + 1, 41):
+        features.put_rows(torch.arange(NODES), torch.full((NODES, WIDTH), float(number)))
+
+
+def append_it(case):
+    """Append graphs, forty at a time, until there are 1,050."""
+    many = GraphDataset.open("store")
+    while len(many) < 1050:
+        many.append(many.batch(range(40)))
+
+
+def train_it(case):
+    """Train, or go on with it, with a checkpoint after every step."""
+    words = ["--checkpoint", "out.pt", "--checkpoint-every", 1, "--resume", "auto"]
+    run_train(case, case.base / "mmap", 4, *words)
+
+
+def torn():
+    """What is wrong with rows that were being put: those of one moment are the same, at first every seventh."""
+    rows = GraphStore.open("store").features.gather(torch.arange(NODES))
+    same = rows[::7].eq(2).all() or rows.eq(rows[0, 0]).all()
+    return store.verify("store") + ([] if same else ["rows of two moments"])
+
+
+WORK = {  # what is killed, what is wrong with what it left, and the store that it changes
+    "build": (build_it, lambda: store.verify("store") if Path("store").exists() else [], None),
+    "put": (put_it, torn, "changed"),
+    "append": (append_it, lambda: graphs.verify("store"), "graphs"),
+    "train": (train_it, list, None),  # going on from the checkpoint says more
+}
+ATTACKS = {  # kind: (cases in a round, what one does)
+    **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), (5, attack_store)),
+    **dict.fromkeys(("npz", "csv"), (3, attack_input)),
+    **dict.fromkeys(("molecules", "crystals"), (2, attack_input)),
+    **dict.fromkeys(("damaged", "forged"), (5, attack_checkpoint)),
+    **dict.fromkeys(WORK, (1 / 4, attack_process)),
+}
+
+
+def command(dataset, epochs, *words, task="node"):
+    """The command line of a small training run -> list of words."""
+    layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
+    sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
+    return ["--task", task, "--dataset", dataset, *sizes, *words]
+
+
+def train_on(case, dataset):
+    """Train on a store, and note what came of it."""
+    task, words = "graph", ["--checkpoint", "out.pt"]
+    if case.kind not in MANY:
+        task, scores = "node", ["--predict", "out.npy", "--predict-what", "scores"]
+        words += [*scores, "--model", *MODELS[case.model()].split()]
+    run_train(case, dataset, 1, *words, task=task)
+
+
+def run_train(case, dataset, epochs, *words, task="node"):
+    """Run train.py and note its exit code and a digest of what it left: the weights, and the scores of all nodes."""
+    code = exit_code(train.main, command(dataset, epochs, *words, task=task))
+    case.note(code=code)
+    if code == 0 and Path("out.pt").exists():
+        weights = torch.load("out.pt", weights_only=True)["model"].values()
+        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights))
+        digest.update(Path("out.npy").read_bytes() if Path("out.npy").exists() else b"")
+        case.note(result=digest.hexdigest())
+
+
+def differs(arrays):
+    """The files of the store `built` that are not those of one from the arrays themselves."""
+    try:
+        build_in("plain", arrays, "mmap")
+    except (StoreError, KeyError, TypeError, ValueError):
+        return []
+    built, plain = (GraphStore.open(path).meta["files"] for path in ("built", "plain"))
+    files = ("indptr.npy", "indices.npy", "labels.npy", "features.npy")
+    return [name for name in files if built[name] != plain[name]]
+
+
 def undamaged(make, kinds, workers):
     """Run the kinds of cases without damage, with every model -> {(kind, model): notes}."""
     good, first = {}, [make(kind, -1 - i) for kind in kinds for i in range(len(MODELS))]
-    for case, code in itertools.chain(run_all([make("good", -1)], 1), run_all(first, workers)):
+    for case, code in itertools.chain(run_all([make("good", -1)]), run_all(first, workers)):
         good[case.kind, case.model()] = notes = case.notes()
         if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
-            raise RuntimeError(f"{case.kind} fails without damage: {notes} {case.printed()}")
+            raise RuntimeError(f"{case.kind} fails without damage: {notes}")
     return good
 
 
@@ -173,7 +416,7 @@ def bench_attack(args):
         raise StoreError(f"--only {args.only}: one of {', '.join(ATTACKS)}; --case N needs it")
     began, workers = time.monotonic(), len(os.sched_getaffinity(0))
     kinds, failed = [args.only] if args.only else list(ATTACKS), []
-    ends, good = {kind: collections.Counter() for kind in kinds}, {}
+    rows, good = {kind: dict.fromkeys(("tried", *OUTCOMES), 0) for kind in kinds}, {}
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         place = Path(place)
         (place / "base").mkdir()
@@ -197,18 +440,14 @@ def bench_attack(args):
         cases = in_rounds() if args.case is None else [make(args.only, args.case)]
         for case, code in run_all(cases, workers):
             outcome, line = judge(case, code, good[case.kind, case.model()], usual)
-            ends[case.kind][outcome] += 1
-            what = case.notes().get("what")
-            if outcome in FAILURES or args.case is not None:
-                print(f"{case.kind} {case.number}: {outcome}: {what}: {line[:300]}", flush=True)
+            rows[case.kind]["tried"] += 1
+            rows[case.kind][outcome] += 1
+            notes = case.notes()
+            entry = [case.kind, case.number, outcome, notes.get("what"), line[:300]]
             if outcome in FAILURES:
-                failed.append([case.kind, case.number, outcome, what, line[:300]])
-            if args.case is not None:
-                print(case.printed(), case.notes())
+                failed.append(entry)
+            if outcome in FAILURES or args.case is not None:
+                print(*entry, notes if args.case is not None else "", flush=True)
             shutil.rmtree(case.folder, ignore_errors=True)
-    rows = {
-        kind: {"tried": ends[kind].total()} | {outcome: ends[kind][outcome] for outcome in OUTCOMES}
-        for kind in kinds
-    }
     print_table("kind", rows)
     return {"attack_seconds": time.monotonic() - began, "outcomes": rows, "failed": failed}

@@ -54,9 +54,8 @@ def other_bytes(data, random):
     ends = [i for i in range(max(0, at - 99), min(size, at + 99)) if data[i] in b", \n"]
     word = max((i + 1 for i in ends if i < at), default=at)
     after = min((i for i in ends if i >= at), default=at)
-    cell = str(pick((*CELLS, *STRANGE), random)).encode(
-        pick(("utf-8", "latin-1"), random), "replace"
-    )
+    encoding = pick(("utf-8", "latin-1"), random)
+    cell = str(pick((*CELLS, *STRANGE), random)).encode(encoding, "replace")
     ways = {  # (where the change begins, what it writes, where what follows begins)
         "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
         "cut": (pick((at, page), random), b"", size),
@@ -115,17 +114,11 @@ def other_value(tree, random):
     return f"{path[1:200]} is {str(strange)[:60]!r}"
 
 
-def rewrite(file, data):
-    """Put bytes into a file that no mapping has seen."""
-    file.unlink()
-    file.write_bytes(data)
-
-
 def harm_bytes(file, random):
     """Damage the bytes of a file, or those of one member of an archive -> (what, whether its checksum fits)."""
     if file.suffix not in (".npz", ".pt") or random.random() < 0.6:
         data, what = other_bytes(file.read_bytes(), random)
-        rewrite(file, data)
+        file.write_bytes(data)
         return f"{file.name}: {what}", False
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -170,13 +163,9 @@ def harm_store(path, random):
     if file.name == "meta.json":
         what = other_value(meta, random)
     elif file.suffix == ".lmdb":
-        head = (
-            16 if file.name == "graphs.lmdb" else 20
-        )  # the CRC is the last number of both headers
-        with (
-            lmdb.open(str(file), subdir=False, lock=False) as found,
-            found.begin(write=True) as txn,
-        ):
+        head = 16 if file.name == "graphs.lmdb" else 20  # ends with the CRC of the rest
+        database = lmdb.open(str(file), subdir=False, lock=False)
+        with database, database.begin(write=True) as txn:
             key = int(random.integers(txn.stat()["entries"])).to_bytes(8, "big")
             body, what = other_bytes(txn.get(key)[head:], random)
             crc = struct.pack("<I", zlib.crc32(body)) if random.random() < 0.7 else random.bytes(4)
@@ -184,8 +173,8 @@ def harm_store(path, random):
     else:  # its header and its size stay
         head, body = file.read_bytes()[:128], file.read_bytes()[128:]
         new, what = other_bytes(body, random)
-        rewrite(file, head + new[: len(body)].ljust(len(body), b"\0"))
+        file.write_bytes(head + new[: len(body)].ljust(len(body), b"\0"))
     if entry.get("sha256"):
         entry["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    rewrite(path / "meta.json", dump_meta(meta))
+    (path / "meta.json").write_bytes(dump_meta(meta))
     return f"{file.name}, with checksums that fit: {what}", True

@@ -22,16 +22,7 @@ import model
 import train
 from bench import tools
 from bench.inference import call_dgl, dgl_twin
-from bench.tools import (
-    alone,
-    descend,
-    dgl_graph,
-    in_own_process,
-    interleave,
-    medians,
-    opened,
-    print_table,
-)
+from bench.tools import alone, descend, in_own_process, interleave, medians, opened, print_table
 from ddp import Ranks
 from disk.files import StoreError
 from features import FeatureRing
@@ -42,14 +33,14 @@ from run.allocator import keep_freed_memory
 from sampler import Block, NeighborSampler, import_dgl
 from tasks.link import Edges, Links, Scorer, split_edges
 
-NONE = dict(native_sampler=False, first_hop=False, kept_buffers=False, native_layers=False)
-TRICKS = {  # options of `ours`
-    "all tricks": {},
-    "without the native sampler": {"native_sampler": False},
-    "without the first hop from the table": {"first_hop": False},
-    "without kept buffers": {"kept_buffers": False},
-    "without native layers and dropout": {"native_layers": False},
-    "none of them": NONE,
+TRICKS = "sampler", "first hop", "buffers", "layers"
+WITHOUT = {  # name: the tricks that `ours` does without
+    "all tricks": (),
+    "without the native sampler": ("sampler",),
+    "without the first hop from the table": ("first hop",),
+    "without kept buffers": ("buffers",),
+    "without native layers and dropout": ("layers",),
+    "none of them": TRICKS,
 }
 RATIOS = {  # pairs that compare like with like: (DGL's, ours)
     "fp32, dropout 0.5, DGL as shipped": ("DGL as shipped", "all tricks"),
@@ -69,15 +60,10 @@ def batches_of(count, args):
 
 def make_ring(store, features=None, *, slots=1, first_hop=True, bf16=False):
     """A ring over the features of a store, or over those given."""
-    return FeatureRing(
-        store.features.tensor if features is None else features,
-        store.labels,
-        slots=slots,
-        log=lambda line: None,
-        gather=gather_rows,
-        aggregate=self_and_mean if first_hop else None,
-        dtype=torch.bfloat16 if bf16 else None,
-    )
+    features = store.features.tensor if features is None else features
+    options = {"slots": slots, "gather": gather_rows, "log": lambda line: None}
+    options |= {"aggregate": self_and_mean} if first_hop else {}
+    return FeatureRing(features, store.labels, dtype=torch.bfloat16 if bf16 else None, **options)
 
 
 def network(args, store, links, dropout):
@@ -107,34 +93,25 @@ def trainer(args, store, links=None, *, bf16=False, dropout=0.5):
     return train_on
 
 
-def ours(
-    args,
-    link=None,
-    *,
-    native_sampler=True,
-    first_hop=True,
-    kept_buffers=True,
-    native_layers=True,
-    bf16=False,
-    dropout=0.5,
-):
-    """Prepare steps as train.py takes them, one after the other; each trick can be left out.
+def ours(args, link=None, *, without=(), bf16=False, dropout=0.5):
+    """Prepare steps as train.py takes them, one after the other, without some of TRICKS.
 
     link: steps of --task link, with the edges of a batch excluded ("exclude") or not ("keep").
     """
     store = opened(args.dataset, args.root)
     graph = split_edges(store, "none") if link else store
-    csc, first_hop = (graph.indptr, graph.indices), first_hop and args.model == "sage"
-    options = {"threads": args.threads, "backend": "native" if native_sampler else "torch"}
+    csc = graph.indptr, graph.indices
+    options = {"threads": args.threads, "backend": "torch" if "sampler" in without else "native"}
     sampler = NeighborSampler(*csc, args.fanout, check=False, **options)
     links = Links(graph, *csc, exclude=link == "exclude") if link else None
+    first_hop = args.model == "sage" and "first hop" not in without
     new_ring = partial(make_ring, store, first_hop=first_hop, bf16=bf16)
-    kept_ring = new_ring() if kept_buffers else None
+    kept_ring = None if "buffers" in without else new_ring()
     train_on = trainer(args, store, links, bf16=bf16, dropout=dropout)
     batches = batches_of(len(links.pairs) if link else store.num_nodes, args)
 
     def step(i):
-        use_native(native_layers)
+        use_native("layers" not in without)
         torch.manual_seed(i)
         ring, seeds, options, y = kept_ring or new_ring(), batches[i], {}, None
         if link:
@@ -151,7 +128,7 @@ def ours(
 def dgl_store(dataset, root):
     """A data set as a DGL graph with its features and labels; one for all contenders of a process, as it takes 2 GB."""
     store = opened(dataset, root)
-    graph = dgl_graph(store.indptr, store.indices.long())
+    graph = tools.dgl_graph(store.indptr, store.indices.long())
     graph.ndata["feat"] = store.features.tensor.clone()
     graph.ndata["label"] = store.labels.clone()
     return graph
@@ -217,9 +194,9 @@ def time_steps(args, contenders, ratios):
 def bench_step(args):
     """Time a training step of every contender; returns the figures."""
     as_shipped = partial(in_own_process, args.threads)
-    contenders = {name: partial(ours, args, **options) for name, options in TRICKS.items()} | {
+    contenders = {name: partial(ours, args, without=left) for name, left in WITHOUT.items()} | {
         "without kept malloc memory": partial(as_shipped, ours, args),
-        "none of them, nor kept memory": partial(as_shipped, ours, args, **NONE),
+        "none of them, nor kept memory": partial(as_shipped, ours, args, without=TRICKS),
         "bf16": partial(ours, args, bf16=True),
         "no dropout": partial(ours, args, dropout=0.0),
         "DGL as shipped": partial(as_shipped, dgl, args),
@@ -230,7 +207,7 @@ def bench_step(args):
     figures = time_steps(args, contenders, RATIOS)
     losses = {}  # without dropout they are the same within rounding
     for name in ("all tricks", "none of them"):
-        step = ours(args, **TRICKS[name], dropout=0.0)
+        step = ours(args, without=WITHOUT[name], dropout=0.0)
         losses[name] = [step(i) for i in range(min(10, 2 * args.rounds))]
     apart = max(abs(a / b - 1) for a, b in zip(*losses.values()))
     print(f"losses of ten steps, all tricks against none: at most {apart:.1e} apart (relative)")

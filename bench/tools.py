@@ -1,7 +1,6 @@
 """What the commands share: contenders timed in turn, tables, memory, processes of their own, figures."""
 
 import contextlib
-import ctypes
 import functools
 import json
 import math
@@ -42,9 +41,7 @@ def hardware(gpu=False):
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    if (
-        gpu
-    ):  # asked of nvidia-smi without a CUDA context, since some GPUs serve one process at a time
+    if gpu:  # without a CUDA context, since some GPUs serve one process at a time
         fields = "name,memory.total,compute_cap,driver_version,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={fields},pcie.link.gen.max", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -98,14 +95,7 @@ def on_host(step, i):
 
 
 def interleave(
-    steps,
-    rounds,
-    *,
-    warmup=2,
-    twice=False,
-    note=lambda name, result: None,
-    timed=on_host,
-    attempt=without_others,
+    steps, rounds, *, warmup=2, twice=False, note=None, timed=on_host, attempt=without_others
 ):
     """Time contenders {name: step, a function of the round's number}, once a round each, in turn -> {name: [seconds]}.
 
@@ -120,7 +110,8 @@ def interleave(
                 if twice:
                     steps[name](i)
                 seconds, result = timed(steps[name], i)
-                note(name, result)
+                if note:
+                    note(name, result)
                 times[name] += [seconds] * (i >= warmup)
                 continue
             del times[name]
@@ -218,7 +209,7 @@ def dgl_graph(indptr, indices):
 
 
 def own_process(threads):
-    """An executor of one process whose memory is its own."""
+    """An executor of one process with memory of its own."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
 
@@ -244,7 +235,7 @@ def _take(words):
     return _take.step(*words)
 
 
-def in_groups(function, jobs, seconds, workers=1, context="fork"):
+def in_groups(function, jobs, workers=1, *, seconds, context="fork"):
     """Call function(job) for every job in a process that leads a group, some at a time; the groups are killed.
 
     seconds: function of a job -> seconds that it may take.
@@ -360,8 +351,3 @@ def exit_code(main, words):
         return main([str(word) for word in words])
     except SystemExit as stop:
         return stop.code
-
-
-def end_with_the_parent():
-    """Have the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
