@@ -281,10 +281,8 @@ def epoch_line(args, figures):
         shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
         valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
-    line = (
-        f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
-        f"valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
-    )
+    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}"
+    line += f"  valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
     more = [f" {figures['peak_bytes'] / 2**30:.2f} GiB "]
     if "bytes_read" in figures:
         more += [f"read {readable_size(figures['bytes_read'])} "]
