@@ -255,9 +255,9 @@ def describe(run, file, epoch, step):
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
     epochs = f"{counted(args.steps, 'step')} an epoch, {counted(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
-    how = f"mode {args.mode}, {precision}, {threads}"
     print(*run.task.lines(args, split, parameters), sep="\n")
-    print(f"run     {where}, {how}; {batch}, {epochs}; {rates}", flush=True)
+    how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
+    print(f"run     {where}, {how}", flush=True)
     if file and args.trains and epoch < args.epochs:
         print(f"resume  from epoch {epoch + 1}, step {step}")
     elif file:
