@@ -61,10 +61,8 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def wrap(self, model, unused=False):
-        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks.
-
-        unused: True for a model of which some parameters may take no part in the loss.
-        """
+        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks; unused: some
+        parameters of the model may take no part in the loss."""
         if self.world == 1:
             return model
         if unused:  # of a model in which all parameters take part
@@ -90,9 +88,8 @@ class Ranks(NamedTuple):
     def check_equal(self, model):
         """Raise RuntimeError, on every rank, unless all ranks hold the same parameters, bit for bit."""
         checksum = 0
-        for parameter in model.parameters():
-            data = parameter.detach().cpu().flatten().view(torch.uint8)
-            checksum = zlib.crc32(data.numpy(), checksum)
+        for p in model.parameters():
+            checksum = zlib.crc32(p.detach().cpu().flatten().view(torch.uint8).numpy(), checksum)
         sums = self.gather(checksum)
         if others := [rank for rank in range(self.world) if sums[rank] != sums[0]]:
             raise RuntimeError(f"the parameters of ranks {others} are not those of rank 0")
@@ -285,10 +282,8 @@ def _run(worker, ranks, store, args):
 
 
 def cores_near(gpu, sysfs="/sys"):
-    """Cores of this process that are local to a GPU's PCI slot; all of them if the kernel does not know.
-
-    gpu: what torch.cuda.get_device_properties returns.
-    """
+    """Cores of this process that are local to the PCI slot of a GPU (torch.cuda.get_device_properties); all of them if
+    the kernel does not know."""
     cores = os.sched_getaffinity(0)
     try:
         slot = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

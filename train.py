@@ -210,8 +210,7 @@ def learning_rate(args, epoch):
 def prepare(args):
     """The store directory of --dataset, built on first use."""
     names = "seed", "backend", "symmetrize", "drop_duplicates"
-    options = {name: getattr(args, name) for name in names}
-    return datasets.prepare(args.dataset, args.root, **options)
+    return datasets.prepare(args.dataset, args.root, **{k: getattr(args, k) for k in names})
 
 
 def prepare_on_one_rank(ranks, args):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 
 def end_with_torchrun():
-    """Under torchrun, have the kernel kill this rank when its agent dies, from the first line on: importing torch takes
-    seconds."""
+    """Under torchrun, have the kernel kill this rank when its agent dies, also while it imports torch."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if orphaned():

@@ -286,11 +286,8 @@ def restore(state, path, ranks, args, model, optimizer, best):
         print(f"model   {args.model} is not the text that the checkpoint was made with")
     if args.trains:
         saved = {"drop_duplicates": False, **state["flags"]}
-        changes = [
-            f"{spelled(name)[2:]} {saved[name]} -> {getattr(args, name)}"
-            for name in KEPT
-            if name in args.typed and getattr(args, name) != saved[name]
-        ]
+        new = {name: getattr(args, name) for name in KEPT if name in args.typed}
+        changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
         if changes and ranks.leads:
             print(f"changed  {', '.join(changes)}")
         parameters = dict(enumerate(model.parameters()))

@@ -27,8 +27,7 @@ def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
     if arrays > free_host:
         where = "rows are read from the mapped file's disk, behind --cache"
     if graph.indices.nbytes > free_host // 2:
-        size_of = size(graph.indices.nbytes)
-        where += f", and neighbour lists as they are sampled (all take {size_of})"
+        where += f", and neighbour lists as they are sampled ({size(graph.indices.nbytes)})"
     lines += [
         ("mode", best or none),
         ("steps", f"of {shapes if graphs else 'the shapes of their batches'}"),

@@ -79,13 +79,11 @@ class Run:
     def loader(self, seeds, fanout=None, **options):
         """The NodeLoader of the flags, or of other options: this rank's part of every step."""
         args, ranks, task = self.args, self.ranks, self.task
-        names = "batch_size", "accumulate", "seed"
-        usual = {name: getattr(args, name) for name in names}
-        usual |= {"rank": ranks.rank, "world": ranks.world}
-        usual |= {"depth": args.prefetch, "threads": args.sample_threads}
-        usual |= {"sampler": self.sampler, "ring": self.ring}
-        usual |= {"draw": task.draw, "load": task.load}
-        return NodeLoader(self.store, seeds, fanout or args.fanout, **{**usual, **options})
+        usual = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
+        usual |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
+        usual |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
+        usual |= {"draw": task.draw, "load": task.load, **options}
+        return NodeLoader(self.store, seeds, fanout or args.fanout, **usual)
 
     def forward(self, batch, key=None, network=None):
         """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32,

@@ -140,8 +140,7 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
     line, fit = f"mode {chosen}: {modes[chosen].line}", modes[chosen]
     if not fit.possible:
-        other = f"; mode {best} can" if best else ""
-        raise StoreError(f"{line}: this cannot work here{other}")
+        raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
     if not fit.fits:
         line += f"; a batch may be too large; {fit.largest_batch:,} seeds fit for certain"
     return chosen, line

@@ -255,9 +255,9 @@ def describe(run, file, epoch, step):
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
     epochs = f"{counted(args.steps, 'step')} an epoch, {counted(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
-    how = f"mode {args.mode}, {precision}, {threads}"
     print(*run.task.lines(args, split, parameters), sep="\n")
-    print(f"run     {where}, {how}; {batch}, {epochs}; {rates}", flush=True)
+    how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
+    print(f"run     {where}, {how}", flush=True)
     if file and args.trains and epoch < args.epochs:
         print(f"resume  from epoch {epoch + 1}, step {step}")
     elif file:
@@ -281,10 +281,8 @@ def epoch_line(args, figures):
         shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
         valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
-    line = (
-        f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}  "
-        f"valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
-    )
+    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}"
+    line += f"  valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
     more = [f" {figures['peak_bytes'] / 2**30:.2f} GiB "]
     if "bytes_read" in figures:
         more += [f"read {readable_size(figures['bytes_read'])} "]

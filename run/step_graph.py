@@ -170,7 +170,7 @@ class Slot:
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
-        self.y, self.labels = labels.new_full((rows[0],), -1), labels
+        self.y = labels.new_full((rows[0],), -1)
         self.places = torch.arange(rows[0], device=labels.device)
         self.batch = Fetched(blocks, self.x, self.y)
         mixed = mix(seed)
@@ -186,7 +186,7 @@ class Slot:
             ring.gather(ring.features, self.nodes, self.x)
         elif not ring.first_hop:
             self.x.copy_(ring.gather(ring.features, self.nodes))
-        torch.index_select(self.labels, 0, self.seeds, out=self.y)
+        torch.index_select(ring.labels, 0, self.seeds, out=self.y)
         self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
 
 
@@ -204,7 +204,7 @@ class StepGraphs:
         ranks, args, sampler, ring, model = run.ranks, run.args, run.sampler, run.ring, run.model
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, run.forward, args.seed
-        self.features, self.first_hop, self.stream = ring.features, ring.first_hop, ring.stream
+        self.first_hop, self.stream = ring.first_hop, ring.stream
         self.kernels = sampler.engine.kernels
         self.repeated = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]

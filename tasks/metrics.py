@@ -128,6 +128,5 @@ def scores_line(scores):
     if scores is None:
         return "n/a"
     line = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-    return re.sub(
-        r"\b(rmse|mae|mrr|ap)\b", lambda found: found[0].upper(), line.replace("hits", "Hits")
-    )
+    line = line.replace("hits", "Hits")
+    return re.sub(r"\b(rmse|mae|mrr|ap)\b", lambda name: name[0].upper(), line)

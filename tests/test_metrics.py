@@ -28,7 +28,7 @@ class _SlowRegressor:
             edges = torch.arange(graph.indptr[nodes[0]], graph.indptr[nodes[-1] + 1])
             src = graph.indices[edges].long() - nodes[0]
             dst = torch.repeat_interleave(graph.indptr.diff()[nodes])
-            into = torch.nn.functional.one_hot(dst, len(nodes)).T.float()  # [nodes, edges]
+            into = torch.nn.functional.one_hot(dst.long(), len(nodes)).T.float()  # [nodes, edges]
             h, e = self.enter(m.nodes, graph.x[nodes]), self.enter(m.edges, graph.e[edges])
             for layer in m.layers:
                 own, message, gate_src, gate_dst = layer.nodes(h).chunk(4, 1)
