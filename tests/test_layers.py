@@ -257,15 +257,17 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
     assert layers_gpu.load.cache_info().currsize == 1
 
 
-def test_cuda_cross_entropy_and_its_gradient(cuda_layers):
+def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
+    plain = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=-1)
     for S, C in ((0, 3), (5, 1), (33, 47), (20, 200)):
-        logits, labels = 5 * torch.randn(S, C), torch.randint(C, (S,))
+        given, labels = (torch.tensor(0.25), 5 * torch.randn(S, C)), torch.randint(C, (S,))
         labels[::4] = -1
-        theirs = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=-1)
-        given = torch.tensor(0.25), logits
-        ours = _with_grads(lambda x: layers_gpu.cross_entropy(x, labels), *given)
-        for a, b in zip(ours, _with_grads(lambda x: theirs(x, labels), *given)):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        expected = _with_grads(lambda x: plain(x, labels), *given)
+        for functions in (layers_gpu, None):
+            monkeypatch.setattr(model, "fused", functions)
+            ours = _with_grads(lambda x: model.cross_entropy(x, labels), *given)
+            for a, b in zip(ours, expected):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert cuda_layers.count("cross_entropy") == 3  # none for no rows
 
 

@@ -738,6 +738,14 @@ def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path)
         assert output.startswith("torch 1 ") and "apt install gcc" in output
 
 
+def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
+    monkeypatch.setattr(sampler, "sampler_cpu", None)
+    sampler._warn_missing.cache_clear()
+    with pytest.warns(UserWarning, match="copy the folder native/ beside sampler.py") as caught:
+        backends = [NeighborSampler(**_small()).backend for _ in range(2)]
+    assert backends == ["torch"] * 2 and len(caught) == 1
+
+
 def _answer(how):
     """A library that answers 42, by way of the cache -> (its answer, its path)."""
     source = f"int answer(void) {{ return 42; }}  // {how}"
