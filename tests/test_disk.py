@@ -152,7 +152,7 @@ def test_store_another_users_reader_sees_all_of_an_update_or_none():
         reader = context.Process(target=_reads_as_nobody, args=(path, ids, stop, results))
         features.put_rows(ids[:1], rows[:1])
         reader.start()
-        for number in range(1, 301):
+        for number in range(1, 1001):
             features.put_rows(ids, torch.full_like(rows, number))
         stop.set()
         torn, states, locks = results.get(timeout=60)
@@ -325,7 +325,10 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
     good = _graphs(5)
     path = build_graphs(tmp_path / "many", [good])
     graphs, before = GraphDataset.open(path), _sums(path)["graphs.lmdb"]
+    past, first = good.indices.clone(), good.graph_ids[good.indptr.diff().nonzero()[0]]
+    past[0] = (good.graph_ids <= first).sum()  # the node behind the graph of the first edge
     for words, changes in (
+        ("an edge between two graphs", {"indices": past}),
         ("float64, not ", {"y": good.y.double()}),
         (r"node rows are \[\d+, 1\]", {"x": good.x[:, :1]}),
         ("do not fit", {"x": good.x[1:]}),
