@@ -16,8 +16,7 @@ V nodes and M edges of the graph, F feature width, C classes. The graph is CSC o
 v are indices[indptr[v]:indptr[v+1]]; its other arrays: disk/columns.py. To copy this file take disk/ and native/ along;
 they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
-meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, which
-stand alone after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
+meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the only check of that file after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
 LMDB may end the process on damage behind the head of its file. Files of a store in use may be renamed or removed, but not
 cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
 """
@@ -46,7 +45,7 @@ from disk.reader import RowReader, open_rows
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
-KEPT = 1 / 2  # share of a table for which the page cache must have room to be worth reading through
+KEPT = 1 / 2  # read through the page cache only if it has room for this share of the table
 # what meta.json has to hold, and the files that a store may have
 SPEC = {
     "num_nodes": range(1, (1 << 32) + 1),
@@ -103,10 +102,10 @@ def build_store(
             dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge.
         node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
         backend: "mmap" or "lmdb", for the features.
-        num_classes: C; the largest label + 1 when None, unless most classes were empty then.
+        num_classes: C; the largest label + 1 when None; StoreError if most classes would be empty.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one edge of several with the same ends (after symmetrizing), with its weight, time and
-            features: of edges with times the earliest, then one that was given before a reverse, then the first.
+            features: the earliest by time; among equals a given edge before an added reverse, then the first.
         block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar where stderr is a terminal.
@@ -132,7 +131,9 @@ def build_store(
     row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(f"block_rows is {block_rows}: 1 row to 2 GiB of rows are possible")
+        raise StoreError(
+            f"block_rows is {block_rows}: a block holds at least one row and less than 2 GiB"
+        )
     meta = {
         "format": FORMAT,
         "format_version": files.VERSION,
@@ -206,8 +207,8 @@ class GraphStore:
         labels: int64 [V], -1 where there is none; of several labels a node int8 [V, C] of 0 and 1.
         split: dict of int64 node ids for "train", "valid" and "test": of `num_splits` the one taken by `take_split`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
-        sampled_indices, sampling_threads: `indices`, and None; of a graph that half of the free memory cannot hold,
-            whose lists are read from the disk when they are sampled, a map that does not read ahead, and SAMPLERS.
+        sampled_indices, sampling_threads: what a sampler takes: indices and None. If indices exceed half of the free memory:
+            a map of them without read-ahead, and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.

@@ -50,7 +50,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):
-    """What is wrong with a graph, in one sentence; what a stranger's file holds and cannot be printed is escaped."""
+    """What is wrong with a graph, in one sentence; unprintable characters, which may come from a foreign file, are escaped."""
 
     def __str__(self):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
@@ -363,7 +363,9 @@ def map_split(path, files) -> dict[str, Tensor]:
     names = {name: f"{name}.npy" for name in SPLITS}
     split = {n: map_npy(path, file, files[file], "int64", None) for n, file in names.items()}
     if len({ids.shape[:-1] for ids in split.values()}) > 1 or split["train"].dim() not in (1, 2):
-        raise StoreError(f"{path}: train.npy, valid.npy and test.npy do not fit; rebuild the store")
+        raise StoreError(
+            f"{path}: train.npy, valid.npy and test.npy have shapes that contradict each other; rebuild the store"
+        )
     return split
 
 
@@ -479,7 +481,7 @@ def _making(what, name, values):
         yield
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         kind = type(values).__name__
-        raise StoreError(f"{name} is a {kind} that makes no {what}: {error}") from error
+        raise StoreError(f"{name} is a {kind}, no {what}: {error}") from error
 
 
 def as_rows(name, rows) -> Tensor:

@@ -3,13 +3,13 @@
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
 
-Each function returns None where it cannot serve these tensors (no compiler, another type); model.py then takes torch
+What model.py tries first returns None for tensors it cannot handle (no compiler, another type); model.py then takes torch
 operations, which are the reference. On the CPU the loops run on torch's OpenMP threads: threads of another kind would
 compete with them for cores. The same input gives the same bits in every run.
 
-On a GPU no function waits for it, and all work in the capture of a CUDA graph. For static shapes a block may be padded:
--1 in `indices` behind the last edge, or behind those of each destination (edge j of destination i at place i k + j,
-`indptr` k times 0, 1, 2, ...), and ids of -1 for rows beyond the batch, which are zeros then. Dropout that differs from
+On a GPU no function synchronizes, and all of them can be captured in a CUDA graph. A block may be padded to a static shape:
+with -1 in `indices` after its last edge, or after each destination's edges (k slots each, row offsets 0, k, 2k, ...). Rows with id
+-1 are zeros. Dropout that differs from
 replay to replay takes its seed from the number of the step on the GPU: model.py's `layer_seed`.
 """
 
@@ -58,7 +58,7 @@ def functions(integers, source, target):
 
 
 def kernels(integers, source, target):
-    """The same for steps that torch does as well on the CPU."""
+    """As `functions`, but None on the CPU: for steps in which torch is as fast there."""
     return functions(integers, source, target) if is_gpu(source.device) else None
 
 
@@ -117,8 +117,7 @@ class Code:
     def self_and_mean_grad(
         self, indptr, indices, grad, num_src, kept=None, scale=1.0, alpha=None, beta=None
     ):
-        """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; of what went into ReLU and dropout that left `kept`
-        [N, F], where that is given."""
+        """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, that of their input."""
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (S, num_src, width, _aligned(width, grad))
@@ -152,7 +151,7 @@ class Code:
 
 
 def _aligned(width, *rows):
-    """1 where rows of this width start at multiples of 16 bytes, which the kernels on the CPU need not know."""
+    """1 if all rows start on a 16-byte boundary, so that kernels may read 16 bytes at once; ignored on the CPU."""
     for t in rows:
         if t.data_ptr() & 15:
             return 0
@@ -256,7 +255,7 @@ class _SelfAndMean(torch.autograd.Function):
 
 
 def gather_rows(features, ids, out=None):
-    """See model.py. On a GPU an id below 0 gives a row of zeros, and one of V or more stops it."""
+    """See model.py. On a GPU a negative id gives a row of zeros; one of V or more aborts the kernel."""
     V, width = features.shape
     out = features.new_empty(ids.numel(), width) if out is None else out
     if out.dtype != features.dtype or not (out.is_contiguous() and features.is_contiguous()):

@@ -142,10 +142,10 @@ def check_state(state):
     counts = [state["epoch"], state["step"], state["total_batch"], best["epoch"]]
     counts += [width for width in widths if width not in DTYPES]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
-        raise ValueError("one of its numbers is none")
+        raise ValueError("a count or a width in it is no whole number from 0 to 2^32 - 1")
     words = [graph["path"], *graph["files"], *filter(None, graph["files"].values())]
     if not all(type(word) is str and word.isprintable() for word in words):
-        raise ValueError("its graph has no name")
+        raise ValueError("the path, a file name or a digest of its graph is not printable text")
     moments = [tensor for of in state["optimizer"].values() for tensor in of.values()]
     tensors = [*moments, *weights.values(), *(best["model"] or {}).values()]
     if type(best["score"]) is not float or not all(type(t) is torch.Tensor for t in tensors):
@@ -251,8 +251,7 @@ def common_state(ranks, args):
 
 
 def check_graph(state, path, args, task):
-    """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; to
-    predict, a graph of the same widths will do, and one in which some classes do not occur."""
+    """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; for prediction the widths must match, and fewer classes may occur."""
     store, graph = task.store, state["graph"]
     for name in task.compared(args):
         there, was = store.meta.get(name, 0), graph[name]
@@ -283,13 +282,13 @@ def restore(state, path, ranks, args, model, optimizer, best):
     """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
     load_weights(model, state["model"], path)
     if ranks.leads and is_own(args.model) and str(state.get("code")) != model.digest:
-        print(f"model   {args.model} is not the text that the checkpoint was made with")
+        print(f"model   {args.model} has changed since the checkpoint was written")
     if args.trains:
         saved = {"drop_duplicates": False, **state["flags"]}
         new = {name: getattr(args, name) for name in KEPT if name in args.typed}
         changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
         if changes and ranks.leads:
-            print(f"changed  {', '.join(changes)}")
+            print(f"changed {', '.join(changes)}")
         parameters = dict(enumerate(model.parameters()))
         for number, moments in state["optimizer"].items():
             shape = parameters[number].shape if number in parameters else None

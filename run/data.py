@@ -33,7 +33,7 @@ def settle(ranks, args, task):
     """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, weights, residual,
     precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store).
 
-    The number of training examples decides on epochs and weight decay, the number of processes does not.
+    Default epochs and weight decay depend on the number of training examples, not of processes.
     """
     store, lines = task.store, []
     examples, valid = (store.split[part].numel() for part in ("train", "valid"))
@@ -97,7 +97,7 @@ def residual_helps(store):
 
 
 def sizes(args, task, used):
-    """What decides on the memory that a run takes; see `placements` of run/plan.py."""
+    """What the memory of a run depends on; see `placements` of run/plan.py."""
     return {
         "fanout": args.fanout,
         "batch_size": args.batch_size * task.sampled_for(args),
@@ -110,7 +110,7 @@ def sizes(args, task, used):
 def place_data(ranks, args, task, used):
     """Put graph and features where --mode wants them and tell the task -> (sampler, ring); None of both for a task that
     reads its batches itself. Where features are a tensor, the ring brings what the first layer of GraphSAGE multiplies,
-    own row beside mean, instead of the input rows: a third of the bytes."""
+    own row beside mean, instead of the raw rows: about a third of the bytes at usual fanouts."""
     store, pinned = task.store, args.mode == "pinned-cuda"
     # a user's network gets float32 under autocast
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16

@@ -41,7 +41,7 @@ CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a tim
 TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
 EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
 EDGE_COLUMNS = ("edge_weight", "edge_time", "edge_features")
-# (key, numbers, which): 53 random bits by the hash of the sampling law, draw `which` of `numbers`, int64 of one shape
+# bits(key, numbers, which): 53 random bits for draw `which` of each item in `numbers`, int64 of one shape
 bits = functools.partial(random_bits, bits=53)
 
 
@@ -163,7 +163,7 @@ def split_edges(store, how, seed=0, timed=False):
     if "train" not in pairs:
         pairs["train"] = turned(*positives(graph.indptr, left), seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
-        why = "has pairs that are no edges of the graph, or in valid or test"
+        why = "has pairs that are not edges of the graph, or that are also in valid or test"
         raise StoreError(f"--edge-split {how}: `train` {why}")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
@@ -283,7 +283,9 @@ class Negatives:
             self.upto = (degrees.double().pow(0.75) * 1024).long().cumsum(0)
             self.total = int(self.upto[-1])
         if num_nodes < 2 or self.upto is not None and not self.total:
-            raise StoreError(f"the graph has {num_nodes} nodes, and none of them can be a negative")
+            raise StoreError(
+                f"no negatives can be drawn: the graph has {num_nodes} nodes, or none with an edge"
+            )
 
     def _node(self, key, numbers, which):
         """The node drawn `which`-th, int64, for pairs of these numbers, int64; both of one shape."""

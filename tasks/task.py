@@ -17,7 +17,7 @@ class Task:
     Attributes:
         name: of --task. examples: what they are called. title: of its exact scores.
         metrics: choices of --metric, the default first. metric: the one of this run.
-        unused: {why: flags that have no effect, as words}. temporal: what --temporal auto stands for.
+        unused: {reason: flags without effect in this task, separated by spaces}. temporal: what --temporal auto stands for.
         weights: default of --weights where there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
         widths: names of the data's widths, keys of its meta.json, that the network is built from.
@@ -74,7 +74,7 @@ class Task:
     def validate(self, run):
         """Figures of the validation part -> ({name: value}, the one that --early-stop goes by: the larger the better).
 
-        Printed is `valid_sampled`, a share of 1, or `valid`, a dict; None where there is no such part.
+        The epoch line prints `valid_sampled`, from 0 to 1, or `valid`, a dict; None without such a part.
         """
 
     def finish(self, run, report):

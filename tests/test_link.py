@@ -124,7 +124,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
         (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test\[1\] is \[0, 300\]: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
-        ("`train` has pairs that are no edges", {"train": [whole[5]], "test": [whole[5]]}),
+        ("`train` has pairs that are not edges", {"train": [whole[5]], "test": [whole[5]]}),
     ):
         np.savez(file, **arrays)
         _refuses(message, link.split_edges, graph, str(file))

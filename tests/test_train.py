@@ -347,7 +347,7 @@ def test_train_without_validation_nodes_or_a_reader(tmp_path):
     assert process.exitcode == 141
 
 
-def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):
+def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
     common = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --lr 0.05 --early-stop 3"
     log, last = _run_here(tmp_path, common, "--epochs 60")
     valid = [entry["valid_sampled"] for entry in log[:-1]]
@@ -364,6 +364,8 @@ def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path):
     _run_here(tmp_path, common, "--epochs 3")
     resumed, weights = _run_here(tmp_path, f"--resume {tmp_path}/here.pt", common, "--epochs 60")
     assert resumed[-2]["epoch"] == len(valid)
+    said = f"early   stopped after epoch {len(valid)}: none was better since {len(valid) - 3}\n"
+    assert capsys.readouterr().out.count(said) == 2
     assert all(torch.equal(last[name], weights[name]) for name in last)
 
 
