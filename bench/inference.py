@@ -1,12 +1,21 @@
-"""python -m bench inference: exact inference on every node beside DGL's layer-wise loop, with the same weights."""
+"""python -m bench inference | layers: exact inference on every node beside DGL's layer-wise loop, with the same weights;
+forward, backward and Adam of every model on the same sampled blocks, beside DGL's and PyG's layers, and the matrix
+products alone."""
+
+import statistics
+import time
+from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import model
-from bench.tools import dgl_graph, in_memory, interleave, opened, prepared, print_times, turned
+from bench import tools
+from bench.tools import in_memory, interleave, medians, opened, prepared
+from native.layers import product
 from run.allocator import keep_freed_memory
-from sampler import import_dgl
+from sampler import NeighborSampler, import_dgl
 
 # weights by name: DGL's, ours
 GAT = {"fc_src": "src_linear", "fc_dst": "dst_linear"}
@@ -16,32 +25,28 @@ SAGE = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_l
 def dgl_twin(layer):
     """DGL's layer of the same name, with the weights of ours."""
     import_dgl()
-    from dgl import nn
+    from dgl import nn as layers
 
     lonely = {"allow_zero_in_degree": True}
     if isinstance(layer, model.GINConv):
-        plain = {model.Linear: torch.nn.Linear, model.ReLU: torch.nn.ReLU}
-        mlp = torch.nn.Sequential(
-            *(
-                plain.get(type(m), type(m))(*getattr(m, "weight", torch.empty(())).shape[::-1])
-                for m in layer.mlp
-            )
-        )
+        plain, mlp = {model.Linear: nn.Linear, model.ReLU: nn.ReLU}, nn.Sequential()
+        for part in layer.mlp:
+            shape = getattr(part, "weight", torch.empty(())).shape
+            mlp.append(plain.get(type(part), type(part))(*shape[::-1]))
         mlp.load_state_dict(layer.mlp.state_dict())
-        return nn.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
+        return layers.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
     if isinstance(layer, model.GCNConv):
-        twin = nn.GraphConv(layer.linear.in_features, layer.out_dim, **lonely)
+        twin = layers.GraphConv(layer.linear.in_features, layer.out_dim, **lonely)
         twin.weight.data = layer.linear.weight.data.t().clone()
         twin.bias.data = layer.bias.data.clone()
         return twin
     if isinstance(layer, model.GATv2Conv):
-        twin = nn.GATv2Conv(
-            layer.src_linear.in_features, layer.attn.shape[1], layer.heads, **lonely
-        )
+        sizes = layer.src_linear.in_features, layer.attn.shape[1], layer.heads
+        twin = layers.GATv2Conv(*sizes, **lonely)
         twin.attn.data, names = layer.attn.data[None].clone(), GAT
     else:
         kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
-        twin, names = nn.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind), SAGE
+        twin, names = layers.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind), SAGE
     for theirs, ours in names.items():
         if hasattr(layer, ours):
             getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
@@ -58,7 +63,7 @@ def dgl_inference(net, indptr, indices, x):
     """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net` ->
     function of the number of nodes taken at a time -> logits [V, C]."""
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
-    graph = dgl_graph(indptr, indices.long())
+    graph = tools.dgl_graph(indptr, indices.long())
     if isinstance(net.layers[0], model.GATv2Conv):
         graph = import_dgl().add_self_loop(graph)
 
@@ -100,4 +105,109 @@ def bench_inference(args):
     logits = {}
     times = interleave(steps, args.rounds, warmup=1, note=logits.__setitem__)
     apart = {name: (out - logits["ours"]).abs().max().item() for name, out in logits.items()}
-    return turned(print_times("inference", times, "s", logits_apart=apart))
+    return tools.turned(tools.print_times("inference", times, "s", logits_apart=apart))
+
+
+def bench_layers(args):
+    """Median ms of a step whose inputs were gathered before, dropout 0, and of its forward pass.
+
+    Returns:
+        {"layers": {model: {contender: ms, "DGL / ours": ratio, "DGL forward": ms, ...}}}
+    """
+    keep_freed_memory()
+    store, seeds = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
+    sampler = NeighborSampler(store.indptr, store.indices, args.fanout, threads=args.threads)
+    blocks = sampler.sample(torch.randperm(store.num_nodes, generator=seeds)[: args.batch_size], 0)
+    x = store.features.gather(blocks[0].src_nodes.long())
+    y = store.labels[blocks[-1].src_nodes[: args.batch_size].long()]
+    widths = [x.shape[1], *[args.hidden] * (len(blocks) - 1), store.num_classes]
+    degrees, figures = model.graph_degrees(store.indptr, store.indices), {}
+    for conv in args.models.split(",") if args.models else model.CONVS:
+        heads, passes = args.heads if conv == "gat" else 1, {}
+        shape, contenders = (conv, widths, heads, blocks), {}
+        for name, make in {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}.items():
+            passes[name] = []
+            contenders[name] = partial(training, partial(make, *shape), x, y, passes[name])
+        contenders["products"] = partial(products, *shape)
+        times = interleave(prepared(contenders), args.rounds, twice=True)
+        row = figures[conv] = {name: 1e3 * median for name, median in medians(times).items()}
+        for name in filter(times.get, passes):
+            row[f"{name} forward"] = 1e3 * statistics.median(passes[name])
+            if name != "ours":
+                row[f"{name} / ours"] = row[name] / row["ours"]
+    tools.print_table("ms", figures)
+    return {"layers": figures}
+
+
+def training(make, x, y, passes):
+    """Prepare steps of a network; the seconds of forward passes go to a list."""
+    net, apply = make()
+    optimizer = torch.optim.Adam(net.parameters(), fused=True)
+
+    def step(i):
+        start = time.perf_counter()
+        loss = F.cross_entropy(apply(x), y)
+        passes.append(time.perf_counter() - start)
+        return tools.descend(optimizer, loss)
+
+    return step
+
+
+def products(conv, widths, heads, blocks):
+    """Prepare the matrix products of a step alone, those with the gradients included."""
+    shapes = []  # (rows, inputs, outputs, whether the inputs need a gradient)
+    for i, (block, a, b) in enumerate(zip(blocks, widths, widths[1:])):
+        N, S, wide = block.num_src, block.num_dst, b * heads if i == len(blocks) - 1 else b
+        shapes += {
+            "sage": [(S, 2 * a, b, i)],
+            "sage-pool": [(N, a, a, i), (S, a, b, i), (S, a, b, 1)],
+            "gcn": [(N if a > b else S, a, b, i)],
+            "gat": [(N, a, wide, i), (S, a, wide, i)],
+            "gin": [(S, a, b, i), (S, b, b, 1)],
+        }[conv]
+    new = torch.randn
+    work = [(new(n, a), new(b, a), new(n, b), wanted) for n, a, b, wanted in shapes]
+
+    def step(i):
+        for x, weight, grad, wanted in work:
+            product(x, weight)
+            torch.mm(grad.t(), x)
+            if wanted:
+                product(grad, weight.t())
+
+    return step
+
+
+def ours(conv, widths, heads, blocks, degrees=None):
+    """Prepare this project's network -> (module, function that applies it)."""
+    options = {"num_layers": len(blocks), "dropout": 0.0, "heads": heads}
+    net = model.GNN(widths[0], widths[1], widths[-1], conv=conv, **options)
+    net.degrees = degrees
+    return net, lambda x: net(blocks, x)
+
+
+def dgl(*shape):
+    """Prepare DGL's, with the same weights."""
+    net = nn.ModuleList(map(dgl_twin, ours(*shape)[0].layers))
+    graphs = [block.to_dgl() for block in shape[-1]]
+    return net, lambda x: tools.forward(net, graphs, x, call=call_dgl)
+
+
+def pyg(conv, widths, heads, blocks):
+    """Prepare PyG's, of plain torch operations."""
+    from torch_geometric import nn as layers
+
+    if conv == "gcn":
+        raise NotImplementedError("PyG's GCNConv takes graphs, not blocks")
+    mlp = lambda a, b: nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b))  # noqa: E731
+    gat = partial(layers.GATv2Conv, heads=heads, add_self_loops=False)
+    make = {
+        "sage": lambda a, b, last: layers.SAGEConv((a, a), b),
+        "sage-pool": lambda a, b, last: layers.SAGEConv((a, a), b, aggr="max", project=True),
+        "gat": lambda a, b, last: gat((a, a), b if last else b // heads, concat=not last),
+        "gin": lambda a, b, last: layers.GINConv(mlp(a, b), train_eps=True),
+    }[conv]
+    net = nn.ModuleList(make(a, b, b == widths[-1]) for a, b in zip(widths, widths[1:]))
+    edges = [(block.to_pyg()[0], block.num_dst) for block in blocks]
+    call = lambda layer, block, h, last: layer((h, h[: block[1]]), block[0])  # noqa: E731
+    return net, lambda x: tools.forward(net, edges, x, call=call)

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import mmap
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -15,17 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import tools
 from bench.sampler import LABORS
 from bench.step import make_ring, trainer
-from bench.tools import (
-    alone,
-    chosen_parts,
-    forget_pages,
-    medians,
-    print_table,
-    watch,
-    watched_rounds,
-)
+from bench.tools import alone, forget_pages, medians, print_table, watch
 from disk.cache import LookaheadCache
 from disk.files import StoreError, map_npy
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
@@ -85,8 +77,6 @@ def part_build(args, folder):
         for where in GRAPHS
     }
     print_table("graph", {where: {"ms a batch": ms} for where, ms in medians(times).items()})
-    shutil.rmtree(path)
-    (folder / "edges").unlink()
     return built | {"sample_ms": medians(times)}
 
 
@@ -124,7 +114,7 @@ def train_from_disk(path, args, how, cache, drawn="uniform"):
         array._mmap.madvise(mmap.MADV_DONTNEED)
     forget_pages(path)
     step = lambda: train_on(next(batches), ring.first_hop)  # noqa: E731
-    rounds = watched_rounds(step, ROUNDS, max(1, args.batches // ROUNDS))
+    rounds = tools.watched_rounds(step, ROUNDS, max(1, args.batches // ROUNDS))
     rounds[0]["peak_anonymous"] = max(made["peak_anonymous"], rounds[0]["peak_anonymous"])
     rounds[-1] |= table.counts() if isinstance(table, LookaheadCache) else {}
     rounds[-1]["cache_hit_rate"] = getattr(table, "hit_rate", None)
@@ -146,11 +136,14 @@ def train_graphbolt(path, args, how, rounds, each):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def train_each(path, args, ways):
+def train_each(args, folder, backend, ways):
     """Train --batches batches in each of {name: (how, cache)}, a twentieth of them at a time, each in a process of its
     own and one after another, because pages that one of them reads would serve the others -> {name: figures};
     batches_per_s is of all but the first quarter, by which caches are full, "seconds" and "from_disk" of all."""
     each, figures = max(1, args.batches // ROUNDS), {}
+    nodes = max(1000, int(args.features_gb * 1e9) // 1024)
+    dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
+    path = prepare.prepare(dataset, folder, backend=backend)
     trainings = {
         name: partial(alone, args.threads, train_from_disk, path, args, *way)
         for name, way in ways.items()
@@ -186,18 +179,6 @@ def print_training(trained, what):
         for other in {"mmap, RAM cache", ADVISED} & trained.keys():
             row[f"rate / {other}"] = f["batches_per_s"] / trained[other]["batches_per_s"]
     print_table(what, shown)
-
-
-def train_under_root(args, backend, ways):
-    """Train from a store under --root, removed at the end unless it was there before -> figures."""
-    nodes, there = max(1000, int(args.features_gb * 1e9) // 1024), set(Path(args.root).iterdir())
-    dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-    path = prepare.prepare(dataset, args.root, backend=backend)
-    try:
-        return train_each(path, args, ways)
-    finally:
-        if path not in there:
-            shutil.rmtree(path)
 
 
 def write_graphs(path, count):
@@ -249,23 +230,25 @@ def part_train(args, folder):
     ways |= {name: (how, cache) for name, how in {"disk, RAM cache": "disk", **AHEAD}.items()}
     ways |= {name: ("lookahead", cache, name) for name in ("LABOR", "LABOR, layer, batch 4")}
     ways["disk, cache of train.py's default"] = ("lookahead", None)
-    return train_under_root(args, "mmap", ways)
+    return train_each(args, folder, "mmap", ways)
 
 
 PARTS = {
     "build": part_build,
     "graphs": part_graphs,
-    "train": part_train,  # and then LMDB: both may not fit on the disk
-    "lmdb": lambda args, folder: train_under_root(args, "lmdb", {"LMDB": ("map", 0)}),
+    "train": part_train,
+    "lmdb": partial(train_each, backend="lmdb", ways={"LMDB": ("map", 0)}),
 }
 
 
 def bench_store(args):
     """Build, train from disk, write and read small graphs, each in its own process; returns the figures."""
-    parts = chosen_parts(args, PARTS)
+    parts = tools.chosen_parts(args, PARTS)
     Path(args.root).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
-        figures = {part: PARTS[part](args, Path(folder)) for part in PARTS if part in parts}
+    figures = {}
+    for part in parts:  # what one leaves and the next builds may not both fit on the disk
+        with tempfile.TemporaryDirectory(dir=args.root, prefix="bench-store-") as folder:
+            figures[part] = PARTS[part](args, Path(folder))
     training = figures.pop("train", {}) | figures.pop("lmdb", {})
     if training:
         print_training(training, f"{args.features_gb:g} GB of features")
