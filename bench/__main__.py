@@ -36,6 +36,7 @@ from disk.files import StoreError
 from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
+MODELS = "mlp", *CONVS, "labels"
 SHARED = "synthetic:nodes=2500000,degree=1,features=400"
 NAMES = "sampler step store inference accuracy defaults gpu attack picture"
 # command: the module with its bench_COMMAND
@@ -55,9 +56,7 @@ def make_parser():
     add = parser.add_argument
     add("what", choices=list(MODULES))
     add("files", nargs="*", help="picture: what the others wrote (default: four files of results/)")
-    add(
-        "--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all of --data"
-    )
+    add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all")
     add("--root", default="data", help="folder for built stores")
     add("--fanout", default="15,10,5", type=numbers)
     add("--batch-size", type=int, default=1024)
@@ -81,9 +80,7 @@ def make_parser():
     # accuracy, labor
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
     add("--heads", type=int, default=1, help="step, layers: of gat")
-    add(
-        "--models", metavar="A,B", help="accuracy, layers: of mlp,sage,sage-pool,gcn,gat,gin,labels"
-    )
+    add("--models", metavar="A,B", help=f"accuracy, defaults, layers: of {','.join(MODELS)}")
     add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
     # gpu, attack, picture
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
@@ -105,9 +102,8 @@ def main(argv=None):
         parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    known = "mlp", *CONVS, "labels"
-    if unknown := set((args.models or "mlp").split(",")) - set(known):
-        parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(known)}")
+    if unknown := set((args.models or "mlp").split(",")) - set(MODELS):
+        parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(MODELS)}")
     gpu = args.what == "gpu"
     args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)

@@ -65,8 +65,8 @@ PINNED, ON_CPU = "native, graph in pinned memory", "native, on CPU"  # not the s
 class Record:
     """A part's entry in gpu.json: its figures as they come, and what failed."""
 
-    def __init__(self, args, part, seconds):
-        self.args, self.part, self.seconds, self.start = args, part, seconds, time.time()
+    def __init__(self, args, part):
+        self.args, self.part = args, part
         self.file, self.figures = Path(args.out, "gpu.json"), {}
 
     def keep(self, **figures):
@@ -104,29 +104,11 @@ def bench_gpu(args):
     file, end = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes
     head = {"machine": tools.hardware(gpu=True), "arguments": vars(args)}
     write_json(file, head | {"parts": read_json(file).get("parts", {})})  # not run again, they stay
-
-    def records():
-        for name in names:
-            # a rehearsal may run on an emulated GPU
-            seconds = min(PARTS[name][1] * (10 if args.quick else 1), end - time.time())
-            print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
-            record = Record(args, name, seconds)
-            record.keep(failed=[], seconds=0)  # in place of an older run's
-            if seconds > 0:
-                yield record
-            else:
-                record.fail(f"no time left of --minutes {args.minutes:g}")
-
-    limit = {"seconds": lambda record: record.seconds, "context": START}
-    for record, code in tools.in_groups(work, records(), **limit):
-        record.figures = read_json(file)["parts"][record.part]
-        if code is None:
-            record.fail(f"stopped after {record.seconds:.0f} s")
-        elif code:
-            record.fail(f"its process ended with exit code {code}")
-        record.keep(seconds=time.time() - record.start)
     for name in names:
-        entry = read_json(file)["parts"][name]
+        # a rehearsal may run on an emulated GPU
+        seconds = min(PARTS[name][1] * (10 if args.quick else 1), end - time.time())
+        print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
+        entry = run_part(Record(args, name), seconds)
         state = f"{len(entry['failed'])} failed" if entry["failed"] else "done"
         summary = entry.get("summary", "")
         rows[name] = {"seconds": round(entry["seconds"]), "state": state, "in short": summary}
@@ -136,8 +118,25 @@ def bench_gpu(args):
     return {"failed": [name for name, row in rows.items() if row["state"] != "done"]}
 
 
+def run_part(record, seconds):
+    """Run a part in a process of its own, for at most so many seconds -> its entry in gpu.json."""
+    record.keep(failed=[], seconds=0)  # in place of an older run's
+    if seconds <= 0:
+        record.fail(f"no time left of --minutes {record.args.minutes:g}")
+        return record.figures
+    start = time.time()
+    [(_, code)] = tools.in_groups(work, [record], seconds=lambda record: seconds, context=START)
+    record.figures = read_json(record.file)["parts"][record.part]
+    if code is None:
+        record.fail(f"stopped after {seconds:.0f} s")
+    elif code:
+        record.fail(f"its process ended with exit code {code}")
+    record.keep(seconds=time.time() - start)
+    return record.figures
+
+
 def work(record):
-    """Run a part, in a process of its own."""
+    """Run a part in this process."""
     tools.settle(record.args.threads)
     with record.attempt(record.part):
         PARTS[record.part][0](record.args, record)
@@ -336,10 +335,8 @@ def transfer(args, record):
         copies.append(batch.began.elapsed_time(batch.ready))
 
     link = "page-locked copy"
-    steps = {
-        link: lambda i: device.copy_(pinned, non_blocking=True),
-        "ring: gather and copy": fetch,
-    }
+    copy = lambda i: device.copy_(pinned, non_blocking=True)  # noqa: E731
+    steps = {link: copy, "ring: gather and copy": fetch}
     with record.attempt("reads in place"):
         arrays = [gpu_view(a, "cuda") for a in share([store.indptr, store.indices, features])]
         *graph, table = arrays
@@ -359,10 +356,8 @@ def transfer(args, record):
     share_of_link = {name: speed / rate[link] for name, speed in rate.items()}
     figures = {"median_ms": ms, "bytes": size, "gb_per_s": rate, "share_of_link": share_of_link}
     print_table("from host memory", turned(figures))
-    parts = ", ".join(
-        f"{name} {100 * p:.0f} %" for name, p in share_of_link.items() if name != link
-    )
-    record.keep(**figures, summary=f"of the link's speed: {parts}")
+    parts = [f"{name} {100 * p:.0f} %" for name, p in share_of_link.items() if name != link]
+    record.keep(**figures, summary=f"of the link's speed: {', '.join(parts)}")
 
 
 def losses(args, record):

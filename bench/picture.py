@@ -59,12 +59,10 @@ def bench_picture(args):
         charts |= drawn
     if not charts:
         raise StoreError(
-            f"nothing to draw in {files}: bench sampler, step, inference and gpu write it"
+            f"nothing to draw in {files}: bench sampler, step, inference, gpu write it"
         )
-    size = 4.2 * len(charts), 2.4
-    figure, axes = pyplot.subplots(
-        1, len(charts), figsize=size, layout="constrained", squeeze=False
-    )
+    options = {"figsize": (4.2 * len(charts), 2.4), "layout": "constrained", "squeeze": False}
+    figure, axes = pyplot.subplots(1, len(charts), **options)
     for axis, (title, times) in zip(axes[0], charts.items()):
         colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]
         bars = axis.barh(list(times), [1e3 / ms for ms in times.values()], color=colors)

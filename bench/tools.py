@@ -95,14 +95,7 @@ def on_host(step, i):
 
 
 def interleave(
-    steps,
-    rounds,
-    *,
-    warmup=2,
-    twice=False,
-    note=lambda name, result: None,
-    timed=on_host,
-    attempt=without_others,
+    steps, rounds, *, warmup=2, twice=False, note=None, timed=on_host, attempt=without_others
 ):
     """Time contenders {name: step, a function of the round's number}, once a round each, in turn -> {name: [seconds]}.
 
@@ -117,7 +110,8 @@ def interleave(
                 if twice:
                     steps[name](i)
                 seconds, result = timed(steps[name], i)
-                note(name, result)
+                if note:
+                    note(name, result)
                 times[name] += [seconds] * (i >= warmup)
                 continue
             del times[name]
@@ -215,7 +209,7 @@ def dgl_graph(indptr, indices):
 
 
 def own_process(threads):
-    """An executor of one process whose memory is its own."""
+    """An executor of one process with memory of its own."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
 
