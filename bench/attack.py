@@ -218,7 +218,7 @@ def make_good(case):
         lock.unlink()
     for task, words in {"node": [], "link": ["--scorer", "mlp", "--early-stop", 5]}.items():
         words += ["--checkpoint", base / f"{task}.pt"]
-        exit_code(train.main, command(base / "mmap", 1, *words, task=task))
+        run_train(case, base / "mmap", 1, *words, task=task)
 
 
 def build_in(path, arrays, backend="lmdb", block_rows=None):
@@ -360,13 +360,6 @@ ATTACKS = {  # kind: (cases in a round, what one does)
 }
 
 
-def command(dataset, epochs, *words, task="node"):
-    """The command line of a small training run -> list of words."""
-    layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
-    sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
-    return ["--task", task, "--dataset", dataset, *sizes, *words]
-
-
 def train_on(case, dataset):
     """Train on a store, and note what came of it."""
     task, words = "graph", ["--checkpoint", "out.pt"]
@@ -378,7 +371,9 @@ def train_on(case, dataset):
 
 def run_train(case, dataset, epochs, *words, task="node"):
     """Run train.py and note its exit code and a digest of what it left: the weights, and the scores of all nodes."""
-    code = exit_code(train.main, command(dataset, epochs, *words, task=task))
+    layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
+    sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
+    code = exit_code(train.main, ["--task", task, "--dataset", dataset, *sizes, *words])
     case.note(code=code)
     if code == 0 and Path("out.pt").exists():
         weights = torch.load("out.pt", weights_only=True)["model"].values()
@@ -447,7 +442,9 @@ def bench_attack(args):
             if outcome in FAILURES:
                 failed.append(entry)
             if outcome in FAILURES or args.case is not None:
-                print(*entry, notes if args.case is not None else "", flush=True)
+                print(*entry, flush=True)
+            if args.case is not None:
+                print(notes.pop("printed"), notes)
             shutil.rmtree(case.folder, ignore_errors=True)
     print_table("kind", rows)
     return {"attack_seconds": time.monotonic() - began, "outcomes": rows, "failed": failed}

@@ -283,10 +283,8 @@ def bench_scaling(args):
         rows = sum(block.num_dst for part in parts for block in draw.sample(part, 0))
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
         first = first or row | {"rows": rows}
-        row |= {
-            "speedup": first["median_s"] / row["median_s"],
-            "rows / first": rows / first["rows"],
-        }
+        row["speedup"] = first["median_s"] / row["median_s"]
+        row["rows / first"] = rows / first["rows"]
         for stage in ("exchange", "stall", "optimizer"):
             row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
         figures[procs] = row

@@ -72,10 +72,8 @@ def part_build(args, folder):
     """Build and sample -> figures."""
     built, path = alone(args.threads, build_edges, folder, args.edges), folder / "built"
     print_table("build", {"random edges": built})
-    times = {
-        where: [alone(args.threads, sample_graph, path, args, where) for _ in range(3)]
-        for where in GRAPHS
-    }
+    sample = partial(alone, args.threads, sample_graph, path, args)
+    times = {where: [sample(where) for _ in range(3)] for where in GRAPHS}
     print_table("graph", {where: {"ms a batch": ms} for where, ms in medians(times).items()})
     return built | {"sample_ms": medians(times)}
 
@@ -144,10 +142,8 @@ def train_each(args, folder, backend, ways):
     nodes = max(1000, int(args.features_gb * 1e9) // 1024)
     dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
     path = prepare.prepare(dataset, folder, backend=backend)
-    trainings = {
-        name: partial(alone, args.threads, train_from_disk, path, args, *way)
-        for name, way in ways.items()
-    }
+    ours = partial(alone, args.threads, train_from_disk, path, args)
+    trainings = {name: partial(ours, *way) for name, way in ways.items()}
     if args.graphbolt and len(ways) > 1:
         trainings[ADVISED] = partial(train_graphbolt, path, args, "advised", ROUNDS, each)
     for name, training in trainings.items():
