@@ -131,7 +131,6 @@ def inside(case):
     case.note(peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-# pairs (case, exit code; None: it took too long), as they end
 run_all = functools.partial(in_groups, inside, seconds=lambda case: SECONDS)
 
 

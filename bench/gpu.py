@@ -227,11 +227,8 @@ def sampling(args, record):
 
 
 def bytes_of_batch(blocks):
-    """What sampling moves at least: sectors of 32 bytes at random places, and the blocks themselves.
-
-    A sector of indptr for each destination; one of indices for each edge, and one of the table of numbers where the
-    hop is relabelled.
-    """
+    """What sampling moves at least: the blocks, and sectors of 32 bytes, one of indptr for each destination and of indices
+    for each edge, and of the table of numbers for each edge of a relabelled hop."""
     total = 0
     for block in blocks:
         relabelled = block.num_src > block.num_dst
@@ -241,11 +238,8 @@ def bytes_of_batch(blocks):
 
 
 def plain(args, size, mode):
-    """Time steps without what this project is about, in fp32 -> figures.
-
-    Sampling by torch operations, nothing prepared ahead, rows gathered into fresh tensors and copied, layers of torch
-    operations, torch's own dropout.
-    """
+    """Time steps without what this project is about, in fp32 -> figures: sampling, layers and dropout of torch operations,
+    nothing prepared ahead, rows gathered into fresh tensors and copied."""
     store = opened(graph_name(args, size), args.root)
     arrays = [store.indptr, store.indices, store.labels, store.features]
     arrays = share(arrays) if mode == "pinned-cuda" else arrays

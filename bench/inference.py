@@ -109,11 +109,8 @@ def bench_inference(args):
 
 
 def bench_layers(args):
-    """Median ms of a step whose inputs were gathered before, dropout 0, and of its forward pass.
-
-    Returns:
-        {"layers": {model: {contender: ms, "DGL / ours": ratio, "DGL forward": ms, ...}}}
-    """
+    """Median ms of a step whose inputs were gathered before, dropout 0, and of its forward pass -> {"layers": {model:
+    {contender: ms, "DGL / ours": ratio, "DGL forward": ms, ...}}}."""
     keep_freed_memory()
     store, seeds = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, threads=args.threads)

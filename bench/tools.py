@@ -236,13 +236,8 @@ def _take(words):
 
 
 def in_groups(function, jobs, workers=1, *, seconds, context="fork"):
-    """Call function(job) for every job in a process that leads a group, some at a time; the groups are killed.
-
-    seconds: function of a job -> seconds that it may take.
-
-    Yields:
-        (job, exit code; None: it took too long), as they end.
-    """
+    """Call function(job) for every job in a process that leads a group, some at a time, for at most seconds(job); yield
+    (job, exit code; None: it took too long) as they end. The groups are killed."""
     running, jobs, start = {}, iter(jobs), multiprocessing.get_context(context).Process
     try:
         while True:
