@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13585,
+    "lines of product Python": 13030,
     "lines of C and CUDA": 2000,
-    "lines of bench": 3350,
-    "lines of tests": 13000,
+    "lines of bench": 3040,
+    "lines of tests": 11800,
     "lines of README": 200,
     "longest file": 850,
     "functions above 60 lines": 4,
     "entries in the root": 21,
     "floors of imports": 8,
-    "arrows": 150,
+    "arrows": 145,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
