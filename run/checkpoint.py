@@ -288,7 +288,7 @@ def restore(state, path, ranks, args, model, optimizer, best):
         new = {name: getattr(args, name) for name in KEPT if name in args.typed}
         changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
         if changes and ranks.leads:
-            print(f"changed {', '.join(changes)}")
+            print(f"changed  {', '.join(changes)}")
         parameters = dict(enumerate(model.parameters()))
         for number, moments in state["optimizer"].items():
             shape = parameters[number].shape if number in parameters else None

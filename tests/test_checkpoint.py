@@ -64,7 +64,7 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     more = "--epochs 8 --lr 0.05 --lr-schedule cosine"
     log, _ = _run_here(tmp_path, f"--resume {tmp_path}/four.pt", more)
     changes = "lr 0.01 -> 0.05, lr-schedule constant -> cosine, epochs 4 -> 8"
-    assert f"\nchanged {changes}\n" in capsys.readouterr().out
+    assert f"\nchanged  {changes}\n" in capsys.readouterr().out
     rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
     assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
     # a run in bf16 with a cosine goes on in bf16 with the cosine, to the last bit, without saying so again
