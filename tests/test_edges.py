@@ -19,7 +19,6 @@ from tests.common import (
     TINY,
     _as_lists,
     _code,
-    _events,
     _log,
     _same_for_any_number_of_processes,
     _same_weights,
@@ -27,6 +26,7 @@ from tests.common import (
     _told_by_the_future,
     _train,
 )
+from tests.stores import _events
 
 
 @pytest.fixture
