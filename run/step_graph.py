@@ -244,7 +244,7 @@ class StepGraphs:
             blocks = self._blocks(seeds, step)
             for sizes, block in zip(most, blocks[::-1]):
                 sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
-        rows, places = self.sampler.engine.shapes(args.batch_size)
+        rows, places = self.sampler.engine.shapes(min(args.batch_size, nodes.numel()))
         some_more = lambda n, bound: min(bound, -(-(n + n // 16) // 256) * 256)  # noqa: E731
         for hop, (N, E) in enumerate(most):
             rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])

@@ -131,9 +131,11 @@ def _graph_ring(net, x, labels, slots, **options):
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
 
 
-def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None):
+def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
     """StepGraphs of a run with --cuda-graph `word`."""
-    args = argparse.Namespace(fanout=[4, 3, 3], batch_size=12, seed=5, prefetch=1, cuda_graph=word)
+    args = argparse.Namespace(
+        fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1, cuda_graph=word
+    )
     predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
     run = dict(ranks=ranks or ddp.Ranks(), args=args, sampler=draws, ring=ring, model=net)
     run |= dict(forward=predict, store=types.SimpleNamespace(split={"train": nodes}))
@@ -185,6 +187,18 @@ def _plain_loop(net, draws, ring, batches, labels):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_a_cuda_step_is_a_graph_where_a_batch_has_room_for_more_seeds_than_there_are(
+    cuda_graphs, tmp_path
+):
+    nodes, labels, net = torch.randperm(300)[:53], torch.randint(5, (300,)), _net("gcn", (20, 8, 5))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
+    batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load=graphs.load)
+    assert graphs.captured and [batch.x.shape[0] for batch in batches] == [
+        graphs.slots[0].x.shape[0]
+    ]
 
 
 @pytest.mark.parametrize(
