@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
 from sampler import DamagedGraph, mix, number_before, random_bits
+from sources.splits import say_empty_parts
 from tasks.metrics import average_precision, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
 
@@ -538,6 +539,8 @@ class LinkTask(Task):
         store = open_graph(path, say)
         self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
         self.store.num_classes = args.hidden  # the width of embeddings
+        if args.edge_split != "none":
+            say_empty_parts(self.store.split, "edges", say)
         if args.pairs:
             read_pairs(args.pairs, store.num_nodes)  # refused before anything is trained
         self.metric = args.metric or "mrr"

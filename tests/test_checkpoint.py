@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 import types
+import warnings
 import zipfile
 from contextlib import suppress
 
@@ -296,7 +297,15 @@ def test_what_is_checked_of_a_checkpoint_is_what_is_loaded(zip64):
     with zipfile.ZipFile(io.BytesIO(first)) as archive:
         entry = archive.infolist()[-1]
     size = struct.pack("<I", entry.file_size)
+    packed, twice = io.BytesIO(), io.BytesIO(first)
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"x" * 999)
+    with zipfile.ZipFile(twice, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr(entry.filename, b"again")
     for damaged, message in (
+        (packed.getvalue(), "compressed, repeated"),
+        (twice.getvalue(), "compressed, repeated"),
         (first.replace(size * 2, struct.pack("<II", 1 << 30, 1 << 30)), "larger than the file"),
         (first[:-100], "zip|directory"),
     ):

@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13030,
     "lines of C and CUDA": 2000,
     "lines of bench": 3040,
-    "lines of tests": 11800,
+    "lines of tests": 11850,
     "lines of README": 200,
     "longest file": 850,
     "functions above 60 lines": 4,

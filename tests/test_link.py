@@ -20,6 +20,7 @@ from sources import prepare as datasets
 from store import GraphStore, build_store
 from tasks import link, metrics
 from tests.common import (
+    COMMON,
     OWN_LAYERS,
     _code,
     _end,
@@ -531,3 +532,15 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
     np.save(tmp_path / "pairs.npy", pairs + 990)
     refused = _train(again, scored, code=2)
     assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", refused)
+
+
+def test_link_task_says_which_part_of_its_split_is_empty(tiny, tmp_path, capsys):
+    words = [f"--task link --dataset {tiny}", *COMMON, "--epochs 1"]
+    for split, empty in (
+        ("90/0/10", ["valid"]),
+        ("90/10/0", ["test"]),
+        ("80/10/10", []),
+        ("none", []),
+    ):
+        assert _code(*words, f"--edge-split {split}") == 0
+        assert re.findall("split   it has no (.*) edges", capsys.readouterr().out) == empty
