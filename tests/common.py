@@ -37,6 +37,8 @@ from native import build, sampler_gpu
 from sources import prepare as datasets
 from store import build_store
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would wait for runs that ignore it
+
 HERE = Path(__file__).resolve().parents[1]
 DATA = HERE.parent / "shared" / "data"
 COMMON = "--fanout 3,3 --hidden 16 --batch-size 100 --gpus 0".split()
