@@ -361,6 +361,8 @@ def _read_slowly(content, separator, width):
 
 
 def _slow_number(cell, whole):
+    if whole and re.fullmatch("0[xX][0-9a-fA-F]+", cell):
+        return int(cell, 16)
     if not re.fullmatch("[-+0-9.eE]+", cell):
         raise ValueError(cell)
     value = int(cell) if re.fullmatch("[-+]?[0-9]+", cell) and whole else float(cell)
