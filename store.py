@@ -16,9 +16,11 @@ V nodes and M edges of the graph, F feature width, C classes. The graph is CSC o
 v are indices[indptr[v]:indptr[v+1]]; its other arrays: disk/columns.py. To copy this file take disk/ and native/ along;
 they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
-meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the only check of that file after the first `put_rows`. `open` checks sizes and heads and is safe on any bytes; `verify` reads everything:
-LMDB may end the process on damage behind the head of its file. Files of a store in use may be renamed or removed, but not
-cut: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of disk/files.py finds that.
+meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
+only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
+reads everything: LMDB may end the process on damage behind the header of its file. Files of a store in use may be renamed
+or removed, but not truncated: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of
+disk/files.py finds that.
 """
 
 import argparse
@@ -207,8 +209,8 @@ class GraphStore:
         labels: int64 [V], -1 where there is none; of several labels a node int8 [V, C] of 0 and 1.
         split: dict of int64 node ids for "train", "valid" and "test": of `num_splits` the one taken by `take_split`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
-        sampled_indices, sampling_threads: what a sampler takes: indices and None. If indices exceed half of the free memory:
-            a map of them without read-ahead, and SAMPLERS threads.
+        sampled_indices, sampling_threads: what a sampler takes: indices and None. If indices exceed half of the free
+            memory: a map of them without read-ahead, and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.

@@ -163,7 +163,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:
             if ranks.leads:
-                print(f"early   stopped after epoch {epoch}: none was better since {best['epoch']}")
+                since = f"no better score since epoch {best['epoch']}"
+                print(f"early   stopped after epoch {epoch}: {since}")
             break
         check_in_use(run.store)
         rate = learning_rate(args, epoch)

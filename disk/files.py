@@ -50,7 +50,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):
-    """What is wrong with a graph, in one sentence; unprintable characters, which may come from a foreign file, are escaped."""
+    """What is wrong with a graph, in one sentence; unprintable characters, perhaps of a foreign file, are escaped."""
 
     def __str__(self):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())

@@ -3,14 +3,14 @@
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
 
-What model.py tries first returns None for tensors it cannot handle (no compiler, another type); model.py then takes torch
-operations, which are the reference. On the CPU the loops run on torch's OpenMP threads: threads of another kind would
-compete with them for cores. The same input gives the same bits in every run.
+The functions that model.py tries first return None for tensors they cannot handle (no compiler, another type); it then
+takes torch operations, which are the reference. On the CPU the loops run on torch's OpenMP threads: threads of another
+kind would compete with them for cores. The same input gives the same bits in every run.
 
-On a GPU no function synchronizes, and all of them can be captured in a CUDA graph. A block may be padded to a static shape:
-with -1 in `indices` after its last edge, or after each destination's edges (k slots each, row offsets 0, k, 2k, ...). Rows with id
--1 are zeros. Dropout that differs from
-replay to replay takes its seed from the number of the step on the GPU: model.py's `layer_seed`.
+On a GPU no function synchronizes, and all of them can be captured in a CUDA graph. A block may be padded to a static
+shape: with -1 in `indices` after its last edge, or after each destination's edges (k slots each, row offsets 0, k, 2k,
+...). Rows with id -1 are zeros. Dropout that differs from replay to replay takes its seed from the number of the step on
+the GPU: model.py's `layer_seed`.
 """
 
 import ctypes
@@ -117,7 +117,8 @@ class Code:
     def self_and_mean_grad(
         self, indptr, indices, grad, num_src, kept=None, scale=1.0, alpha=None, beta=None
     ):
-        """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, that of their input."""
+        """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, the
+        gradient of their input."""
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (S, num_src, width, _aligned(width, grad))

@@ -251,7 +251,8 @@ def common_state(ranks, args):
 
 
 def check_graph(state, path, args, task):
-    """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; for prediction the widths must match, and fewer classes may occur."""
+    """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; for
+    prediction the widths must match, and fewer classes may occur."""
     store, graph = task.store, state["graph"]
     for name in task.compared(args):
         there, was = store.meta.get(name, 0), graph[name]

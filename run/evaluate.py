@@ -66,8 +66,8 @@ class Run:
     Attributes:
         ranks, args: of ddp.py; the settled flags. task, store: of tasks/, and its data. sampler, ring: None for a task
         that loads its batches itself. used: EdgeData. model: the network, not distributed.
-        by_layers: exact inference goes layer by layer. With times it cannot: a node's
-            row in each layer depends on whose time it is seen at.
+        by_layers: exact inference goes layer by layer. With times it cannot: a node's row in each layer depends on
+            whose time it is seen at.
     """
 
     def __init__(self, ranks, args, task, used, sampler, ring, model):
@@ -88,7 +88,8 @@ class Run:
 
     def forward(self, batch, key=None, network=None):
         """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32,
-        float64 with fp64. key: decides on dropout. network: the model as wrapped by DistributedDataParallel; None: the bare one."""
+        float64 with fp64. key: of dropout. network: the model as wrapped by DistributedDataParallel; None: the bare
+        one."""
         device = self.ranks.device
         if key is not None and not isinstance(self.model, GNN):
             # torch.manual_seed takes 0.1 ms to ask for devices of all kinds

@@ -97,9 +97,11 @@ def obstacle(ranks, args, sampler, ring):
         "the features are no tensor, or lie behind a cache": no_tensor,
         "edges have features": ring.edge_features is not None,
         "the sampler's kernels are not there": no_kernels,
-        "the layers' kernels are not there": not layers.has_kernels(sampler.indices),
     }
-    return hindrance(args) or first_true(reasons)
+    if why := hindrance(args) or first_true(reasons):
+        return why
+    # asked for last: the first time they are compiled
+    return None if layers.has_kernels(sampler.indices) else "the layers' kernels are not there"
 
 
 def build(run, optimizer):
@@ -251,7 +253,7 @@ class StepGraphs:
         return batches[0], (rows[: hops + 1], places[:hops])
 
     def _blocks(self, seeds, step):
-        """A batch in shapes of its own."""
+        """A batch in its own shapes."""
         return self.sampler.sample(seeds, step, relabel_outer=not self.first_hop)
 
     def _state(self):

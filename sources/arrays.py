@@ -273,7 +273,8 @@ class Arrays:
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
         if normalize and (least := values.min(initial=0)) < 0:
-            raise self.error(f"feat_data holds {least}: rows have no sum; give row_normalize=0")
+            why = "rows with values below 0 are not divided by their sum; give row_normalize=0"
+            raise self.error(f"feat_data holds {least}: {why}")
         if data:
             how = "each row divided by its sum (row_normalize=0 leaves them)"
             how = how if normalize else "as they are"

@@ -86,9 +86,8 @@ def prepare(
         try:
             with reading(root):
                 root.mkdir(parents=True, exist_ok=True)
-                with files.locked(
-                    root.resolve()
-                ):  # of several processes one builds, the others wait
+                # of several processes one builds, the others wait
+                with files.locked(root.resolve()):
                     if not (target / "meta.json").is_file():
                         with reading(dataset):
                             make(target, backend=backend, progress=progress)

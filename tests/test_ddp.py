@@ -275,8 +275,8 @@ def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
     """The real script with spawned ranks, which a terminal signals as well; forks are tested with other signals."""
     common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --dropout 0.5"
-    words = f"--epochs 10000 --checkpoint {tmp_path}/c.pt"
-    process = _start(common, words, start_new_session=True)
+    stopped, resumed, straight = (tmp_path / f"{n}.pt" for n in ("c", "resumed", "straight"))
+    process = _start(common, f"--epochs 10000 --checkpoint {stopped}", start_new_session=True)
     watch = threading.Timer(180, process.kill)  # whatever goes wrong, it ends
     watch.start()
     lines = iter(process.stdout.readline, "")
@@ -288,6 +288,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
     assert process.wait(timeout=30) == 128 + signal.SIGINT, output
     assert "stopped in epoch" in output and "Traceback" not in output, output
     assert _gone(family) and [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+    # the interrupted run, resumed, ends where the run that was not interrupted ends
+    total = torch.load(stopped, weights_only=True)["epoch"] + 2
+    _train(common, f"--epochs {total} --resume {stopped} --checkpoint {resumed}")
+    _train(common, f"--epochs {total} --checkpoint {straight}")
+    assert _same_weights(resumed, straight)
 
 
 def _ignoring_hangups(*words):
@@ -295,8 +300,9 @@ def _ignoring_hangups(*words):
     return train.main([*words])
 
 
-def test_a_closed_terminal_leaves_a_checkpoint_and_nohup_goes_on(tiny, tmp_path):
-    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_closed_terminal_leaves_a_checkpoint_and_nohup_goes_on(tiny, tmp_path, procs):
+    words = f"--dataset {tiny} --gpus 0 --procs {procs} --batch-size 50 --fanout 3,3 --epochs 10000"
     words += f" --checkpoint {tmp_path}"
     plain = _start_fork(tmp_path / "plain", f"{words}/c.pt")
     nohup = _fork(tmp_path / "nohup", _ignoring_hangups, *f"{words}/n.pt".split())

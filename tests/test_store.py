@@ -205,6 +205,13 @@ def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
     for change in changes:
         _rewrite_meta(path, **{**good, **change})
         _refuses(said, GraphStore.open, path)
+    file = path / "edge_time.npy"  # longer: its header does not say so
+    data, kept = file.read_bytes(), good["files"]["edge_time.npy"]
+    file.write_bytes(data + bytes(8))
+    longer = good["files"] | {"edge_time.npy": kept | {"bytes": len(data) + 8}}
+    _rewrite_meta(path, **{**good, "files": longer})
+    _refuses("edge_time.npy cannot be read: its header is damaged", GraphStore.open, path)
+    file.write_bytes(data)
     _rewrite_meta(path, **good)
     assert verify(path) == []
     old = build_store(tmp_path / "old", **args)

@@ -364,7 +364,8 @@ def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
     _run_here(tmp_path, common, "--epochs 3")
     resumed, weights = _run_here(tmp_path, f"--resume {tmp_path}/here.pt", common, "--epochs 60")
     assert resumed[-2]["epoch"] == len(valid)
-    said = f"early   stopped after epoch {len(valid)}: none was better since {len(valid) - 3}\n"
+    since = f"no better score since epoch {len(valid) - 3}"
+    said = f"early   stopped after epoch {len(valid)}: {since}\n"
     assert capsys.readouterr().out.count(said) == 2
     assert all(torch.equal(last[name], weights[name]) for name in last)
 
