@@ -37,6 +37,7 @@ RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in 
 METHODS = ("uniform", "labor", "latest")
 BACKENDS = ("auto", "native", "torch", "dgl")
 DAMAGED = "the graph is damaged: an offset in indptr or a node id in indices is out of range"
+NO_TYPE = -2  # in rule.h, too
 
 
 class Block(NamedTuple):
@@ -51,6 +52,7 @@ class Block(NamedTuple):
     src_nodes: Tensor  # [N] global node ids; the first S are the seeds, in the order given
     edge_ids: Tensor | None = None  # [E] position of each edge in the graph's `indices`
     src_times: Tensor | None = None  # int64 [N] times of the source nodes, where edges have times
+    edge_type: Tensor | None = None  # [E] the type of each edge, where edges have types
 
     num_src = property(lambda self: self.src_nodes.numel(), doc="N, the number of source nodes.")
     num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, that of destination nodes.")
@@ -67,7 +69,7 @@ class Block(NamedTuple):
                 t.record_stream(stream)
 
     def to_dgl(self):
-        """The same block as a DGL block, with dgl.NID (and dgl.EID when there are edge_ids) set."""
+        """The same block as a DGL block, with dgl.NID set, and dgl.EID and dgl.ETYPE where it has edge_ids and edge_type."""
         from native.dgl import to_dgl
 
         return to_dgl(self)
@@ -91,6 +93,9 @@ class SamplingSpec(NamedTuple):
     weights: Tensor | None  # float [M]
     edge_times: Tensor | None  # int64 [M], ascending in each list
     strict: bool  # only edges before the time of their destination
+    window: int  # only edges later than this before that time; 0: all
+    edge_type: Tensor | None  # uint8 or int16 [M], ascending in each list; drawn from by type
+    fanout_of: Tensor | None  # int64 [L, all numbers of a type] k of each type, NO_TYPE beyond
     one_draw: bool  # all hops have the key of hop 0
     rule: str  # one of RULES
     edge_ids: bool  # whether blocks have them
@@ -105,6 +110,7 @@ class Hop(NamedTuple):
     k: int  # fanout, -1: all
     key: int  # hop_key() of it
     relabel: bool  # False: indices keep global ids, src_nodes are the destinations alone
+    fanout_of: Tensor | None  # k of each type instead
 
 
 class NeighborSampler:
@@ -113,7 +119,8 @@ class NeighborSampler:
     Args:
         indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device.
         fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10 for each of those,
-            then 5); -1 takes all. DGL lists the same in the opposite order.
+            then 5); -1 takes all. DGL lists the same in the opposite order. Of edges with types a number is for each
+            type, or a list has one for each: [[10, 3], [5, 0]].
         replace: draw with replacement (uniform only).
         method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with common
             neighbours take the same ones, which makes the outer hops smaller; "latest", for edges with times: the last k.
@@ -123,6 +130,10 @@ class NeighborSampler:
             (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
         edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node samples
             among its edges no later than the time of the seed it was reached from. strict: only edges before that time.
+            window: only edges later than that time minus this, an int above 0; None: all.
+        edge_type: uint8 or uint16 [M], ascending in each neighbour list (edge_times then ascend among the edges of a type):
+            the edges of each type are drawn as if they were the whole list, with random numbers of their own.
+            by_type: False draws from all together, as if they had no types; not with edge_times.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
@@ -150,28 +161,37 @@ class NeighborSampler:
         weights=None,
         edge_times=None,
         strict=False,
+        window=None,
+        edge_type=None,
+        by_type=True,
         seed=0,
         edge_ids=False,
         backend="auto",
         check=True,
         threads=None,
     ):
-        self.fanouts, self.seed = [int(k) for k in fanouts], int(seed)
+        self.fanouts, self.seed = [_numbers(k) for k in fanouts], int(seed)
         dependent = layer_dependency, batch_dependency
-        _check_options(
-            self.fanouts, replace, method, weights, edge_times, strict, backend, *dependent
-        )
+        times = edge_times, strict, window
+        _check_options(self.fanouts, replace, method, weights, times, backend, *dependent)
+        if edge_type is not None or any(isinstance(k, list) for k in self.fanouts):
+            _check_types(self.fanouts, edge_type, by_type, edge_times, backend)
         if check:
-            _check_graph(indptr, indices, weights, edge_times)
+            _check_graph(indptr, indices, weights, edge_times, edge_type, by_type)
         self.batch_dependency, self.timed = int(batch_dependency), edge_times is not None
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()
         self.num_nodes = indptr.numel() - 1
         weights, edge_times = (t if t is None else t.contiguous() for t in (weights, edge_times))
         rule = "replace" if replace else method if weights is None else "weighted"
-        graph = self.indptr, self.indices, weights, edge_times
-        self.task = SamplingSpec(
-            *graph, bool(strict), bool(layer_dependency), rule, edge_ids, threads
-        )
+        self.edge_type, self.edge_ids, drawn_from = edge_type, edge_ids, (None, None)
+        if edge_type is not None:
+            self.edge_type, edge_ids = _as_signed(edge_type).contiguous(), True
+        if edge_type is not None and by_type:
+            table, self.fanouts = _fanout_of(self.fanouts, self.edge_type)
+            drawn_from = self.edge_type, table
+        graph = self.indptr, self.indices, weights, edge_times, bool(strict), int(window or 0)
+        how = bool(layer_dependency), rule, edge_ids, threads
+        self.task = SamplingSpec(*graph, *drawn_from, *how)
         self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
@@ -209,7 +229,8 @@ class NeighborSampler:
             device, hops = self.indices.device, []
             for i, k in enumerate(self.fanouts):
                 key = hop_key(self.seed, step, 0 if self.task.one_draw else i)
-                hops.append(Hop(k, key, relabel_outer or i + 1 < len(self.fanouts)))
+                of_types = None if self.task.fanout_of is None else self.task.fanout_of[i]
+                hops.append(Hop(k, key, relabel_outer or i + 1 < len(self.fanouts), of_types))
             times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
         try:
@@ -219,7 +240,12 @@ class NeighborSampler:
         if blocks is None:
             _check_range(seeds, self.num_nodes)
             raise ValueError(_repeated(seeds, times))
-        return [Block(*fields) for fields in reversed(blocks)]
+        blocks = [Block(*fields) for fields in reversed(blocks)]
+        return blocks if self.edge_type is None else list(map(self._with_types, blocks))
+
+    def _with_types(self, block):
+        types = _as_signed(self.edge_type.index_select(0, block.edge_ids))
+        return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
         """Edge ids or a mask -> int64 [X] on the graph's device, ascending, each once; None for no edges."""
@@ -259,22 +285,64 @@ def _warn_missing():
 # Arguments that are refused.
 
 
-def _check_options(fanouts, replace, method, weights, times, strict, backend, layer, steps):
+def _as_signed(types):
+    """uint16 as int16 and back, uint8 as it is: torch has few operations for uint16."""
+    other = {torch.uint16: torch.int16, torch.int16: torch.uint16}
+    return types.view(other.get(types.dtype, types.dtype))
+
+
+def _numbers(k):
+    """A fanout: int, or list of int, one for each type."""
+    return [int(number) for number in k] if isinstance(k, list | tuple) else int(k)
+
+
+def _check_types(fanouts, edge_type, by_type, times, backend):
+    if edge_type is None:
+        raise ValueError(f"fanouts {fanouts} has numbers by type, which need edge_type")
+    if backend == "dgl":
+        raise ValueError("backend 'dgl' has no edge_type; use 'native' or 'torch'")
+    if not by_type and (times is not None or any(isinstance(k, list) for k in fanouts)):
+        why = "edge_times, as lists are sorted by type first, nor for numbers by type"
+        raise ValueError(f"by_type=False draws from all types together, which is not for {why}")
+
+
+def _fanout_of(fanouts, edge_type):
+    """Numbers by type -> int64 [L, all numbers of a type], the most edges of a hop, -1: unknown."""
+    there = int(edge_type.max()) + 1 if edge_type.numel() else 1
+    lists = [k if isinstance(k, list) else [k] * there for k in fanouts]
+    table = torch.full((len(lists), 256 if edge_type.dtype == torch.uint8 else 1 << 16), NO_TYPE)
+    if not all(there <= len(numbers) <= table.shape[1] for numbers in lists):
+        needed = f"edge_type has {there} types, one number for each is needed"
+        raise ValueError(f"fanouts {fanouts}: {needed}")
+    for row, numbers in zip(table, lists):
+        row[: len(numbers)] = torch.tensor(numbers)
+    return table.to(edge_type.device), [-1 if -1 in numbers else sum(numbers) for numbers in lists]
+
+
+def _check_options(fanouts, replace, method, weights, by_time, backend, layer, steps):
+    (times, strict, window), numbers = by_time, []
+    for k in fanouts:
+        numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
     kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
     kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
-    by_time = "strict" if strict else method if method == "latest" else None
+    kinds_by_time = {"strict": strict, "window": window is not None, method: method == "latest"}
+    by_time = next((name for name, on in kinds_by_time.items() if on), None)
     dependent = "layer_dependency" if layer else "batch_dependency" if steps > 1 else None
     not_dgl = dependent or (None if times is None else "edge_times")
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
         (
-            not fanouts or any(k == 0 or k < -1 for k in fanouts),
+            not fanouts or min(numbers) < -1,
             f"fanouts {fanouts}: give one number for each hop, positive or -1 (all neighbours)",
         ),
-        (replace and -1 in fanouts, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
+        (replace and -1 in numbers, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),
+        (
+            window is not None and not 0 < int(window) < 1 << 63,
+            f"window is {window}: give an int above 0",
+        ),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
         (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
@@ -283,14 +351,16 @@ def _check_options(fanouts, replace, method, weights, times, strict, backend, la
             raise ValueError(complaint)
 
 
-def _check_graph(indptr, indices, weights, edge_times):
-    """Raise unless indptr, indices, weights and edge_times form a CSC graph."""
+def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
+    """Raise unless indptr, indices, weights, edge_times and edge_type form a CSC graph."""
     M, long = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0, (torch.int64,)
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     arrays = [("indptr", indptr, long, "int64 [V+1]")]
     arrays += [("indices", indices, (torch.int32, *long), "int32 or int64 [M]")]
     arrays += [] if weights is None else [("weights", weights, floats, f"float [M={M}]")]
     arrays += [] if edge_times is None else [("edge_times", edge_times, long, f"int64 [M={M}]")]
+    small, what = (torch.uint8, torch.uint16), f"uint8 or uint16 [M={M}]"
+    arrays += [] if edge_type is None else [("edge_type", edge_type, small, what)]
     for name, array, dtypes, what in arrays:
         if not isinstance(array, Tensor):
             kind = type(array).__name__
@@ -305,14 +375,19 @@ def _check_graph(indptr, indices, weights, edge_times):
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
-    if edge_times is not None:
-        falls = edge_times[1:] < edge_times[:-1]
-        starts = indptr[(indptr > 0) & (indptr < M)]
-        falls[starts - 1] = False  # from one list to the next
+    types = None if edge_type is None else edge_type.to(torch.int32)
+    for name, values in (("edge_type", types if by_type else None), ("edge_times", edge_times)):
+        if values is None:
+            continue
+        falls = values[1:] < values[:-1]
+        falls[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # from one list to the next
+        if name == "edge_times" and types is not None:
+            falls &= types[1:] == types[:-1]
         if (falls := falls.nonzero()).numel():
             v = int(torch.searchsorted(indptr, falls[0] + 1, right=True)) - 1
+            how = "time" if types is None else "type, then time"
             raise ValueError(
-                f"edge_times decreases within the list of node {v}; sort each list by time"
+                f"{name} decreases within the list of node {v}; sort each list by {how}"
             )
 
 
@@ -423,7 +498,7 @@ class TorchBackend:
         for hop in hops:
             v, at = (src.long(), None) if times is None else (src % V, src // V)
             by = at if at is None else values[at]
-            indptr, edges = self._pick(v, hop.k, hop.key, exclude, by)
+            indptr, edges = self._pick(v, hop, exclude, by)
             local = self.task.indices.index_select(0, edges)
             if not local.is_cuda and _outside(local, V) is not None:
                 raise IndexError("a node in indices")
@@ -454,17 +529,40 @@ class TorchBackend:
             return idle, None  # the table is not clean, so it is dropped
         return idle, table
 
-    def _pick(self, v, k, key, exclude, times):
+    def _pick(self, v, hop, exclude, times):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
-        task, rule = self.task, self.task.rule
+        task = self.task
         start, end = task.indptr.index_select(0, v), task.indptr.index_select(0, v + 1)
         degree = end - start
         damaged = (start < 0) | (degree < 0) | (end > task.indices.numel())
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")
+        if hop.fanout_of is None:
+            return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
+        rows, edges, left = [], [], degree
+        # the edges of a type are a list of their own
+        for r, k in enumerate(hop.fanout_of[hop.fanout_of != NO_TYPE].tolist()):
+            types = task.edge_type, start, degree, r
+            first = number_before(*types, True)
+            lists = v, start + first, number_before(*types, False) - first
+            left, key = left - lists[2], mix(hop.key ^ (1 << 32) + r)
+            indptr, taken = self._pick_lists(*lists, k, key, exclude, times)
+            row = torch.arange(v.numel(), device=v.device)
+            rows.append(row.repeat_interleave(indptr.diff(), output_size=taken.numel()))
+            edges.append(taken)
+        if not v.is_cuda and bool(left.any()):
+            raise IndexError("a type that does not exist")
+        rows, order = torch.cat(rows).sort(stable=True)
+        counts = torch.bincount(rows, minlength=v.numel())
+        return _prefix_sum(counts), torch.cat(edges)[order]
+
+    def _pick_lists(self, v, start, degree, k, key, exclude, times):
+        """`_pick` for lists [S] that begin at `start`, and one k and key."""
+        task, rule = self.task, self.task.rule
         if times is not None:
-            degree = number_before(task.edge_times, start, degree, times, task.strict)
+            seen = task.edge_times, start, degree, times, task.strict, task.window
+            start, degree = seen_at(*seen)
         gap = None  # [S] index in exclude of a list's first excluded edge
         if exclude is not None:
             gap = torch.searchsorted(exclude, start)
@@ -544,6 +642,18 @@ def number_before(edge_times, start, degree, times, strict):
         early = ((middle < times) if strict else (middle <= times)) & (left > 0)
         at, left = torch.where(early, at + half + 1, at), torch.where(early, left - half - 1, half)
     return at - start
+
+
+def seen_at(edge_times, start, degree, times, strict, window):
+    """The part of each list [S] that is seen at a time [S], see `NeighborSampler` -> start, degree; window: 0 or None
+    for none."""
+    degree = number_before(edge_times, start, degree, times, strict)
+    if not window:
+        return start, degree
+    since = times - window
+    early = number_before(edge_times, start, degree, since, False)
+    early = early.masked_fill(since > times, 0)  # it wrapped around: all are later
+    return start + early, degree - early
 
 
 def _number_by_appearance(src, ends):

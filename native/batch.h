@@ -27,8 +27,11 @@ typedef struct {
   i64 *first;   // [L] position of a hop's first edge
   const i64 *excluded;
   i64 num_excluded;  // edges, ascending
-  const i64 *edge_times;
-  i64 strict;      // [M]; null: no times. With them:
+  const i64 *edge_times;  // [M]; null: no times
+  i64 strict, window;
+  const void *types;   // TYPE [M]; null: edges have none
+  const i64 *fanouts;  // [L, all numbers of a TYPE]
+  i64 num_types;       // so many. With times:
   i64 *src_times;  // times of the source nodes
   int *group;    // the number of that time among those of the batch; they follow the seeds in input
   u64 *pairs;    // [slots] node + V * group of a slot of table, NO_PAIR where it is free
@@ -54,13 +57,20 @@ FN i64 degree_of(const batch_t *b, i64 v) {
   *b->damaged = 1;
   return 0;
 }
-FN row_t row_of(const batch_t *b, i64 i) {  // of source i
+FN hop_t law_of(const batch_t *b, const part_t *h) {
+  hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop], b->types};
+  if (b->types) hop.fanout = b->fanouts + h->hop * b->num_types;
+  hop.edge_times = b->edge_times;
+  hop.strict = b->strict;
+  hop.window = b->window;
+  return hop;
+}
+FN row_t row_of(const batch_t *b, const hop_t *hop, i64 i) {  // of source i
   i64 v = b->src[i];
-  row_t row = {b->indptr[v], degree_of(b, v), 0, 0};
-  if (b->edge_times)
-    row.degree =
-        number_before(b->edge_times + row.start, row.degree, b->src_times[i], (int)b->strict);
+  row_t row = {b->indptr[v], degree_of(b, v), 0, 0, b->edge_times ? b->src_times[i] : 0};
+  if (b->edge_times && !b->types) cut_by_time(&row, hop, row.time);
   if (b->num_excluded) exclude(&row, b->excluded, b->num_excluded);
+  if (b->types) row.degree += row.num_gaps;
   return row;
 }
 FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; }

@@ -67,6 +67,8 @@ def to_dgl(block):
     made.srcdata[dgl.NID], made.dstdata[dgl.NID] = block.src_nodes, dst
     if block.edge_ids is not None:
         made.edata[dgl.EID] = block.edge_ids
+    if block.edge_type is not None:
+        made.edata[dgl.ETYPE] = block.edge_type.long()
     return made
 
 

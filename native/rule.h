@@ -1,6 +1,6 @@
 // The sampling rule: what is drawn, for the C library and the CUDA kernels alike. sampler.py says
 // what it is for, and has it in Python and as torch operations. ID is the type of node ids, WEIGHT
-// that of edge weights.
+// that of edge weights, TYPE, where edges have types, that of these.
 #include "base.h"
 
 enum { UNIFORM, REPLACE, LATEST, LABOR, WEIGHTED };
@@ -16,12 +16,18 @@ typedef struct {  // what to draw from, and how
   const WEIGHT *weights;
   i64 rule, k;  // k -1: all
   u64 key;
+  const void *types;      // TYPE [M] ascending in each list; null: edges have none
+  const i64 *fanout;      // [all numbers of a TYPE] k of each type, NO_TYPE where there is none
+  const i64 *edge_times;  // [M] ascending in each list, among the edges of a type; null: none
+  i64 strict, window;     // see `cut_by_time`
 } hop_t;
+enum { NO_TYPE = -2 };
 
 typedef struct {      // what may be taken of a node's list
   i64 start, degree;  // where it begins; how many edges, excluded ones not counted
   const i64 *gaps;    // the excluded ones, ascending
   i64 num_gaps;
+  i64 time;  // of the node, for lists by type
 } row_t;
 
 FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many of them are smaller
@@ -38,6 +44,17 @@ FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   i64 none_later = (i64)(~0ULL >> 1);
   if (strict) return lower_bound(times, n, time);
   return time == none_later ? n : lower_bound(times, n, time + 1);
+}
+// Keep the edges of a row that come by a time, or, if strict, before it; with a window > 0 of these
+// only the ones later than time - window.
+FN void cut_by_time(row_t *row, const hop_t *hop, i64 time) {
+  const i64 *times = hop->edge_times;
+  i64 since = (i64)((u64)time - (u64)hop->window);
+  row->degree = number_before(times + row->start, row->degree, time, (int)hop->strict);
+  if (!hop->window || since > time) return;  // below 0, since is no i64: all are later
+  i64 early = number_before(times + row->start, row->degree, since, 0);
+  row->start += early;
+  row->degree -= early;
 }
 // Exclude those of the sorted edge ids that lie in a row.
 FN void exclude(row_t *row, const i64 *edges, i64 n) {
@@ -68,8 +85,8 @@ FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
   return hop->k < 0 || draw(hop->key, (u64)hop->indices[edge], 0) * (u64)degree <= limit;
 }
 
-// How many edges of a row will be taken.
-FN i64 count_row(const hop_t *hop, const row_t *row) {
+// How many edges of a list will be taken.
+FN i64 count_list(const hop_t *hop, const row_t *row) {
   i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
   if (hop->rule == REPLACE) return degree ? hop->k : 0;
   if (hop->rule == LABOR) {
@@ -120,8 +137,8 @@ FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out
   }
 }
 
-// Write the n = count_row() chosen positions in the graph's indices to out.
-FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+// Write the n = count_list() chosen positions in the graph's indices to out.
+FN void pick_list(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
   i64 degree = row->degree;
   if (hop->rule == WEIGHTED) {
     pick_heaviest(hop, v, row, n, out, best);
@@ -148,3 +165,56 @@ FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, dou
   }
   for (i64 i = 0; i < n; i++) out[i] = edge_at(row, out[i]);
 }
+
+#ifndef TYPE
+#define count_row count_list
+#define pick_row pick_list
+#else
+// ---- lists by type: the edges of each type are a list of their own
+
+// Take the edges of the first type off a row of raw degree, all whose excluded edges are `gaps` ->
+// what may be taken of them; `one` becomes how.
+FN row_t next_type(const hop_t *hop, row_t *rest, hop_t *one) {
+  const TYPE *types = (const TYPE *)hop->types + rest->start;
+  i64 n = 1, left = rest->degree - 1;  // of the first n edges the type is known to be the same
+  while (left) {
+    i64 half = left / 2, same = types[n + half] <= types[0];
+    n += same ? half + 1 : 0;
+    left = same ? left - half - 1 : half;
+  }
+  row_t row = {rest->start, n, 0, 0, 0};
+  if (hop->edge_times) cut_by_time(&row, hop, rest->time);
+  if (rest->num_gaps) exclude(&row, rest->gaps, rest->num_gaps);
+  *one = *hop;
+  one->k = hop->fanout[types[0]];
+  one->key = mix(hop->key ^ ((1ULL << 32) + types[0]));
+  rest->start += n;
+  rest->degree -= n;
+  return row;
+}
+// How many edges of a row will be taken; NO_TYPE where an edge is of a type that does not exist.
+FN i64 count_row(const hop_t *hop, const row_t *row) {
+  row_t rest = *row;
+  hop_t one;
+  i64 count = 0;
+  while (rest.degree) {
+    row_t list = next_type(hop, &rest, &one);
+    if (one.k == NO_TYPE) return NO_TYPE;
+    count += count_list(&one, &list);
+  }
+  return count;
+}
+// Write the n = count_row() chosen positions in the graph's indices to out: type after type.
+FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+  row_t rest = *row;
+  hop_t one;
+  while (n) {
+    row_t list = next_type(hop, &rest, &one);
+    i64 count = count_list(&one, &list);
+    if (count) pick_list(&one, v, &list, count, out, best);
+    out += count;
+    best += count;
+    n -= count;
+  }
+}
+#endif

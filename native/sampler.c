@@ -48,7 +48,6 @@ typedef struct {
   HOME *edge_home;      // [E] where to look for an edge's source first, if there is a table
   const i64 *times;     // [num_times] of the batch
   const i64 *seeds_before;     // [num_times + 1] how many seeds have an earlier time, with PAIRS
-  const i64 *edge_times;       // [M] ascending in each list
   const list_t *lists;         // [V+1]; null: all edges are seen
   slot_t *table;               // [2^bits] numbers of nodes; null: no relabelling
   i64 S, N, bits, threads;     // N: nodes that have a number so far
@@ -56,7 +55,7 @@ typedef struct {
   const i64 *excluded;         // [num_excluded] edges, ascending
   const i64 *excluded_before;  // [1 + (M >> shift) + 1] how many are < i << shift
   i64 num_excluded, shift;
-  i64 num_times, strict;  // strict: edges at the time of their destination are not taken
+  i64 num_times;
 } job_t;
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
@@ -118,17 +117,19 @@ static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *),
 
 // ---- degrees and prefix sum
 
+static inline i64 time_of(const job_t *job, i64 row) {
+  return job->times[job->dst_when ? job->dst_when[row] : 0];
+}
+
 static inline row_t row_of(const job_t *job, i64 row) {
-  row_t list = {job->start[row], job->degree[row], 0, 0};
+  row_t list = {job->start[row], job->degree[row], 0, 0, 0};
   if (job->num_excluded) {
     list.gaps = job->excluded + job->gap[row];
     list.num_gaps = job->num_gaps[row];
+    if (job->hop.types) list.degree += list.num_gaps;
   }
+  if (job->hop.types && job->times) list.time = time_of(job, row);
   return list;
-}
-
-static inline i64 time_of(const job_t *job, i64 row) {
-  return job->times[job->dst_when ? job->dst_when[row] : 0];
 }
 
 // Cut the lists of a chunk behind the last edge that comes by the time of its destination. Many
@@ -139,17 +140,18 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   // Of a list the edges before `at` come by then; of the next `left` it is not known.
   i64 at[ROWS], left[ROWS];
   i64 latest[ROWS];       // the last time at which an edge is taken
+  const i64 *times = job->hop.edge_times;
   int open[ROWS], n = 0;  // rows, counted from `first`, whose search goes on
   for (i64 row = first; row < end; row++) {
     int i = (int)(row - first);
     const list_t *list = &job->lists[job->dst[row]];
     i64 time = time_of(job, row), degree = job->degree[row];
-    if (job->strict && time == INT64_MIN) degree = 0;  // nothing comes before it
-    latest[i] = (i64)((u64)time - (u64)job->strict);
+    if (job->hop.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
+    latest[i] = (i64)((u64)time - (u64)job->hop.strict);
     i64 whole = !degree | (list->last <= latest[i]);
     at[i] = job->start[row] + (whole ? degree : 0);
     left[i] = whole ? 0 : degree - 1;  // the last edge is known to come later
-    __builtin_prefetch(whole ? (const void *)list : &job->edge_times[at[i] + left[i] / 2]);
+    __builtin_prefetch(whole ? (const void *)list : &times[at[i] + left[i] / 2]);
     open[n] = i;
     n += left[i] > 0;
   }
@@ -159,23 +161,28 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
       int i = open[q];
       // `early` is all bits or none: a branch would be guessed, and a wrong guess waits for the
       // memory
-      i64 half = left[i] >> 1, early = -(i64)(job->edge_times[at[i] + half] <= latest[i]);
+      i64 half = left[i] >> 1, early = -(i64)(times[at[i] + half] <= latest[i]);
       at[i] += half + 1 & early;
       left[i] = half - (2 * half + 1 - left[i] & early);
-      __builtin_prefetch(&job->edge_times[at[i] + (left[i] >> 1)]);
+      __builtin_prefetch(&times[at[i] + (left[i] >> 1)]);
       open[still_open] = i;
       still_open += left[i] > 0;
     }
     n = still_open;
   }
-  for (i64 row = first; row < end; row++) job->degree[row] = at[row - first] - job->start[row];
+  for (i64 row = first; row < end; row++) {
+    row_t list = {job->start[row], at[row - first] - job->start[row], 0, 0, 0};
+    if (job->hop.window) cut_by_time(&list, &job->hop, time_of(job, row));
+    job->start[row] = list.start;
+    job->degree[row] = list.degree;
+  }
 }
 
 // Find the excluded edges of a chunk's lists. Few lists have any: most are done after a look at
 // `excluded_before`.
 static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   for (i64 row = first; row < end; row++) {
-    row_t list = {job->start[row], job->degree[row], 0, 0};
+    row_t list = {job->start[row], job->degree[row], 0, 0, 0};
     i64 low = job->excluded_before[list.start >> job->shift];
     i64 high = job->excluded_before[(list.start + list.degree >> job->shift) + 1];
     if (low < high) exclude(&list, job->excluded + low, high - low);
@@ -199,15 +206,17 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   }
   // A list that begins before 0, ends before it begins, or behind the last edge.
   if (signs < 0) return DAMAGED;
-  if (job->lists) cut_chunk_by_time(job, first, end);
+  if (job->lists && !job->hop.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR)
       __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
     row_t list = row_of(job, row);
-    job->offsets[row + 1] = (ID)count_row(&job->hop, &list);
+    i64 count = count_row(&job->hop, &list);
+    job->offsets[row + 1] = (ID)count;
+    signs |= count;
   }
-  return 0;
+  return signs < 0 ? DAMAGED : 0;
 }
 
 // Fill start, degree and offsets -> E, or why it failed.
@@ -326,7 +335,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   for (i64 row = first; row < end; row++) {
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
-    if (job->hop.rule == UNIFORM && count < job->degree[row] && k <= VECTOR_K) {
+    if (job->hop.rule == UNIFORM && count < job->degree[row] && k <= VECTOR_K && !job->hop.types) {
       wide_row[wide] = (uint32_t)row;
       wide_degree[wide] = (uint32_t)job->degree[row];
       wide_hash[wide] = mix(job->hop.key ^ v);

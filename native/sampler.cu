@@ -26,10 +26,6 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   return sum;
 }
 
-FN hop_t law_of(const batch_t *b, const part_t *h) {
-  hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop]};
-  return hop;
-}
 // Count the edges of a row where its degree tells them: rules UNIFORM and REPLACE, without excluded
 // edges.
 FN void count_by_degree(const batch_t *b, const part_t *h, i64 i, ID v) {
@@ -102,8 +98,10 @@ KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
 KERNEL count(batch_t b, part_t h) {
   THREAD(b.sizes[1 + 2 * h.hop]);
   hop_t hop = law_of(&b, &h);
-  row_t row = row_of(&b, i);
-  tally(b.count, h.row_sums, h.rows, i, count_row(&hop, &row));
+  row_t row = row_of(&b, &hop, i);
+  i64 count = count_row(&hop, &row);
+  if (count == NO_TYPE) *b.damaged = 1;
+  tally(b.count, h.row_sums, h.rows, i, count == NO_TYPE ? 0 : count);
 }
 // Any rule, any fanout: the edges; edges and best are scratch here.
 KERNEL pick(batch_t b, part_t h) {
@@ -111,7 +109,7 @@ KERNEL pick(batch_t b, part_t h) {
   i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
   if (i >= N) return;
   hop_t hop = law_of(&b, &h);
-  row_t row = row_of(&b, i);
+  row_t row = row_of(&b, &hop, i);
   i64 n = edges_of(&b, &h, i, at), first = h.first + at, *edges = b.edges + first;
   if (b.edge_times)
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`

@@ -33,6 +33,7 @@ from native import build
 FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
 TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 TYPES |= {torch.float32: "float", torch.float64: "double"}
+TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
 
 
 @functools.cache
@@ -48,6 +49,7 @@ def load(task):
         weights = weights.float()
     task = task._replace(weights=weights)
     kind = task.indices.dtype, torch.float32 if weights is None else weights.dtype
+    kind += (None if task.edge_type is None else task.edge_type.dtype,)
     library, timed = _library(*kind, False), task.edge_times is not None
     if library is None:
         return None
@@ -57,10 +59,12 @@ def load(task):
 
 
 @functools.cache
-def _library(ids, weights, pairs):
+def _library(ids, weights, edge_types, pairs):
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     defines = {"ID": TYPES[ids], "HOME": "u" + TYPES[ids], "WEIGHT": TYPES[weights]}
-    source = build.read_source("sampler.c", **defines, **({"PAIRS": 1} if pairs else {}))
+    defines |= {"PAIRS": 1} if pairs else {}
+    defines |= {"TYPE": TYPES[edge_types]} if edge_types else {}
+    source = build.read_source("sampler.c", **defines)
     job = ctypes.POINTER(job_type())
     signatures = {
         "rb_count": (number, job),
@@ -136,11 +140,13 @@ class Backend:
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
         graph = dict(indptr=task.indptr, indices=task.indices, weights=task.weights, V=V)
         rule = dict(rule=task.rule_number, k=hop.k, key=hop.key)
+        rule |= dict(types=task.edge_type, fanout=hop.fanout_of)
         job = build.fill(job_type()(), **graph, **rule, M=task.indices.numel(), **excluded, S=S)
         build.fill(job, dst=dst, start=start, degree=degree, offsets=offsets, gap=gap)
         build.fill(job, num_gaps=num_gaps, threads=task.threads or torch.get_num_threads())
         if work.times is not None:
             times = dict(times=work.times, num_times=work.times.numel(), strict=task.strict)
+            times |= dict(window=task.window)
             before = None if when is None else work.seeds_before
             edges = dict(edge_times=task.edge_times, lists=self.lists)
             build.fill(job, **times, **edges, dst_when=when, seeds_before=before)

@@ -54,6 +54,12 @@ def source(file, ids, **defines):
     return build.read_source(file, ID=IDS[ids], WEIGHT="double", **defines)
 
 
+def types_of(task):
+    """The C type of a task's edge types, as a macro; none without types."""
+    names = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}
+    return {} if task.edge_type is None else {"TYPE": names[task.edge_type.dtype]}
+
+
 def aggregate_source(ids, k, features, out):
     """CUDA source of pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (source, columns at once)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
@@ -87,7 +93,8 @@ class Backend:
 
     def __init__(self, task, fanouts, seed, compiled):
         self.task, self.fanouts, self.seed, self.compiled = task, fanouts, seed, compiled
-        self.kernels = compiled("sampler", source("sampler.cu", task.indices.dtype))
+        text = source("sampler.cu", task.indices.dtype, **types_of(task))
+        self.kernels = compiled("sampler", text)
         self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
         self.timed = task.edge_times is not None
         self.weights = None if task.weights is None else task.weights.double()
@@ -213,6 +220,8 @@ class Frame:
         graph = dict(indptr=task.indptr, indices=task.indices, weights=backend.weights)
         graph |= dict(V=backend.num_nodes, M=backend.num_edges, edge_times=task.edge_times)
         rule = dict(rule=task.rule_number, one_draw=task.one_draw, strict=task.strict)
+        rule |= dict(window=task.window, types=task.edge_type, fanouts=task.fanout_of)
+        rule |= dict(num_types=0 if task.fanout_of is None else task.fanout_of.shape[1])
         build.fill(self.batch, **graph, **rule, seed=backend.seed & (2**64 - 1))
         parts = dict(sizes=0, wanted=2 + 2 * L, first=2 + 4 * L, damaged=2 + 5 * L)
         parts = {name: self.sizes.data_ptr() + 8 * at for name, at in parts.items()}
@@ -237,7 +246,8 @@ class Frame:
             return
         self.shape = rows, places, relabel_outer, excludes
         S, task, b, hops = rows[0], self.backend.task, self.batch, len(places)
-        self.counted = task.rule in COUNTED and not excludes and not self.backend.timed
+        plain = not (excludes or self.backend.timed or types_of(task))
+        self.counted = task.rule in COUNTED and plain
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]

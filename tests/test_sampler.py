@@ -68,11 +68,11 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
 
 
 LAW = dict(seed=0, replace=False, method="uniform", weights=None, edge_times=None, strict=False)
-LAW |= dict(layer_dependency=False, batch_dependency=1)
+LAW |= dict(layer_dependency=False, batch_dependency=1, window=None, edge_type=None)
 
 
 def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **options):
-    """The sampling law in plain Python -> [(indptr, indices, src_nodes, edge_ids, src_times or None)] as lists,
+    """The sampling law in plain Python -> the fields of its blocks as lists,
     outermost hop first. A source is a pair of a node and a time, which is None where there are none."""
     law = types.SimpleNamespace(**{**LAW, **options})
     is_mask = getattr(exclude, "dtype", 0) == torch.bool
@@ -81,6 +81,7 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
     src = list(zip(seeds.tolist(), [None] * len(seeds) if times is None else times.tolist()))
     weights = None if law.weights is None else law.weights.double().tolist()
     when, blocks = None if law.edge_times is None else law.edge_times.tolist(), []
+    kinds = None if law.edge_type is None else law.edge_type.tolist()
     for hop, k in enumerate(fanouts):
         base = _mix(_mix(law.seed % 2**64) ^ (step // law.batch_dependency % 2**64))
         key = _mix(base ^ (0 if law.layer_dependency else hop))
@@ -88,9 +89,15 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
         for v, t in src:
             row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
             row = [e for e in row if t is None or when[e] < t or (when[e] == t and not law.strict)]
-            w = None if weights is None else [weights[e] for e in row]
-            near = [indices[e] for e in row]
-            taken = [row[p] for p in _law_picks(near, v, k, key, law.replace, law.method, w)]
+            row = [e for e in row if law.window is None or when[e] > t - law.window]
+            taken = []
+            for r in [None] if law.edge_type is None else sorted({kinds[e] for e in row}):
+                part = row if r is None else [e for e in row if kinds[e] == r]
+                of_type = k if r is None else k[r] if isinstance(k, list) else k
+                own_key = key if r is None else _mix(key ^ (2**32 + r))
+                w = None if weights is None else [weights[e] for e in part]
+                how = of_type, own_key, law.replace, law.method, w
+                taken += [part[p] for p in _law_picks([indices[e] for e in part], v, *how)]
             edge_ids += taken
             ends += [(indices[e], t) for e in taken]
             offsets.append(len(edge_ids))
@@ -98,7 +105,8 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
         local = [number.setdefault(pair, len(number)) for pair in ends]
         src = list(number)
         nodes, at = [v for v, _ in src], None if times is None else [t for _, t in src]
-        blocks.append((offsets, local, nodes, edge_ids, at))
+        of_edges = None if kinds is None else [kinds[e] for e in edge_ids]
+        blocks.append((offsets, local, nodes, edge_ids, at, of_edges))
     return blocks[::-1]
 
 
@@ -193,8 +201,33 @@ def _timed_case(i, method):
     pairs = np.stack([np.append(seeds, seeds[:5]), np.append(times, times[:5] - 1)])
     pairs = torch.from_numpy(rng.permutation(np.unique(pairs, axis=1), axis=1))
     options |= {"edge_times": torch.from_numpy(when), "strict": bool(i % 2)}
+    options |= {"window": [1, 4, 15, 10**5, 2**63 - 1][i % 5]} if i % 4 > 1 else {}
     options |= BY_TIME[method] if method == "latest" else {}
     return indptr, indices, fanouts, *pairs.clone(), step, options
+
+
+def _with_types(i, indptr, indices, fanouts, *between, options):
+    """A case whose edges have types, and numbers for each or one for all of them; lists stay sorted by time in each."""
+    rng, wide = np.random.default_rng([i, 13]), i % 4 == 1
+    count = int(rng.integers(1, 300 if wide else 9))
+    kind = rng.integers(0, count, indices.numel()) if i % 6 else np.zeros(indices.numel(), int)
+    row = np.repeat(np.arange(len(indptr) - 1), indptr.diff())
+    kind = kind[np.lexsort((kind, row))]
+    if "edge_times" in options:
+        when = options["edge_times"].numpy()
+        options |= {"edge_times": torch.from_numpy(when[np.lexsort((when, kind, row))])}
+    if i % 3:
+        most = 0 if options.get("replace") else -1
+        fanouts = [
+            rng.integers(most, 6, max(count, kind.max(initial=0) + 1)).tolist() for _ in fanouts
+        ]
+    options |= {"edge_type": torch.from_numpy(kind).to(torch.uint16 if wide else torch.uint8)}
+    return indptr, indices, fanouts, *between, options
+
+
+def _typed_case(i, method):
+    *case, options = (_law_case if i % 2 and method in METHODS else _timed_case)(i, method)
+    return _with_types(i, *case, options=options)
 
 
 def _dependent_case(i, method):
@@ -206,7 +239,7 @@ def _dependent_case(i, method):
 
 CASES = [
     *((_law_case, method) for method in METHODS),
-    *((_timed_case, method) for method in BY_TIME),
+    *((make, method) for make in (_timed_case, _typed_case) for method in BY_TIME),
     (_dependent_case, "labor"),
 ]
 _GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -236,7 +269,8 @@ def _sampling(way, folder, i, indptr, indices, fanouts, options, enlarged):
         enlarged.append(kernels.kernels.launched.count("begin") > 1)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
-        return [Block(*fields) for fields in reversed(blocks)]
+        blocks = [Block(*fields) for fields in reversed(blocks)]
+        return blocks if s.edge_type is None else list(map(s._with_types, blocks))
 
     return sample
 
@@ -245,7 +279,7 @@ def _sampling(way, folder, i, indptr, indices, fanouts, options, enlarged):
 @pytest.mark.parametrize("make, method", CASES)
 def test_sampler_follows_the_law(make, method, way, tmp_path, monkeypatch):
     nodes_at_several_times, cut, enlarged = 0, 0, []
-    for i in range(40):
+    for i in range(60 if make is _typed_case else 40):
         indptr, indices, fanouts, seeds, *times, step, options = make(i, method)
         when, strict = options.get("edge_times"), options.get("strict")
         # 0: kernels have too little room at first, and make the batch again
@@ -295,7 +329,8 @@ def test_sampler_follows_the_law(make, method, way, tmp_path, monkeypatch):
                 law = _law(indptr, indices, fanouts, seeds, step, **options)
                 assert _as_lists(sample(seeds, step)) == law, (i, fanouts, step)
     assert make is not _timed_case or (nodes_at_several_times > 20 and cut > 20)
-    assert way != "kernels" or 5 < sum(enlarged) < len(enlarged) / 2
+    least = 0 if make is _typed_case else 5
+    assert way != "kernels" or least < sum(enlarged) < len(enlarged) / 2
 
 
 def test_half_of_the_seeds_at_one_time_take_no_longer():
@@ -508,7 +543,8 @@ def _cuda_resources(source, arch, folder):
 @pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
 def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
     dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
-    found = _cuda_resources(sampler_gpu.source("sampler.cu", dtype), arch, tmp_path)
+    of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
+    found = _cuda_resources(sampler_gpu.source("sampler.cu", dtype, **of_types), arch, tmp_path)
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
     source, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
