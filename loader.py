@@ -123,6 +123,7 @@ class NodeLoader:
         reuse: True lets x lie in one of depth + 1 buffers used in turn: faster on CPU, and overwritten when the
             next batch is asked for. False: every batch may be kept. On a GPU x is a tensor of its own anyway.
         edges: True brings the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
+        types: True draws by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.
         sampler, ring: used instead of those that would be made from the arguments above.
         draw: function (Batch with its seeds alone) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
             Seeds may then index any kind of example; y None: the labels of the nodes.
@@ -151,6 +152,7 @@ class NodeLoader:
         threads=1,
         reuse=False,
         edges=False,
+        types=False,
         sampler=None,
         ring=None,
         draw=None,
@@ -176,6 +178,7 @@ class NodeLoader:
             disk_threads = getattr(graph, "sampling_threads", None)  # of a graph that stays on disk
             # to check that one would read all of it
             options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
+            options["edge_type"] = torch.as_tensor(graph.edge_type) if types else None
             sampler = NeighborSampler(*map(torch.as_tensor, arrays), fanouts, **options)
         if ring is None and not load:
             rows = getattr(graph.features, "tensor", graph.features)

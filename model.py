@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, GATv2 and GINE with edge features, and exact inference.
+"""GraphSAGE, GCN, GATv2, GIN and R-GCN over sampled blocks, GATv2 and GINE with edge features, and exact inference.
 
 Copy this file into your own code: it needs torch only. A block is anything with the fields of
 `sampler.Block`: S destinations, N sources, E edges.
@@ -198,14 +198,15 @@ class Conv(nn.Module):
         message(h, degree): [n, F] -> [n, message_dim]
         combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are
             the positions of the destinations' own messages (None: the first S), h_dst [S, F] their
-            rows. Layers with an edge_dim also get edges [E, edge_dim], the features of the edges.
+            rows. Layers with an edge_dim also get edges [E, edge_dim], the features of the edges, those
+            that use types get types [E].
 
     degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with
     None, those in the block. nodes [S] are ids of the destinations and seed is an int, as
     `relu_dropout` takes them, for a layer with dropout inside.
     """
 
-    message_dim, uses_degree, edge_dim = None, False, 0
+    message_dim, uses_degree, uses_types, edge_dim = None, False, False, 0
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources, edges [E, edge_dim] -> [S, D] of its destinations."""
@@ -216,6 +217,8 @@ class Conv(nn.Module):
         drawn = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
         if self.edge_dim:
             drawn["edges"] = edges
+        if self.uses_types:
+            drawn["types"] = block.edge_type
         message = self.message(h, degree)
         return self.combine(block.indptr, block.indices, message, None, h[:S], own, **drawn)
 
@@ -454,6 +457,55 @@ class GATv2Conv(Conv):
         return torch.zeros_like(target).index_add(0, dst, sent.view(E, K * D))
 
 
+class RGCNConv(Conv):
+    """Relational graph convolution (Schlichtkrull et al., arXiv 1703.06103): W_0 h_v + b + sum_r W_r mean_r(h_u), the
+    mean over v's edges of type r.
+
+    Args:
+        in_dim, out_dim: F, D. num_types: R.
+        bases: B; W_r is then sum_b a_rb V_b, of B matrices for all types; 0: a matrix for each type.
+    """
+
+    uses_types = True
+
+    def __init__(self, in_dim, out_dim, num_types, bases=0):
+        super().__init__()
+        self.out_dim, self.num_types = out_dim, num_types
+        self.self_linear = Linear(in_dim, out_dim)
+        self.weight = nn.Parameter(torch.empty(bases or num_types, in_dim, out_dim))
+        self.coefficients = nn.Parameter(torch.empty(num_types, bases)) if bases else None
+        nn.init.uniform_(self.weight, -(in_dim**-0.5), in_dim**-0.5)
+        if bases:
+            nn.init.xavier_uniform_(self.coefficients)
+
+    def combine(
+        self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, types=None
+    ):
+        """See `Conv`."""
+        if types is None:
+            instead = "give it to the sampler, or types to inference"
+            raise ValueError(f"blocks have no edge_type: {instead}")
+        S, R = len(h_dst), self.num_types
+        own = torch.arange(S, device=indices.device)
+        dst = own.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
+        group = dst * R + types.long()
+        if bool((group[1:] < group[:-1]).any()):  # not drawn by type: bring a type's edges together
+            group, place = group.sort(stable=True)
+            indices = indices[place]
+        if (
+            self.coefficients is None
+        ):  # a row for each destination and type, zeros where it has none
+            counts = torch.bincount(group, minlength=S * R)
+        else:
+            group, counts = group.unique_consecutive(return_counts=True)
+        ends = F.pad(counts.cumsum(0), (1, 0)).to(indices.dtype)
+        sums = mean_neighbours(ends, indices, message)  # [S R, F], or [G, F]
+        if self.coefficients is not None:
+            by_basis = self.coefficients[group % R].to(sums.dtype).unsqueeze(2) * sums.unsqueeze(1)
+            sums = sums.new_zeros(S, *by_basis.shape[1:]).index_add(0, group // R, by_basis)
+        return self.self_linear(h_dst) + sums.view(S, -1) @ self.weight.flatten(0, 1)
+
+
 def mean_edges(indptr, edges):
     """The mean of its edges' rows [E, D] of each destination, for its edge to itself -> [S, D]; zero without edges."""
     ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
@@ -487,6 +539,8 @@ CONVS = {
     "gin": GINConv,
 }
 EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # take features of edges; gine needs them
+TYPE_CONVS = {"rgcn": RGCNConv}  # need types of edges
+ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
 # with a norm by default in train.py: without one they learn slowly or not at all
 NORMALISED = ("sage-pool", "gat", "gin", "gine")
@@ -504,7 +558,7 @@ class GNN(nn.Module):
 
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
-        conv: "sage", "sage-pool", "gcn", "gat", "gin" or "gine".
+        conv: "sage", "sage-pool", "gcn", "gat", "gin", "gine" or "rgcn".
         num_layers: one for each block.
         dropout: probability, applied after each inner layer, and to the attention weights of "gat".
             input_dropout: the same for the features.
@@ -514,6 +568,7 @@ class GNN(nn.Module):
         recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
             al., arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edges' features, which "gat" can take and "gine" needs; 0: without.
+        num_types: of edges, for "rgcn" alone, as `bases` is, see `RGCNConv`.
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need
@@ -538,16 +593,20 @@ class GNN(nn.Module):
         input_dropout=0.0,
         recompute=False,
         edge_dim=0,
+        num_types=0,
+        bases=0,
     ):
         super().__init__()
-        convs = CONVS | EDGE_CONVS
-        for name, value, known in (("conv", conv, convs), ("norm", norm, NORMS)):
+        for name, value, known in (("conv", conv, ALL_CONVS), ("norm", norm, NORMS)):
             if value not in known:
                 raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(known)}")
         if num_layers < 1 or heads < 1:
             given = f"num_layers is {num_layers}, heads is {heads}"
             raise ValueError(f"{given}: at least one of each is needed")
-        if edge_dim and conv not in EDGE_CONVS or conv not in CONVS and not edge_dim:
+        if bool(num_types) != (conv in TYPE_CONVS) or bases and not num_types:
+            known = f"{', '.join(TYPE_CONVS)} needs types of edges, and others have no use for them"
+            raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {known}")
+        if edge_dim and conv not in EDGE_CONVS or conv == "gine" and not edge_dim:
             known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
             raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {known}")
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
@@ -556,9 +615,12 @@ class GNN(nn.Module):
             options |= {"heads": heads, "dropout": dropout}
         elif conv in ("gin", "gine"):
             options |= {"norm": norm}
+        elif num_types:
+            options |= {"num_types": num_types, "bases": bases}
         last = {"mean": True} if conv == "gat" else {}
-        self.layers = nn.ModuleList(convs[conv](*pair, **options) for pair in pairs[:-1])
-        self.layers.append(convs[conv](*pairs[-1], **options, **last))
+        make = ALL_CONVS[conv]
+        self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
+        self.layers.append(make(*pairs[-1], **options, **last))
         self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
         straight = [nn.Identity() if a == b else Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
@@ -683,6 +745,7 @@ def inference(
     total=None,
     layers=None,
     edges=None,
+    types=None,
 ):
     """Exact predictions for all nodes from all their neighbours, layer by layer.
 
@@ -702,6 +765,7 @@ def inference(
         total: an all-reduce of numbers over these processes, such as `Ranks.sum` of ddp.py.
         layers: how many of the first layers to compute; all when None.
         edges: [M, D] features of the edges, a row for each of `indices`, for layers with an edge_dim.
+        types: [M] their types, for layers that use them.
 
     Returns:
         Logits float32 [V, C] in host memory, the same memory in all processes; with `layers` the output
@@ -751,6 +815,8 @@ def inference(
             h_dst, seen = _rows(h, a, b, on), {}
             if layer.edge_dim:
                 seen["edges"] = _rows(edges, int(indptr[a]), int(indptr[b]), on)
+            if layer.uses_types:
+                seen["types"] = _types(types, int(indptr[a]), int(indptr[b]), layer.num_types, on)
             combine = network.layers[i].combine
             made = combine(offsets, sources, message, own, h_dst, degree, **seen)
             out[a:b] = network.finish(i, made, h_dst)
@@ -783,6 +849,15 @@ def _rows(table, a, b, device):
     """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
     rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
     return rows.to(device, torch.float32)
+
+
+def _types(types, a, b, count, device):
+    """Types of edges a .. b - 1, checked -> int64 [b - a]."""
+    part = None if types is None else types[a:b].long().to(device)
+    if part is not None and b > a and int(part.max()) >= count:
+        has = f"edge_type holds {int(part.max())}, and there are {count} types"
+        raise IndexError(f"the graph is damaged: {has}")
+    return part
 
 
 def _place_for(table, device):

@@ -72,6 +72,7 @@ def build_store(
     labels=None,
     split=None,
     edge_weight=None,
+    edge_type=None,
     edge_time=None,
     edge_features=None,
     node_time=None,
@@ -88,8 +89,8 @@ def build_store(
     """Write a graph to disk as a store; complete, or not there at all.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
-    is then read a piece at a time. Neighbour lists come out sorted by source, with edge_time by time, then source, in
-    bounded memory; indptr and indices are stored as they are unless an option or lists that fall in time change them.
+    is then read a piece at a time. Neighbour lists come out sorted by edge_type and edge_time, where there are such, then
+    source, in bounded memory; indptr and indices are stored as they are unless an option or unsorted lists change them.
 
     Args:
         path: directory to create, with its parents.
@@ -100,14 +101,15 @@ def build_store(
             without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
-        edge_weight: [M] numbers of at least 0, stored as float32; edge_time: integers [M]; edge_features: [M, D] of a
-            dtype in DTYPES: of each edge as it is given, and a reverse that is added has those of its edge.
+        edge_weight: [M] numbers of at least 0, stored as float32; edge_type, edge_time: integers [M], types from 0 on;
+            edge_features: [M, D] of a dtype in DTYPES: of each edge as it is given, and a reverse that is added has those
+            of its edge.
         node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None; StoreError if most classes would be empty.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
-        drop_duplicates: keep one edge of several with the same ends (after symmetrizing), with its weight, time and
-            features: the earliest by time; among equals a given edge before an added reverse, then the first.
+        drop_duplicates: keep one edge of several with the same ends and type (after symmetrizing), with its weight, time
+            and features: the earliest by time; among equals a given edge before an added reverse, then the first.
         block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
         progress: show a bar where stderr is a terminal.
@@ -123,7 +125,8 @@ def build_store(
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    given = dict(zip(columns.COLUMNS, (edge_weight, edge_time, edge_features, node_time)))
+    given = edge_weight, edge_type, edge_time, edge_features, node_time
+    given = dict(zip(columns.COLUMNS, given))
     carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given)
     options = {
         "symmetrize": bool(symmetrize),
@@ -168,18 +171,19 @@ def build_store(
 def _write_store(path, meta, graph, arrays, carried, features, progress):
     """Write every file of a store, meta.json last."""
     (edge_index, indptr, indices), order = graph, None
-    num_nodes, options, times = meta["num_nodes"], meta["options"], carried.get("edge_time")
-    rises = edge_index is None and (times is None or columns.out_of_order(indptr, times) is None)
+    num_nodes, options = meta["num_nodes"], meta["options"]
+    by = carried.get("edge_type"), carried.get("edge_time")
+    rises = edge_index is None and columns.out_of_order(indptr, *by) is None
     if rises and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
-        why = "no graph option can be applied to it, and its lists must rise in edge_time"
+        why = "no graph option can be applied to it, and its lists must rise in edge_type and edge_time"
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
         if carried.keys() - columns.OF_NODES:
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
-        chunks = sort.sorted_sources(graph, options, indptr, path, order, times, progress)
+        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
     most, dtype = [meta["num_edges"] << options["symmetrize"]], columns.index_dtype(num_nodes)
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
     written = np.load(path / "indices.npy", mmap_mode="r")
@@ -212,6 +216,7 @@ class GraphStore:
         sampled_indices, sampling_threads: what a sampler takes: indices and None. If indices exceed half of the free
             memory: a map of them without read-ahead, and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
+        edge_type: uint8 or uint16 [M], of num_edge_types; or None, of 0.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
@@ -226,7 +231,7 @@ class GraphStore:
         for name, kind in kinds.items():
             there = name not in columns.COLUMNS or f"{name}.npy" in records
             setattr(self, name, self._map(f"{name}.npy", *kind) if there else None)
-        self.edge_dim = 0
+        self.edge_dim, self.num_edge_types = 0, meta.get("num_edge_types", 0)
         if self.edge_features is not None:
             self.edge_dim = self.edge_features.shape[1]
             self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))

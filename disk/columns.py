@@ -1,7 +1,8 @@
 """The arrays of a store, and what edges and nodes carry beside the graph.
 
     edge_weight    float32 [M]    not negative: how likely an edge is drawn, compared with the others of its list
-    edge_time      int64 [M]      when an edge came to be; each neighbour list is sorted by it
+    edge_type      uint8 or uint16 [M]  its relation, numbered from 0; each neighbour list is sorted by it
+    edge_time      int64 [M]      when an edge came to be; each list, or a type's part of it, is sorted by it
     edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
     node_time      int64 [V]      the time at which a node is classified
     node_names     nodes.txt      what a node was called where the graph comes from: node i in line i + 1
@@ -18,22 +19,27 @@ import torch
 from disk import files
 from disk.files import StoreError, integers, reading, refuse
 
-COLUMNS = ("edge_weight", "edge_time", "edge_features", "node_time")
+COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features", "node_time")
 OF_NODES = {"node_time", "node_names"}
 NAMES = "nodes.txt"
+MOST_TYPES = 1 << 15
 
 
 def arrays_of(meta) -> dict:
     """{name: (dtype, shape)} of the arrays that a store may have, but the split, as its meta.json tells."""
     V, M, dtype = meta["num_nodes"], meta["num_edges"], meta.get("edge_dtype", "float32")
-    if dtype not in files.DTYPES:
-        raise ValueError(f"it has edge_dtype = {dtype!r:.200}, which is no sane value")
+    types = meta.get("num_edge_types", 0)
+    known = {"edge_dtype": files.DTYPES, "num_edge_types": range(MOST_TYPES + 1)}
+    for name, value in (("edge_dtype", dtype), ("num_edge_types", types)):
+        if type(value) not in (str, int) or value not in known[name]:
+            raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
     several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
     return {
         "indptr": ("int64", [V + 1]),
         "indices": (index_dtype(V), [M]),
         "labels": ("int8", [V, meta["num_classes"]]) if several else ("int64", [V]),
         "edge_weight": ("float32", [M]),
+        "edge_type": (type_dtype(types), [M]),
         "edge_time": ("int64", [M]),
         "edge_features": (files.storage_dtype(dtype), [M, meta.get("edge_dim")]),
         "node_time": ("int64", [V]),
@@ -45,6 +51,11 @@ def index_dtype(num_nodes) -> str:
     return "int32" if num_nodes < 1 << 31 else "int64"
 
 
+def type_dtype(num_types) -> str:
+    """The dtype of `edge_type`."""
+    return "uint8" if num_types <= 256 else "uint16"
+
+
 def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict]:
     """Look at every value of the columns that are given, a piece at a time; StoreError for another shape or dtype, NaN,
     infinity, a negative weight, a name that is there twice.
@@ -54,8 +65,8 @@ def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict
             also floats that are whole, features [M] for a single one. node_names: [V] strings or numbers, or None.
 
     Returns:
-        ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; the width and
-        dtype of edge_features as meta.json keeps them, {} without).
+        ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; what meta.json
+        keeps of them: the width and dtype of edge_features, the number of types).
     """
     checked, widths = {}, {}
     for name, values in columns.items():
@@ -73,9 +84,19 @@ def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict
         if name in ("edge_time", "node_time"):
             checked[name] = _whole_numbers(name, values)
             continue
+        if name == "edge_type":
+            values = integers(name, np.asarray(values))
+            why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
+            refuse((values < 0) | (values >= MOST_TYPES), name, values, why)
+            widths["num_edge_types"] = int(values.max(initial=0)) + 1
+            checked[name] = values.astype(type_dtype(widths["num_edge_types"]))
+            continue
         if name == "edge_features":
             values = values.reshape(-1, 1) if len(shape) == 1 else values
-            widths = {"edge_dim": int(values.shape[1]), "edge_dtype": files.row_dtype(name, values)}
+            widths |= {
+                "edge_dim": int(values.shape[1]),
+                "edge_dtype": files.row_dtype(name, values),
+            }
         _check_values(name, values)
         is_tensor = isinstance(values, torch.Tensor)
         checked[name] = files.as_numpy(values.detach().cpu()) if is_tensor else np.asarray(values)
@@ -154,13 +175,17 @@ def read_names(path, records) -> list[str] | None:
     return lines
 
 
-def out_of_order(indptr, times) -> int | None:
-    """The first edge that is earlier than the one before it in its list, or None; of indptr int64 [V+1] and times int64
-    [M], numpy arrays."""
-    step = files.chunk_rows(times)
-    for a in range(0, max(len(times) - 1, 0), step):
-        chunk = times[a : a + step + 1]
-        falls = np.flatnonzero(chunk[1:] < chunk[:-1]) + a + 1
+def out_of_order(indptr, types, times) -> int | None:
+    """The first edge that is of a smaller type than the one before it in its list, or of the same and earlier, or None;
+    of indptr int64 [V+1], types and times [M], numpy arrays or None."""
+    first, *second = [keys for keys in (types, times) if keys is not None] or [np.empty(0)]
+    step = files.chunk_rows(first)
+    for a in range(0, max(len(first) - 1, 0), step):
+        chunk, *then = (keys[a : a + step + 1] for keys in (first, *second))
+        wrong = chunk[1:] < chunk[:-1]
+        for keys in then:
+            wrong |= (chunk[1:] == chunk[:-1]) & (keys[1:] < keys[:-1])
+        falls = np.flatnonzero(wrong) + a + 1
         # those where no list begins
         falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]
         if len(falls):
@@ -171,21 +196,35 @@ def out_of_order(indptr, times) -> int | None:
 def column_checks(graph) -> Iterator[tuple]:
     """(file, function that raises StoreError where it is wrong) of the columns of an open store."""
 
-    def times():
-        edge = out_of_order(graph.indptr.numpy(), graph.edge_time.numpy())
+    keys = [
+        array if array is None else array.numpy() for array in (graph.edge_type, graph.edge_time)
+    ]
+
+    def order():
+        edge = out_of_order(graph.indptr.numpy(), *keys)
         if edge is not None:
-            raise StoreError(f"edge {edge} is earlier than the one before it in its list")
+            how = "of a smaller type or earlier" if graph.num_edge_types else "earlier"
+            raise StoreError(f"edge {edge} is {how} than the one before it in its list")
+
+    def types():
+        count, why = graph.num_edge_types, "meta.json tells of fewer types"
+        refuse(keys[0] >= count, "edge_type", keys[0], why)
+        order()
 
     for name in ("edge_weight", "edge_features"):
         if (values := getattr(graph, name)) is not None:
             yield f"{name}.npy", functools.partial(_check_values, name, values)
+    if graph.edge_type is not None:
+        yield "edge_type.npy", types
     if graph.edge_time is not None:
-        yield "edge_time.npy", times
+        yield "edge_time.npy", order
 
 
 def described(graph) -> str:
     """What edges and nodes carry, in words."""
     words = ["weight"] if graph.edge_weight is not None else []
+    if graph.edge_type is not None:
+        words.append(f"{graph.num_edge_types} types")
     if graph.edge_features is not None:
         words.append(f"features {graph.edge_dim} x {graph.meta['edge_dtype']}")
     for name, times in (("time", graph.edge_time), ("nodes' time", graph.node_time)):

@@ -1,4 +1,5 @@
-"""Edges in any order -> CSC, sorted by destination, then source or time, in bounded memory.
+"""Edges in any order -> CSC, sorted by destination, then type and time where they have them, then source, in bounded
+memory.
 
     indptr = np.zeros(num_nodes + 1, np.int64)
     for sources in sorted_sources((edge_index, None, None), options, indptr, folder):
@@ -48,19 +49,20 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered) -> It
             yield dst, src, *(array + num_edges for array in numbers)
 
 
-def sorted_sources(graph, options, indptr, folder, order=None, times=None, progress=False):
-    """Sort edges by destination, then time, if there is one, then source -> chunks of the sorted sources.
+def sorted_sources(graph, options, indptr, folder, order=None, by=(), progress=False):
+    """Sort edges by destination, then what they carry, then source -> chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those in vector registers. Edges with
     numbers, by which rows of other arrays follow them, are sorted a quarter at a time: equal ones stay in the order of
-    the input, reverses behind the edges that were given. Of these `drop_duplicates` keeps the earliest, else the first.
+    the input, reverses behind the edges that were given. Of equal ones, of one type, `drop_duplicates` keeps the earliest,
+    else the first.
 
     Args:
         graph: edge_index [2, M], or None and the indptr and indices of CSC. options: those of `build_store`.
         indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
         folder: where 8 bytes an edge, 16 with numbers, are kept for a while if there is more than one range.
         order: binary file, into which goes int64 [M'], which edge of the input each sorted edge is; or None.
-        times: int64 [M] of the edges of the input, or None.
+        by: (types, times), of the edges of the input, integers [M] or None; empty without `order`.
     """
     bits, numbered = max(len(indptr) - 2, 1).bit_length(), order is not None
     most = max(1, SORT_EDGES >> 2) if numbered else SORT_EDGES
@@ -70,7 +72,7 @@ def sorted_sources(graph, options, indptr, folder, order=None, times=None, progr
     for keys, numbers in _ranges(edges, num_nodes, bits, most, numbered, folder, progress):
         unique = options["drop_duplicates"]
         if numbered:
-            parts = _sorted_with_numbers(keys, numbers, num_edges, times, unique, bits)
+            parts = _sorted_with_numbers(keys, numbers, num_edges, by, unique, bits)
         else:
             parts = _sorted_keys(keys, unique)
         for chunk, number in parts:
@@ -93,13 +95,18 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
         yield chunk, None
 
 
-def _sorted_with_numbers(keys, numbers, num_edges, times, drop_duplicates, bits) -> Iterator[tuple]:
+def _sorted_with_numbers(keys, numbers, num_edges, by, drop_duplicates, bits) -> Iterator[tuple]:
     for some in _few_destinations(keys, bits):
         few, number = keys[some], numbers[some]
-        time = [] if times is None else [np.asarray(times[number % num_edges])]
-        order = np.lexsort((number, few, *time, few >> np.uint64(bits)))
+        kind, time = (
+            [] if values is None else [np.asarray(values[number % num_edges])] for values in by
+        )
+        order = np.lexsort((number, few, *time, *kind, few >> np.uint64(bits)))
         if drop_duplicates:  # the first of each stays
-            order = order[np.sort(np.unique(few[order], return_index=True)[1])]
+            same = few
+            for values in kind:  # few of them, so that both numbers fit into 64 bits
+                same = np.unique(few, return_inverse=True)[1] << 16 | values
+            order = order[np.sort(np.unique(same[order], return_index=True)[1])]
         yield few[order], number[order] % num_edges
 
 

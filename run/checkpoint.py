@@ -36,10 +36,12 @@ from run.flags import TASKS, changed, check_values, filled_in, make_parser, spel
 from run.own_model import is_own
 
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
-input_dropout sampler layer_dependency batch_dependency temporal seed split metric edge_split scorer
+input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
 negatives negatives_by unchecked_negatives link_loss""".split()
 KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
+# flags that the first checkpoints lack
+LATER = {"drop_duplicates": False, "window": None, "bases": 0}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -138,6 +140,7 @@ def check_state(state):
     """Raise unless everything in a checkpoint has its type and the tensors are those of the network it describes."""
     flags, graph, best, weights = (state[name] for name in ("flags", "graph", "best", "model"))
     check_flags(flags)
+    graph.setdefault("num_edge_types", 0)  # as above
     widths = [graph[name] for name in TASKS[flags["task"]].widths]
     counts = [state["epoch"], state["step"], state["total_batch"], best["epoch"]]
     counts += [width for width in widths if width not in DTYPES]
@@ -161,10 +164,10 @@ def check_state(state):
 
 def check_flags(saved):
     """Raise unless these are the flags that a checkpoint keeps, with values that can be typed."""
-    # checkpoints written before these two existed lack them
-    if {*saved, "drop_duplicates", "weights"} != {*FIXED, *KEPT}:
+    if {*saved, *LATER, "weights"} != {*FIXED, *KEPT}:
         raise ValueError("some of its flags are missing or unknown")
-    saved.setdefault("weights", "best" if saved["early_stop"] else "last")
+    for name, value in {**LATER, "weights": "best" if saved["early_stop"] else "last"}.items():
+        saved.setdefault(name, value)
     words = []
     for name, value in saved.items():
         parts = value if type(value) is list else [value]
@@ -285,7 +288,7 @@ def restore(state, path, ranks, args, model, optimizer, best):
     if ranks.leads and is_own(args.model) and str(state.get("code")) != model.digest:
         print(f"model   {args.model} has changed since the checkpoint was written")
     if args.trains:
-        saved = {"drop_duplicates": False, **state["flags"]}
+        saved = state["flags"]
         new = {name: getattr(args, name) for name in KEPT if name in args.typed}
         changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
         if changes and ranks.leads:

@@ -50,6 +50,9 @@ def settle(ranks, args, task):
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
         given["precision"] = "tf32" if has_tf32 else "fp32"
+    narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if args.precision == "bf16" and not ranks.gpus and narrow:
+        lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
     used, given["mode"] = EdgeData(), "store"
     if task.placed:
         used, of_edges = edge_data(args, task, store)
@@ -99,12 +102,17 @@ def residual_helps(store):
 def sizes(args, task, used):
     """What the memory of a run depends on; see `placements` of run/plan.py."""
     return {
-        "fanout": args.fanout,
+        "fanout": taken(args, used),
         "batch_size": args.batch_size * task.sampled_for(args),
         "hidden": args.hidden,
         "prefetch": args.prefetch,
         "graphs": step_graph.hops_held(args, task.store, used) if args.trains else 0,
     }
+
+
+def taken(args, used):
+    """The most neighbours that a node takes in each hop, of all types."""
+    return [k if k < 0 else k * used.num_types for k in args.fanout]
 
 
 def place_data(ranks, args, task, used):
@@ -121,7 +129,9 @@ def place_data(ranks, args, task, used):
         return None, None
     if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
         print(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    columns = [name for name in ("weight", "time", "features") if getattr(used, name) is not None]
+    columns = [
+        name for name in ("weight", "time", "type", "features") if getattr(used, name) is not None
+    ]
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
     arrays += [getattr(used, name) for name in columns]
     spare = 0
@@ -141,7 +151,7 @@ def place_data(ranks, args, task, used):
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     used = used._replace(**dict(zip(columns, placed)))
-    features = cached(ranks, args, task, features)
+    features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
     in_place = step_graph.averages_in_place(args, features.dtype, dtype)
     ring = FeatureRing(
@@ -169,11 +179,13 @@ def make_sampler(args, indptr, indices, fanout, used, threads=None):
         options["layer_dependency"] = args.layer_dependency
         options["batch_dependency"] = args.batch_dependency
     if used.time is not None:
-        options |= {"edge_times": used.time, "strict": used.strict}
+        options |= {"edge_times": used.time, "strict": used.strict, "window": used.window}
+    if used.type is not None:
+        options["edge_type"], fanout = used.type, [[k] * used.num_types for k in fanout]
     return NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
 
 
-def cached(ranks, args, task, features):
+def cached(ranks, args, task, used, features):
     """The features behind the cache of --cache, one for each process: the rows that batches use most often, chosen once;
     on CPU, before a memory-mapped table, the page cache is planned as well."""
     store, budget = task.store, args.cache
@@ -195,7 +207,8 @@ def cached(ranks, args, task, features):
         return features
     with reading_all_edges():
         batch_size = args.batch_size * task.sampled_for(args)
-        visits = expected_visits(store.indptr, store.indices, task.seeds(), args.fanout, batch_size)
+        graph, seeds = (store.indptr, store.indices), task.seeds()
+        visits = expected_visits(*graph, seeds, taken(args, used), batch_size)
     trim_memory(1)  # what that took, and the cache can have
     if mapped:
         store.features.beside += budget * ranks.local_world

@@ -1,7 +1,7 @@
 """Which weights, times and features of edges a run uses, and the lines about them.
 
     used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
-    model.degrees = degrees_at(store.indptr, used.time, used.strict)
+    model.degrees = degrees_at(store.indptr, used)
 
 The second line is for layers that divide by degrees, where seeds have times.
 """
@@ -11,9 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from disk.files import StoreError
-from model import CONVS, EDGE_CONVS
+from model import EDGE_CONVS, TYPE_CONVS
 from run.own_model import is_own, takes_edges
-from sampler import number_before
+from sampler import seen_at
 
 
 class EdgeData(NamedTuple):
@@ -24,13 +24,16 @@ class EdgeData(NamedTuple):
     seed_time: Tensor | None = None  # int64 [V]: that time; None where links have times
     features: Tensor | None = None  # [M, D]: layers see them
     strict: bool = False  # a seed does not see edges at its own time either
+    window: int | None = None  # nor those that are older than this
+    type: Tensor | None = None  # uint8 or uint16 [M]: neighbours are drawn by type
+    num_types: int = 1
 
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """What a run uses of a store's columns -> (EdgeData, a line for each that is there); task: a `Task` or its class.
     StoreError for flags that need a column which the store lacks, or a model that cannot go with it."""
     used, lines, own = EdgeData(), [], is_own(args.model)
-    can, must = args.model in EDGE_CONVS, args.model not in CONVS
+    can, must = args.model in EDGE_CONVS, args.model == "gine"
     if own:
         can, must = takes_edges(args.model)
     if can and store.edge_features is not None:
@@ -45,18 +48,34 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         instead = "give that argument a default to go without" if own else "gin is the same without"
         needs = f"--model {args.model} takes features of edges"
         raise StoreError(f"{needs}, and {store.path} has none; {instead}")
+    if store.edge_type is not None and (own or args.model in TYPE_CONVS):
+        used = used._replace(type=store.edge_type, num_types=store.num_edge_types)
+        how = "--fanout is for each of them, and the model sees them"
+        lines.append(f"edges have {store.num_edge_types} types; {how}")
+    elif store.edge_type is not None:
+        lines.append(f"types of edges are not used by --model {args.model}: rgcn takes them")
+    elif args.model in TYPE_CONVS:
+        raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
         check_times(args, store, timed)
         seed_time = None if task.timed_pairs else store.node_time
         used = used._replace(time=store.edge_time, seed_time=seed_time, strict=temporal == "before")
+        if store.edge_type is not None and used.type is None:
+            why = "has lists by type, then time, and --model"
+            instead = "take rgcn, or --temporal off"
+            raise StoreError(f"{store.path} {why} {args.model} does not see types: {instead}")
+        used = used._replace(window=args.window)
         when = "at their own time or before it" if temporal == "at" else "before their own time"
+        when += f", of the last {args.window}" if args.window else ""
         who = "the ends of a pair and its negatives" if task.timed_pairs else "seeds"
         lines.append(f"{who} see edges {when}, in every hop; --temporal off shows them all")
     elif store.edge_time is not None:
         why = "--temporal off" if timed else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
+    if args.window and used.time is None:
+        raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
     if args.sampler == "latest":
         if used.time is None:
             given = f"and --temporal at or before, here {args.temporal}"
@@ -86,15 +105,15 @@ def check_times(args, store, timed):
         raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
 
 
-def degrees_at(indptr, times, strict):
+def degrees_at(indptr, used):
     """A function of a block: out- and in-degree of each source at its time -> [N, 2]; both are the number of edges in
-    its neighbour list that it may see. indptr: int64 [V+1], times: int64 [M], ascending in each list; on the CPU."""
+    its neighbour list that it may see. indptr: int64 [V+1]; used: EdgeData with times, in host memory."""
 
     def degrees(block):
         nodes = block.src_nodes.cpu().long()
         first = indptr[nodes]
-        length = indptr[nodes + 1] - first
-        seen = number_before(times, first, length, block.src_times.cpu(), strict)
+        lists = first, indptr[nodes + 1] - first, block.src_times.cpu()
+        seen = seen_at(used.time, *lists, used.strict, used.window)[1]
         return seen.unsqueeze(1).expand(-1, 2)
 
     return degrees

@@ -44,7 +44,8 @@ def build_model(ranks, args, task, used):
         edge_dim = store.edge_dim if used.features is not None else 0
         sizes = store.feature_dim, store.num_classes, edge_dim
         own, digest = own_model.build(args.model, args.model_args or [], *sizes)
-    widths = {name: getattr(store, name, 0) for name in ("num_classes", "edge_dim")}
+    names = "num_classes", "edge_dim", "num_edge_types"
+    widths = {name: getattr(store, name, 0) for name in names}
     model = task.network(args, {**store.meta, **widths}, own)
     model.digest = digest  # SHA-256 of the file of a user's network
     task.prepare(model)
@@ -52,7 +53,7 @@ def build_model(ranks, args, task, used):
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
         if used.time is not None:
-            model.degrees = degrees_at(store.indptr, used.time, used.strict)
+            model.degrees = degrees_at(store.indptr, used)
         else:
             with reading_all_edges():
                 degrees = graph_degrees(store.indptr, store.indices)
@@ -138,6 +139,7 @@ class Run:
                         getattr(store.features, "tensor", store.features),
                         rank=ranks.local_rank,
                         edges=self.used.features,
+                        types=self.used.type,
                         world=ranks.local_world,
                         total=ranks.sum_here if ranks.local_world > 1 else None,
                         layers=layers,

@@ -20,14 +20,14 @@ import torch
 from ddp import under_torchrun
 from disk.files import check_name
 from features import MODES
-from model import AVERAGING, CONVS, EDGE_CONVS, NORMALISED, NORMS, RESIDUAL
+from model import ALL_CONVS, AVERAGING, NORMALISED, NORMS, RESIDUAL, TYPE_CONVS
 from run.own_model import is_own, name_of, words_of
 from tasks.graph import GraphTask
 from tasks.link import LinkTask, split_type
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
-BUILT_IN = "heads norm residual dropout input_dropout checkpoint_activations"
+BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activations"
 # flag | its values | help. Of several values the first is the default, - for none; after = a default; no value: a switch
 FLAGS = f"""
 data
@@ -39,19 +39,21 @@ data
 --symmetrize | | add the reverse of every edge of an .npz file
 --drop-duplicates | | keep one of equal edges of such a file
 sampling
---fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15 (default: 10 a layer)
+--fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15; of edges with types for each type (default: 10 a layer)
 --sampler | uniform labor weighted latest | labor: seeds share neighbours where they can (arXiv 2210.13339); weighted: by edge weight; latest: the last before the seed's time
 --layer-dependency | | labor: all hops draw alike, so that a batch has fewer input rows
 --batch-dependency | N = 1 | labor: N steps in a row draw alike, so that rows are needed again
 --temporal | auto at before off | edges that a seed sees: at its time or before, only before, off: all (default: at, where edges and nodes have times; link: off)
+--window | N | of edges that a seed sees, only those later than its time minus N (default: all)
 --batch-size | N = 1024 | seeds of a process in one pass
 --accumulate | N = 1 | passes of an optimizer step
 model
---model | MODEL = sage | {", ".join(CONVS | EDGE_CONVS)}, or yours: FILE.py:NAME
+--model | MODEL = sage | {", ".join(ALL_CONVS)}, or yours: FILE.py:NAME
 --model-args | A=1,B=x | yours is NAME(features, classes, A=1, B='x') (default: none)
 --hidden | N = 128 | width of the inner layers, all heads together
 --num-layers | N | layers (default: one for each fanout, else 3)
 --heads | N = 4 | attention heads of gat
+--bases | N0 = 0 | matrices of which rgcn mixes that of each type; 0: one for each
 --norm | - {" ".join(NORMS)} | after inner layers (default: layer for {", ".join(NORMALISED)}, else none)
 --residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} where neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after each inner layer and of gat's attention
@@ -142,7 +144,7 @@ def make_parser():
         "RATE": (positive(float), "RATE"),
         "X": (positive(float, zero=True), "X"),
         "P": (positive(float, zero=True, below=1), "P"),
-        "MODEL": (name_of(CONVS | EDGE_CONVS), "NAME"),
+        "MODEL": (name_of(ALL_CONVS), "NAME"),
         "A=1,B=x": (words_of, "A=1,B=x"),
         "A/B/C": (split_type, "A/B/C"),
         "15,10,5": (fanout, "15,10,5"),
@@ -238,6 +240,9 @@ def check_effects(parser, args):
     refuse(one, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
+    typed = ", ".join(TYPE_CONVS)
+    refuse(args.model not in TYPE_CONVS, "bases", f"is for --model {typed}, --model is {{model}}")
+    refuse(args.temporal == "off", "window", "is of times, --temporal is off")
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
     why = "is for one run, --runs is {runs}"

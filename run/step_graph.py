@@ -78,8 +78,8 @@ def first_true(reasons):
 def hops_held(args, store, used):
     """Hops of a batch that the graphs of a run would hold in GPU memory if the GPU reads the features; 0 without
     graphs. used: `EdgeData` of the store."""
-    unlike = used.time is not None or used.features is not None or store.labels.dim() > 1
-    if unlike or hindrance(args):
+    columns = used.time, used.type, used.features
+    if any(c is not None for c in columns) or store.labels.dim() > 1 or hindrance(args):
         return 0
     return len(args.fanout) - averages_in_place(args, store.features.dtype)
 
@@ -96,6 +96,7 @@ def obstacle(ranks, args, sampler, ring):
         "nodes have several labels": ring.labels.dim() > 1,
         "the features are no tensor, or lie behind a cache": no_tensor,
         "edges have features": ring.edge_features is not None,
+        "edges have types": sampler.edge_type is not None,
         "the sampler's kernels are not there": no_kernels,
     }
     if why := hindrance(args) or first_true(reasons):

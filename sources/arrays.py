@@ -25,6 +25,7 @@ FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels")
 OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." before them
     "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
+    "edge_type": ("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
     "node_time": ("node_time",),
@@ -306,7 +307,7 @@ class Arrays:
                 near = difflib.get_close_matches(str(name), KNOWN, 1)
                 why = "no array of that name is known" + (f", {near[0]} is" if near else "")
                 if of_edges or "edge" in name:
-                    why = "what edges carry is called edge_weight, edge_time or edge_features"
+                    why = "what edges carry is called edge_weight, edge_type, edge_time or edge_features"
                 what = f"{name} is not used: {why}"
                 raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
         if rest:

@@ -41,7 +41,7 @@ MOST_TIMED = 1 << 13  # where they have times, and each needs embeddings of its 
 CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a time
 TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
 EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
-EDGE_COLUMNS = ("edge_weight", "edge_time", "edge_features")
+EDGE_COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features")
 # bits(key, numbers, which): 53 random bits for draw `which` of each item in `numbers`, int64 of one shape
 bits = functools.partial(random_bits, bits=53)
 
@@ -529,7 +529,10 @@ class LinkTask(Task):
 
     name, examples, temporal = "link", "edges", "off"
     timed_pairs = embeds = True
-    metrics, widths = ("mrr", "hits@1", "hits@10", "roc_auc", "ap"), ("feature_dim", "edge_dim")
+    metrics, widths = (
+        ("mrr", "hits@1", "hits@10", "roc_auc", "ap"),
+        ("feature_dim", "edge_dim", "num_edge_types"),
+    )
     unused = {
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",

@@ -4,7 +4,7 @@ import torch
 
 from disk.counts import edge_line
 from disk.files import StoreError
-from model import EDGE_CONVS, GNN
+from model import EDGE_CONVS, GNN, TYPE_CONVS
 from store import GraphStore
 
 # of --task link
@@ -44,8 +44,8 @@ class Task:
     @classmethod
     def compared(cls, args):
         """The widths that have to be the same in the data of a checkpoint."""
-        blind = args.model not in EDGE_CONVS
-        return [name for name in cls.widths if not (blind and name == "edge_dim")]
+        sees = {"edge_dim": EDGE_CONVS, "num_edge_types": TYPE_CONVS}
+        return [name for name in cls.widths if args.model in sees.get(name, [args.model])]
 
     def sampled_for(self, args):
         """Nodes that are sampled for an example, at most."""
@@ -112,6 +112,8 @@ def gnn(args, widths, out_dim):
     options = {name: getattr(args, name) for name in same}
     edge_dim = widths["edge_dim"] if args.model in EDGE_CONVS else 0
     options |= {"conv": args.model, "recompute": args.checkpoint_activations, "edge_dim": edge_dim}
+    if args.model in TYPE_CONVS:
+        options |= {"num_types": widths["num_edge_types"], "bases": args.bases}
     return GNN(widths["feature_dim"], out_dim=out_dim, **options)
 
 

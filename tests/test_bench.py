@@ -288,6 +288,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     for name, text in OWN_MODELS.items():
         (tmp_path / name).write_text(text)
     _save_npz(tmp_path / "events.npz", **_events(200, 3000))
+    _save_npz(tmp_path / "relations.npz", edge_type=np.arange(3000) % 3)
     np.save(tmp_path / "pairs.npy", [[0, 1], [2, 3]])
     if DATA.is_dir():
         shutil.copy(DATA / "esol.npz", tmp_path)
@@ -312,7 +313,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
             continue
         if "esol.npz" in command:
             command += " --epochs 2"
-        elif "events.npz" in command:
+        elif "events.npz" in command or "relations.npz" in command:
             command += " --epochs 2 --fanout 3,3"
         elif "train.py" in command and not words & {"--resume", "--help"}:
             command += f" --dataset {TINY} --epochs 2 --fanout 3,3"
@@ -342,6 +343,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
         "seeds": torch.arange(9),
         "times": torch.arange(9),
         "edge_ids": torch.arange(50),
+        "edge_type": rng.integers(0, 3, 4000),
     }
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
     names |= {

@@ -14,13 +14,13 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13030,
-    "lines of C and CUDA": 2000,
-    "lines of bench": 3040,
-    "lines of tests": 11850,
+    "lines of product Python": 13340,
+    "lines of C and CUDA": 2080,
+    "lines of bench": 3100,
+    "lines of tests": 12190,
     "lines of README": 200,
-    "longest file": 850,
-    "functions above 60 lines": 4,
+    "longest file": 925,
+    "functions above 60 lines": 5,
     "entries in the root": 21,
     "floors of imports": 8,
     "arrows": 145,

@@ -72,19 +72,19 @@ def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 
 
-def _columns_slowly(edges, options, timed):
-    """What the store has to hold of edges (source, destination, time, number), in its order, in plain Python."""
+def _columns_slowly(edges, options):
+    """What the store has to hold of edges (source, destination, type, time, number), in its order, in plain Python."""
     rows = [
-        (dst, src, time, 0, number)
-        for src, dst, time, number in edges
+        (dst, src, kind, time, 0, number)
+        for src, dst, kind, time, number in edges
         if src != dst or not options["drop_self_loops"]
     ]
     if options["symmetrize"]:
-        rows += [(src, dst, time, 1, number) for dst, src, time, _, number in rows]
-    rows.sort(key=lambda row: (*row[:2], row[2] if timed else 0, *row[3:]))
+        rows += [(src, dst, kind, time, 1, number) for dst, src, kind, time, _, number in rows]
+    rows.sort()
     if options["drop_duplicates"]:
-        rows = [next(group) for _, group in itertools.groupby(rows, lambda row: row[:2])]
-    return sorted(rows, key=lambda row: (row[0], row[2] if timed else 0))
+        rows = [next(group) for _, group in itertools.groupby(rows, lambda row: row[:3])]
+    return sorted(rows, key=lambda row: (row[0], *row[2:4]))
 
 
 @pytest.mark.parametrize("seed", range(48))
@@ -98,26 +98,38 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
     edge_index = rng.integers(0, V, (2, M))
     times, weights = rng.integers(-3, 12, M), rng.random(M) * (rng.random(M) < 0.9)
+    kinds = rng.integers(0, 3, M).astype(np.uint8) if seed % 5 else rng.integers(250, 300, M)
+    kinds = kinds.astype(np.uint8 if kinds.max(initial=0) < 256 else np.uint16)
     dtypes = "float32", "bfloat16", "float64", "uint8", "int64", "float16"
     rows = (torch.from_numpy(rng.random((M, 3))) * 200).to(getattr(torch, dtypes[seed % 6]))
     options = dict(zip(OPTIONS, map(bool, (seed & 1, seed & 2, seed & 4))))
     graph = {"edge_index": torch.from_numpy(edge_index) if seed % 3 else edge_index}
     if seed & 8:
         order = np.argsort(edge_index[1], kind="stable")
-        edge_index, times = edge_index[:, order], times[order]
+        edge_index, times, kinds = edge_index[:, order], times[order], kinds[order]
         weights, rows = weights[order], rows[order]
         indptr = np.append(0, np.cumsum(np.bincount(edge_index[1], minlength=V)))
         graph = {"indices": edge_index[0], "indptr": indptr}
     given = {"edge_weight": weights, "edge_time": times.astype(float), "edge_features": rows}
+    given["edge_type"] = kinds
     share = 0 if seed < 16 else 0.7  # at first none
     given = {name: values for name, values in given.items() if rng.random() < share}
     nodes = {"features": np.zeros((V, 1), np.float32), "labels": np.zeros(V, int)}
     nodes |= {"split": {"train": [0]}, "node_time": np.arange(V)}
     path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
-    found, timed = GraphStore.open(path), "edge_time" in given
-    edges = zip(*(a.tolist() for a in (*edge_index, times, np.arange(M))))
-    expected = _columns_slowly(edges, options, timed)
-    if "indptr" in graph and not timed and not any(options.values()):
+    found, none = GraphStore.open(path), np.zeros(M, int)
+    by = [
+        keys if name in given else none
+        for name, keys in (("edge_type", kinds), ("edge_time", times))
+    ]
+    expected = _columns_slowly(
+        zip(*(a.tolist() for a in (*edge_index, *by, np.arange(M)))), options
+    )
+    if (
+        "indptr" in graph
+        and not {"edge_type", "edge_time"} & {*given}
+        and not any(options.values())
+    ):
         expected = sorted(expected, key=lambda row: row[-1])  # stored as it was
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
@@ -125,12 +137,15 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     for name, values in (
         ("edge_weight", torch.from_numpy(weights).float()),
         ("edge_time", torch.from_numpy(times)),
+        ("edge_type", torch.from_numpy(kinds)),
         ("edge_features", rows),
     ):
         there = getattr(found, name)
         assert (there is None) == (name not in given)
         if there is not None:
-            assert there.dtype == values.dtype and torch.equal(there, values[numbers]), name
+            wide = torch.int16 if there.dtype == torch.uint16 else there.dtype
+            assert there.dtype == values.dtype
+            assert torch.equal(there.view(wide), values.view(wide)[numbers]), name
     assert found.node_time.tolist() == list(range(V)) and found.meta["options"] == options
     assert found.edge_dim == 3 * ("edge_features" in given) and verify(path) == []
     assert {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}

@@ -1,0 +1,281 @@
+"""Tests: edges of several types: what is drawn of each, the layers that see them, training."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from model import GNN, RGCNConv, inference
+from sampler import NeighborSampler
+from store import GraphStore, build_store, info, verify
+from tests.common import (
+    _dgl,
+    _emulated,
+    _log,
+    _same_for_any_number_of_processes,
+    _same_weights,
+    _train,
+)
+from tests.stores import _refuses, _rewrite_meta
+
+
+def _typed_graph(rng, nodes=60, edges=700, types=5):
+    """A random multigraph -> indptr, indices, edge_type, edge_index of the same edges."""
+    dst, kind = rng.integers(0, nodes - 5, edges), rng.integers(0, types, edges)
+    order = np.lexsort((kind, dst))
+    dst, kind, src = dst[order], kind[order], rng.integers(0, nodes, edges)
+    indptr = np.searchsorted(dst, np.arange(nodes + 1))
+    arrays = indptr, src.astype(np.int32), kind.astype(np.uint8), np.stack([src, dst])
+    return tuple(map(torch.from_numpy, arrays))
+
+
+@pytest.fixture(scope="module")
+def pointing(tmp_path_factory):
+    """Edges of type r lead from class y + r to class y: without types neighbours say nothing."""
+    rng = np.random.default_rng(0)
+    nodes, edges, classes = 600, 9000, 4
+    label, dst = rng.integers(0, classes, nodes), rng.integers(0, nodes, edges)
+    kind, src = rng.integers(0, 5, edges), np.empty(edges, int)
+    for wanted in range(classes):
+        at = np.flatnonzero((label[dst] + kind) % classes == wanted)
+        src[at] = rng.choice(np.flatnonzero(label == wanted), len(at))
+    x = rng.standard_normal((nodes, 8)).astype(np.float32)
+    x[:, :classes] += 1.2 * np.eye(classes)[label]
+    arrays = {"edge_index": np.stack([src, dst]), "features": x, "labels": label, "edge_type": kind}
+    folder = tmp_path_factory.mktemp("typed")
+    np.savez(
+        folder / "timed.npz",
+        **arrays,
+        edge_time=rng.integers(0, 100, edges),
+        node_time=np.full(nodes, 80),
+    )
+    np.savez(folder / "typed.npz", **arrays)
+    return folder
+
+
+FLAGS = "--gpus 0 --fanout 3,3 --hidden 16 --batch-size 50 --lr 0.02 --dropout 0"
+
+
+@pytest.mark.parametrize("bases", [0, 3])
+def test_rgcn_equals_pyg_and_dgl(bases):
+    """The layer and its gradients on random multigraphs; also where edges of a list are not in the order of types."""
+    pyg = pytest.importorskip("torch_geometric.nn")
+    rng = np.random.default_rng(bases)
+    indptr, indices, kind, (src, dst) = _typed_graph(rng)
+    shuffled = torch.from_numpy(np.lexsort((rng.random(len(src)), dst)))
+    x, results = torch.randn(60, 9), []
+    ours, theirs = RGCNConv(9, 6, 5, bases), pyg.RGCNConv(9, 6, 5, num_bases=bases or None)
+    with torch.no_grad():
+        theirs.weight.copy_(ours.weight)
+        theirs.root.copy_(ours.self_linear.weight.t())
+        theirs.bias.copy_(ours.self_linear.bias)
+        if bases:
+            theirs.comp.copy_(ours.coefficients)
+    lists = (indices, kind), (indices[shuffled], kind[shuffled])
+    calls = [
+        (ours, lambda h, a=a, t=t: ours.combine(indptr.int(), a, h, None, h, types=t))
+        for a, t in lists
+    ]
+    calls.append((theirs, lambda h: theirs(h, torch.stack([src, dst]), kind.long())))
+    for layer, call in calls:
+        h = x.clone().requires_grad_()
+        layer.zero_grad()
+        out = call(h)
+        out.sin().sum().backward()
+        mixed = layer.comp if layer is theirs else layer.coefficients
+        results.append([out, h.grad, layer.weight.grad, *([mixed.grad] if bases else [])])
+    for found in results[:2]:
+        for a, b in zip(found, results[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    dgl = _dgl()
+    block = NeighborSampler(indptr, indices, [3], edge_type=kind).sample(torch.arange(60), 0)[0]
+    assert torch.equal(block.to_dgl().edata[dgl.ETYPE], block.edge_type.long())
+    graph = dgl.graph((src, dst), num_nodes=60)
+    rel = dgl.nn.RelGraphConv(
+        9, 6, 5, regularizer=bases and "basis" or None, num_bases=bases or None
+    )
+    with torch.no_grad():
+        rel.linear_r.W.copy_(ours.weight)
+        rel.loop_weight.copy_(ours.self_linear.weight.t())
+        rel.h_bias.copy_(ours.self_linear.bias)
+        if bases:
+            rel.linear_r.coeff.copy_(ours.coefficients)
+    # DGL adds the messages up: the mean is a weight of each edge
+    pairs = dst * 5 + kind
+    norm = 1 / torch.bincount(pairs)[pairs].float()
+    torch.testing.assert_close(
+        rel(graph, x, kind.long(), norm.unsqueeze(1)), results[0][0], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rgcn_on_all_neighbours_is_exact_inference():
+    indptr, indices, kind, _ = _typed_graph(np.random.default_rng(1))
+    net, x = (
+        GNN(9, 16, 4, conv="rgcn", num_types=5, bases=2, num_layers=2, norm="layer").eval(),
+        torch.randn(60, 9),
+    )
+    blocks = NeighborSampler(indptr, indices, [-1, -1], edge_type=kind).sample(torch.arange(60), 0)
+    exact = inference(net, indptr, indices, x, types=kind, chunk=7)
+    torch.testing.assert_close(net(blocks, x[blocks[0].src_nodes.long()]), exact)
+    with pytest.raises(ValueError, match="conv 'sage' with num_types 5, bases 0: rgcn needs types"):
+        GNN(9, 16, 4, num_types=5)
+
+
+def test_each_type_has_its_share_and_all_together_none():
+    """Of a long list each edge of a type is as likely; without types the block tells them all the same."""
+    rows = 4000
+    kind = torch.tensor([0] * 3 + [1] * 40 + [2] * 7, dtype=torch.uint8)
+    indptr, indices = torch.arange(rows + 1) * 50, torch.arange(rows * 50) % rows
+    graph, kinds = (indptr, indices), kind.repeat(rows)
+    typed = NeighborSampler(*graph, [[5, 10, 0]], edge_type=kinds, edge_ids=True)
+    block = typed.sample(torch.arange(rows), 0)[0]
+    assert torch.equal(block.edge_type, kind[block.edge_ids % 50])
+    assert block.edge_type.view(rows, 13).tolist() == [[0] * 3 + [1] * 10] * rows
+    taken = torch.bincount(block.edge_ids % 50, minlength=50)
+    assert (taken[:3] == rows).all() and not taken[43:].any()
+    z = (taken[3:43] - rows / 4) / (rows * 0.25 * 0.75) ** 0.5
+    assert z.abs().max() < 5 and 0.4 < z.square().mean() < 1.8
+    plain = NeighborSampler(*graph, [10], edge_ids=True).sample(torch.arange(rows), 0)[0]
+    mixed = NeighborSampler(*graph, [10], edge_type=kinds, by_type=False)
+    (mixed,) = mixed.sample(torch.arange(rows), 0)
+    assert torch.equal(mixed.indices, plain.indices) and mixed.edge_ids is None
+    assert torch.equal(mixed.edge_type, kind[plain.edge_ids % 50])
+
+
+@pytest.mark.parametrize("way", ["torch", "native", "cuda"])
+def test_a_type_that_does_not_exist_is_damage(way, tmp_path):
+    indptr, indices, kind, _ = _typed_graph(np.random.default_rng(2))
+    options = dict(edge_type=kind, backend=way.replace("cuda", "torch"), check=False)
+    s = NeighborSampler(indptr, indices, [3, 2], **options)
+    engine = _emulated(s, tmp_path) if way == "cuda" else s
+    engine.sample(torch.arange(50), 0, True) if way == "cuda" else s.sample(torch.arange(50), 0)
+    kind[300] = 77
+    with pytest.raises(IndexError, match="damaged"):
+        engine.sample(torch.arange(50), 0, True) if way == "cuda" else s.sample(torch.arange(50), 0)
+
+
+def test_samplers_of_types_refuse():
+    indptr, indices, kind, _ = _typed_graph(np.random.default_rng(3))
+    times = torch.zeros(700, dtype=torch.int64)
+    for said, fanouts, options in (
+        ("numbers by type, which need edge_type", [[3, 2]], {}),
+        ("edge_type has 5 types, one number for each", [[3, 2]], dict(edge_type=kind)),
+        ("give one number for each hop, positive or -1", [[3, 2, 1, 1, -2]], dict(edge_type=kind)),
+        ("-1 .all. is not for replace", [[3, 2, 1, 1, -1]], dict(edge_type=kind, replace=True)),
+        ("edge_type decreases within the list of node", [3], dict(edge_type=kind.flip(0))),
+        ("backend 'dgl' has no edge_type", [3], dict(edge_type=kind, backend="dgl")),
+        (
+            "which is not for edge_times, as",
+            [3],
+            dict(edge_type=kind, by_type=False, edge_times=times),
+        ),
+        ("nor for numbers by type", [[3] * 5], dict(edge_type=kind, by_type=False)),
+        ("window needs edge_times", [3], dict(window=5)),
+        ("window is 0: give an int above 0", [3], dict(window=0, edge_times=times)),
+        (
+            "sort each list by type, then time",
+            [3],
+            dict(edge_type=kind, edge_times=-torch.arange(700)),
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            NeighborSampler(indptr, indices, fanouts, **options)
+    with pytest.raises(
+        TypeError, match="edge_type must be uint8 or uint16 .M=700., not torch.int64"
+    ):
+        NeighborSampler(indptr, indices, [3], edge_type=kind.long())
+
+
+def test_stores_with_types_are_checked(tmp_path):
+    indptr, indices, kind, ends = _typed_graph(np.random.default_rng(4))
+    graph = {
+        "features": np.zeros((60, 2), np.float32),
+        "labels": np.zeros(60, int),
+        "split": {"train": [0]},
+    }
+    build = lambda name, **more: build_store(tmp_path / name, **graph, **more)  # noqa: E731
+    path = build("csc", indptr=indptr, indices=indices, edge_type=kind)
+    there = GraphStore.open(path)
+    assert torch.equal(there.indices, indices) and torch.equal(there.edge_type, kind)
+    assert there.num_edge_types == 5 and "5 types" in info(path)
+    _refuses(
+        "types are numbered from 0, and there are up to 32,768",
+        build,
+        "a",
+        edge_index=ends,
+        edge_type=kind.long() - 1,
+    )
+    _refuses(
+        r"edge_type is a Tensor .3.: an array .700.",
+        build,
+        "b",
+        edge_index=ends,
+        edge_type=kind[:3],
+    )
+    for wrong in ("5", 5.0, True, -1, 1 << 16, [5]):
+        meta = there.meta | {"num_edge_types": wrong}
+        _rewrite_meta(path, **meta)
+        _refuses("num_edge_types = ", GraphStore.open, path)
+    _rewrite_meta(path, **there.meta)
+    for value, said in ((0, "edge .* is of a smaller type or earlier"), (9, "fewer types")):
+        file = path / "edge_type.npy"
+        data = bytearray(file.read_bytes())
+        data[-3] = value
+        file.write_bytes(bytes(data))
+        _rewrite_meta(path)
+        assert any(said.replace(".*", "") in line or "edge_type" in line for line in verify(path))
+
+
+@pytest.mark.parametrize("name, least", [("rgcn", 0.9), ("sage", 0)])
+def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
+    """And resumes, predicts, and says what it does with them; sage cannot tell the classes apart."""
+    log, words = (
+        tmp_path / "log",
+        f"--dataset {pointing}/typed.npz --root {tmp_path} --model {name} {FLAGS}",
+    )
+    said = _train(words, f"--epochs 12 --log {log} --checkpoint {tmp_path}/c.pt")
+    line = "edges have 5 types; --fanout is for each of them, and the model sees them"
+    assert (
+        line if least else "types of edges are not used by --model sage: rgcn takes them"
+    ) in said
+    accuracy = _log(log)[-1]["exact"]["test"]
+    assert accuracy > least and (least or accuracy < 0.6)
+    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --root {tmp_path}")
+    labels = np.load(pointing / "typed.npz")["labels"]
+    assert (np.load(tmp_path / "p.npy") == labels).mean() == pytest.approx(accuracy, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--bases 2", "--task link --edge-split 90/5/5", "--sampler labor"]
+)
+def test_types_are_the_same_for_any_number_of_processes(flags, pointing, tmp_path):
+    words = f"--dataset {pointing}/typed.npz --root {tmp_path} --model rgcn {FLAGS} {flags}"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 50, 2), (2, 50, 1)], epochs=2)
+
+
+def test_types_with_times_in_a_window(pointing, tmp_path):
+    words = f"--dataset {pointing}/timed.npz --root {tmp_path} {FLAGS} --epochs 2"
+    files = [f"--checkpoint {tmp_path}/{name}.pt" for name in "abc"]
+    said = _train(words, "--model rgcn --window 30", files[0])
+    assert "at their own time or before it, of the last 30, in every hop" in said
+    _train(words, "--model rgcn --window 1000", files[1])
+    _train(words, "--model rgcn", files[2])
+    paths = [tmp_path / f"{name}.pt" for name in "abc"]
+    assert _same_weights(*paths[1:]) and not _same_weights(*paths[:2])
+    said = _train(words, "--model sage", code=2)
+    assert "has lists by type, then time, and --model sage does not see types" in said
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--model sage --bases 2", "--bases 2 is for --model rgcn, --model is sage"),
+        ("--model rgcn", "--model rgcn takes types of edges, and .* has none"),
+        ("--window 5", "--window 5 is of times, and seeds of .* have none"),
+        ("--window 5 --temporal off", "--window 5 is of times, --temporal is off"),
+    ],
+)
+def test_flags_of_types_refuse(flags, said, tiny):
+    output = _train(f"--dataset {tiny} --gpus 0 {flags}", code=2)
+    assert re.search(said, output), output
