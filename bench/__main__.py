@@ -38,7 +38,7 @@ from model import CONVS
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS, "labels"
 SHARED = "synthetic:nodes=2500000,degree=1,features=400"
-NAMES = "sampler step store inference accuracy defaults gpu attack picture"
+NAMES = "sampler step store inference accuracy defaults types gpu attack picture"
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in NAMES.split()}
 MODULES |= {"link": "step", "features": "step", "scaling": "step"}

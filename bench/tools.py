@@ -36,6 +36,7 @@ def hardware(gpu=False):
     named = cpuinfo.exists() and re.search(r"model name\s*: (.*)", cpuinfo.read_text())
     figures = {
         "cpu": named[1].strip() if named else platform.processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
