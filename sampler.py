@@ -452,9 +452,14 @@ def hop_key(seed, step, hop):
     return mix(mix(mix(seed & _MASK) ^ (step & _MASK)) ^ hop)
 
 
+def _signed(key):
+    """64 bits as an int that fits into int64."""
+    return key if isinstance(key, Tensor) else key - (key >> 63 << 64)
+
+
 def random_bits(key, v, j, bits=32):
-    """Random bits as int64: draw j of node v, for int64 tensors that broadcast and a key of 64 bits."""
-    z = mix(mix(v ^ (key - (key >> 63 << 64))) ^ j)
+    """Random bits as int64: draw j of node v, for int64 tensors that broadcast; key: 64 bits, or such a tensor."""
+    z = mix(mix(v ^ _signed(key)) ^ j)
     return z >> (64 - bits) & (1 << bits) - 1
 
 
@@ -540,26 +545,32 @@ class TorchBackend:
             raise IndexError("a list in indptr")
         if hop.fanout_of is None:
             return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
-        rows, edges, left = [], [], degree
-        # the edges of a type are a list of their own
-        for r, k in enumerate(hop.fanout_of[hop.fanout_of != NO_TYPE].tolist()):
-            types = task.edge_type, start, degree, r
-            first = number_before(*types, True)
-            lists = v, start + first, number_before(*types, False) - first
-            left, key = left - lists[2], mix(hop.key ^ (1 << 32) + r)
-            indptr, taken = self._pick_lists(*lists, k, key, exclude, times)
-            row = torch.arange(v.numel(), device=v.device)
-            rows.append(row.repeat_interleave(indptr.diff(), output_size=taken.numel()))
-            edges.append(taken)
-        if not v.is_cuda and bool(left.any()):
+        # the edges of a type are a list of their own: [G] lists, with a k and a key each
+        places = _expand(start, degree)
+        row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree)
+        group = (task.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
+        group, counts = group.unique_consecutive(return_counts=True)
+        row, kind, first = group >> 16, group & 0xFFFF, places[counts.cumsum(0) - counts]
+        ks, picked, edges = hop.fanout_of[kind], [], []
+        if not v.is_cuda and bool((ks == NO_TYPE).any()):
             raise IndexError("a type that does not exist")
-        rows, order = torch.cat(rows).sort(stable=True)
-        counts = torch.bincount(rows, minlength=v.numel())
-        return _prefix_sum(counts), torch.cat(edges)[order]
+        keys = mix(_signed(hop.key) ^ (1 << 32) + kind)
+        for k in ks.unique().tolist():
+            at = (ks == k).nonzero().squeeze(1)
+            lists = v[row[at]], first[at], counts[at]
+            by = None if times is None else times[row[at]]
+            indptr, taken = self._pick_lists(*lists, k, keys[at], exclude, by)
+            picked.append(at.repeat_interleave(indptr.diff(), output_size=taken.numel()))
+            edges.append(taken)
+        none = group.new_empty(0)
+        picked, order = torch.cat([*picked, none]).sort(stable=True)
+        counts = torch.bincount(row[picked], minlength=v.numel())
+        return _prefix_sum(counts), torch.cat([*edges, none])[order]
 
     def _pick_lists(self, v, start, degree, k, key, exclude, times):
-        """`_pick` for lists [S] that begin at `start`, and one k and key."""
+        """`_pick` for lists [S] that begin at `start`; key: an int, or int64 [S]."""
         task, rule = self.task, self.task.rule
+        of = lambda rows: key[rows] if isinstance(key, Tensor) else key  # noqa: E731
         if times is not None:
             seen = task.edge_times, start, degree, times, task.strict, task.window
             start, degree = seen_at(*seen)
@@ -574,9 +585,9 @@ class TorchBackend:
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
             if rule == "labor":
                 near = task.indices[edges].long()  # a source's own draw decides
-                kept = (random_bits(key, near, 0) * degree[row] <= k << 32) | (k < 0)
+                kept = (random_bits(of(row), near, 0) * degree[row] <= k << 32) | (k < 0)
             else:
-                kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, key)
+                kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, of(row))
             return _prefix_sum(kept)[indptr], edges[kept]
         if rule == "replace":
             counts, draws = torch.where(degree > 0, k, 0), degree > 0
@@ -589,7 +600,7 @@ class TorchBackend:
         rows = draws.nonzero().squeeze(1)  # [R] the others take their whole list
         if rows.numel():
             j = torch.arange(k, device=v.device).unsqueeze(1)  # [k, 1]
-            bits, d = random_bits(key, v[rows], j), degree[rows]  # [k, R], [R]
+            bits, d = random_bits(of(rows), v[rows], j), degree[rows]  # [k, R], [R]
             pick = (bits * d) >> 32 if rule == "replace" else _floyd(bits, d)
             edges.index_put_((indptr[rows] + j,), start[rows] + pick)
         if gap is not None:

@@ -201,7 +201,8 @@ def _timed_case(i, method):
     pairs = np.stack([np.append(seeds, seeds[:5]), np.append(times, times[:5] - 1)])
     pairs = torch.from_numpy(rng.permutation(np.unique(pairs, axis=1), axis=1))
     options |= {"edge_times": torch.from_numpy(when), "strict": bool(i % 2)}
-    options |= {"window": [1, 4, 15, 10**5, 2**63 - 1][i % 5]} if i % 4 > 1 else {}
+    windowed = i % 4 == 2 or i % 16 == 15
+    options |= {"window": [1, 4, 15, 10**5, 2**63 - 1][i % 5]} if windowed else {}
     options |= BY_TIME[method] if method == "latest" else {}
     return indptr, indices, fanouts, *pairs.clone(), step, options
 
