@@ -178,7 +178,11 @@ class NodeLoader:
             disk_threads = getattr(graph, "sampling_threads", None)  # of a graph that stays on disk
             # to check that one would read all of it
             options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
-            options["edge_type"] = torch.as_tensor(graph.edge_type) if types else None
+            kinds = getattr(graph, "edge_type", None)
+            if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
+                needed = "types=True and a graph with edge_type are needed to draw by type"
+                raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
+            options["edge_type"] = torch.as_tensor(kinds) if types else None
             sampler = NeighborSampler(*map(torch.as_tensor, arrays), fanouts, **options)
         if ring is None and not load:
             rows = getattr(graph.features, "tensor", graph.features)

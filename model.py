@@ -485,10 +485,13 @@ class RGCNConv(Conv):
         if types is None:
             instead = "give it to the sampler, or types to inference"
             raise ValueError(f"blocks have no edge_type: {instead}")
-        S, R = len(h_dst), self.num_types
+        S, R, kinds = len(h_dst), self.num_types, types.long()
+        if bool(((kinds < 0) | (kinds >= R)).any()):
+            has = f"a block has types {int(kinds.min())} to {int(kinds.max())}"
+            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: edge_type is damaged")
         own = torch.arange(S, device=indices.device)
         dst = own.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
-        group = dst * R + types.long()
+        group = dst * R + kinds
         if bool((group[1:] < group[:-1]).any()):  # not drawn by type: bring a type's edges together
             group, place = group.sort(stable=True)
             indices = indices[place]
@@ -503,7 +506,8 @@ class RGCNConv(Conv):
         if self.coefficients is not None:
             by_basis = self.coefficients[group % R].to(sums.dtype).unsqueeze(2) * sums.unsqueeze(1)
             sums = sums.new_zeros(S, *by_basis.shape[1:]).index_add(0, group // R, by_basis)
-        return self.self_linear(h_dst) + sums.view(S, -1) @ self.weight.flatten(0, 1)
+        weight = self.weight.flatten(0, 1)
+        return self.self_linear(h_dst) + sums.view(S, len(weight)) @ weight
 
 
 def mean_edges(indptr, edges):
@@ -816,7 +820,8 @@ def inference(
             if layer.edge_dim:
                 seen["edges"] = _rows(edges, int(indptr[a]), int(indptr[b]), on)
             if layer.uses_types:
-                seen["types"] = _types(types, int(indptr[a]), int(indptr[b]), layer.num_types, on)
+                part = None if types is None else types[int(indptr[a]) : int(indptr[b])]
+                seen["types"] = None if part is None else part.to(on)
             combine = network.layers[i].combine
             made = combine(offsets, sources, message, own, h_dst, degree, **seen)
             out[a:b] = network.finish(i, made, h_dst)
@@ -849,15 +854,6 @@ def _rows(table, a, b, device):
     """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
     rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
     return rows.to(device, torch.float32)
-
-
-def _types(types, a, b, count, device):
-    """Types of edges a .. b - 1, checked -> int64 [b - a]."""
-    part = None if types is None else types[a:b].long().to(device)
-    if part is not None and b > a and int(part.max()) >= count:
-        has = f"edge_type holds {int(part.max())}, and there are {count} types"
-        raise IndexError(f"the graph is damaged: {has}")
-    return part
 
 
 def _place_for(table, device):

@@ -131,7 +131,7 @@ class NeighborSampler:
         edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node samples
             among its edges no later than the time of the seed it was reached from. strict: only edges before that time.
             window: only edges later than that time minus this, an int above 0; None: all.
-        edge_type: uint8 or uint16 [M], ascending in each neighbour list (edge_times then ascend among the edges of a type):
+        edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list (edge_times then ascend among the edges of a type):
             the edges of each type are drawn as if they were the whole list, with random numbers of their own.
             by_type: False draws from all together, as if they had no types; not with edge_times.
         seed: any int; the same seed and step give the same blocks.
@@ -174,7 +174,7 @@ class NeighborSampler:
         dependent = layer_dependency, batch_dependency
         times = edge_times, strict, window
         _check_options(self.fanouts, replace, method, weights, times, backend, *dependent)
-        if edge_type is not None or any(isinstance(k, list) for k in self.fanouts):
+        if not by_type or edge_type is not None or any(isinstance(k, list) for k in self.fanouts):
             _check_types(self.fanouts, edge_type, by_type, edge_times, backend)
         if check:
             _check_graph(indptr, indices, weights, edge_times, edge_type, by_type)
@@ -187,7 +187,7 @@ class NeighborSampler:
         if edge_type is not None:
             self.edge_type, edge_ids = _as_signed(edge_type).contiguous(), True
         if edge_type is not None and by_type:
-            table, self.fanouts = _fanout_of(self.fanouts, self.edge_type)
+            table, self.fanouts = _fanout_of(self.fanouts, self.edge_type, check)
             drawn_from = self.edge_type, table
         graph = self.indptr, self.indices, weights, edge_times, bool(strict), int(window or 0)
         how = bool(layer_dependency), rule, edge_ids, threads
@@ -298,7 +298,7 @@ def _numbers(k):
 
 def _check_types(fanouts, edge_type, by_type, times, backend):
     if edge_type is None:
-        raise ValueError(f"fanouts {fanouts} has numbers by type, which need edge_type")
+        raise ValueError(f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type")
     if backend == "dgl":
         raise ValueError("backend 'dgl' has no edge_type; use 'native' or 'torch'")
     if not by_type and (times is not None or any(isinstance(k, list) for k in fanouts)):
@@ -306,9 +306,14 @@ def _check_types(fanouts, edge_type, by_type, times, backend):
         raise ValueError(f"by_type=False draws from all types together, which is not for {why}")
 
 
-def _fanout_of(fanouts, edge_type):
+def _fanout_of(fanouts, edge_type, check):
     """Numbers by type -> int64 [L, all numbers of a type], the most edges of a hop, -1: unknown."""
-    there = int(edge_type.max()) + 1 if edge_type.numel() else 1
+    there, known = 1, all(isinstance(k, list) for k in fanouts)
+    if edge_type.numel() and (check or not known):
+        low, high = map(int, edge_type.aminmax())
+        there = high + 1
+        if low < 0:
+            raise ValueError(f"edge_type has types above {(1 << 15) - 1}, which is the largest")
     lists = [k if isinstance(k, list) else [k] * there for k in fanouts]
     table = torch.full((len(lists), 256 if edge_type.dtype == torch.uint8 else 1 << 16), NO_TYPE)
     if not all(there <= len(numbers) <= table.shape[1] for numbers in lists):
@@ -340,7 +345,7 @@ def _check_options(fanouts, replace, method, weights, by_time, backend, layer, s
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),
         (
-            window is not None and not 0 < int(window) < 1 << 63,
+            window is not None and not (window == int(window) and 0 < window < 1 << 63),
             f"window is {window}: give an int above 0",
         ),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),

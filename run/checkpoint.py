@@ -255,15 +255,16 @@ def common_state(ranks, args):
 
 def check_graph(state, path, args, task):
     """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; for
-    prediction the widths must match, and fewer classes may occur."""
+    prediction the widths must match, and fewer classes and types of edges may occur."""
     store, graph = task.store, state["graph"]
     for name in task.compared(args):
         there, was = store.meta.get(name, 0), graph[name]
-        if there != was and (args.trains or name != "num_classes" or there > was):
+        lenient = name in ("num_classes", "num_edge_types")  # another graph may lack some
+        if there != was and (args.trains or not lenient or there > was):
             trained = f"checkpoint {path} was trained on a graph with {name} {was}"
             raise StoreError(f"{trained}, {store.path} has {there}")
-    if "num_classes" in task.widths:
-        store.num_classes = graph["num_classes"]  # the labels of another graph may lack some
+        if lenient:
+            setattr(store, name, was)
     if not args.trains:
         return
     files, was = digests(store), graph["files"]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from disk import cache as lookahead
 from disk.files import StoreError, readable_size
 from features import CachedFeatures, FeatureRing, expected_visits, place, share
-from model import gather_rows, self_and_mean
+from model import TYPE_CONVS, gather_rows, self_and_mean
 from run import step_graph
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data
@@ -103,6 +103,7 @@ def sizes(args, task, used):
     """What the memory of a run depends on; see `placements` of run/plan.py."""
     return {
         "fanout": taken(args, used),
+        "types": (args.bases or used.num_types) if args.model in TYPE_CONVS else 0,
         "batch_size": args.batch_size * task.sampled_for(args),
         "hidden": args.hidden,
         "prefetch": args.prefetch,

@@ -53,6 +53,9 @@ def build_model(ranks, args, task, used):
     model.to(ranks.device, dtype)
     if layerwise(model) and any(layer.uses_degree for layer in model.layers):
         if used.time is not None:
+            if used.type is not None:
+                what = "a layer counts degrees by time, and lists are sorted by type first"
+                raise StoreError(f"--model {args.model}: {what}; --temporal off shows all edges")
             model.degrees = degrees_at(store.indptr, used)
         else:
             with reading_all_edges():

@@ -45,9 +45,10 @@ class Fit(NamedTuple):
 
 
 def placements(
-    store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0
+    store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0, types=0
 ) -> dict[str, Placement]:
-    """The Placement of every mode. graphs: hops that steps of static shapes hold; the others are flags of train.py.
+    """The Placement of every mode. graphs: hops that steps of static shapes hold; types: rows of each destination that
+    rgcn makes; the others are flags of train.py.
 
     A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes
     after each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all.
@@ -68,11 +69,13 @@ def placements(
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments
-    compute = sum(8 * n * (a + 3 * b) + 32 * a * b for n, a, b in layers)
+    compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     ahead = prefetch + 1
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
+    if types:  # rgcn: types and ids of the edges
+        batch += sum(edges) * (store.edge_type.itemsize + 8)
     columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
     arrays = 8 * (2 * V + 1) + id_bytes * M + row_bytes * V + sum(c.nbytes for c in columns)
     step, tables = ahead * batch + compute, id_bytes * V

@@ -116,7 +116,7 @@ class GraphTask(Task):
         "is for --task link, --task is graph": LINK_FLAGS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
         "checkpoint_activations backend mode cache lookahead",
-        "is for --task node": "sampler temporal early_stop weights split predict runs",
+        "is for --task node": "sampler temporal window early_stop weights split predict runs",
     }
 
     def __init__(self, args, path, say=print):

@@ -85,13 +85,18 @@ class Edges:
 
     def ids(self, source, destination):
         """The places in `indices` of the edges source -> destination [n], all of them where there are several alike."""
+        return self.alike(source, destination)[0]
+
+    def alike(self, source, destination):
+        """As `ids`, and of each place which of the n it is for."""
         first, found = self.first(source, destination)
         first, source, past = first[found], source[found], self.indptr[destination[found] + 1]
         counts = number_before(self.sources, first, past - first, source, strict=False)
         before = counts.cumsum(0) - counts
         places = torch.repeat_interleave(first - before, counts)
         places += torch.arange(len(places), device=places.device)
-        return places if self.order is None else self.order[places]
+        which = torch.repeat_interleave(found.nonzero().squeeze(1), counts)
+        return places if self.order is None else self.order[places], which
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,10 +207,9 @@ def times_of(edges, edge_time, pairs, how):
     never = torch.iinfo(torch.int64).max
     times, known = torch.full((len(pairs),), never), torch.zeros(len(pairs), dtype=torch.bool)
     for ends in (pairs, pairs.flip(1)):
-        place, found = edges.first(*ends.unbind(1))  # of edges alike the first: lists rise in time
-        place = place[found] if edges.order is None else edges.order[place[found]]
-        times[found] = torch.minimum(times[found], edge_time[place])
-        known |= found
+        places, which = edges.alike(*ends.unbind(1))
+        times.scatter_reduce_(0, which, edge_time[places], "amin")
+        known[which] = True
     if not known.all():
         why = f"the pair {pairs[~known][0].tolist()} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
@@ -536,6 +540,7 @@ class LinkTask(Task):
     unused = {
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
+        "is for --task node: embeddings of --task link are those at the end of time": "window",
     }
 
     def __init__(self, args, path, say=print):

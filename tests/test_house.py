@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13340,
+    "lines of product Python": 13370,
     "lines of C and CUDA": 2080,
     "lines of bench": 3100,
-    "lines of tests": 12190,
+    "lines of tests": 12240,
     "lines of README": 200,
     "longest file": 925,
     "functions above 60 lines": 5,

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from loader import Graph, NodeLoader
 from model import GNN, RGCNConv, inference
 from sampler import NeighborSampler
 from store import GraphStore, build_store, info, verify
+from tasks.link import split_edges
 from tests.common import (
     _dgl,
     _emulated,
@@ -143,6 +145,33 @@ def test_each_type_has_its_share_and_all_together_none():
     assert torch.equal(mixed.edge_type, kind[plain.edge_ids % 50])
 
 
+def test_rgcn_of_no_destination_and_of_unknown_types():
+    indptr, indices, kind, _ = _typed_graph(np.random.default_rng(5))
+    s = NeighborSampler(indptr, indices, [3, 3], edge_type=kind)
+    for bases in (0, 2):
+        net = GNN(9, 8, 4, conv="rgcn", num_types=5, bases=bases, num_layers=2)
+        assert net(s.sample(torch.arange(0), 0), torch.zeros(0, 9)).shape == (0, 4)
+        few = GNN(9, 8, 4, conv="rgcn", num_types=3, bases=bases, num_layers=2)
+        blocks = s.sample(torch.arange(20), 0)
+        with pytest.raises(IndexError, match="types 0 to 4, the layer knows 0 to 2"):
+            few(blocks, torch.zeros(blocks[0].num_src, 9))
+        with pytest.raises(IndexError, match="the layer knows 0 to 2"):
+            inference(few, indptr, indices, torch.zeros(60, 9), types=kind)
+        with pytest.raises(ValueError, match="blocks have no edge_type"):
+            net([b._replace(edge_type=None) for b in blocks], torch.zeros(blocks[0].num_src, 9))
+
+
+def test_a_pair_has_the_time_of_its_first_edge_whatever_its_type(tmp_path):
+    ends = {"edge_index": [[0, 0, 2], [1, 1, 1]], "edge_type": [0, 1, 0], "edge_time": [50, 10, 30]}
+    nodes = {"features": np.zeros((3, 1)), "labels": [0, 0, 0], "split": {"train": [0]}}
+    graph = split_edges(
+        GraphStore.open(build_store(tmp_path / "g", **ends, **nodes)), "none", timed=True
+    )
+    assert dict(
+        zip(map(tuple, graph.pairs["train"].tolist()), graph.pair_times["train"].tolist())
+    ) in ({(0, 1): 10, (2, 1): 30}, {(1, 0): 10, (1, 2): 30})
+
+
 @pytest.mark.parametrize("way", ["torch", "native", "cuda"])
 def test_a_type_that_does_not_exist_is_damage(way, tmp_path):
     indptr, indices, kind, _ = _typed_graph(np.random.default_rng(2))
@@ -159,7 +188,7 @@ def test_samplers_of_types_refuse():
     indptr, indices, kind, _ = _typed_graph(np.random.default_rng(3))
     times = torch.zeros(700, dtype=torch.int64)
     for said, fanouts, options in (
-        ("numbers by type, which need edge_type", [[3, 2]], {}),
+        ("numbers by type need edge_type", [[3, 2]], {}),
         ("edge_type has 5 types, one number for each", [[3, 2]], dict(edge_type=kind)),
         ("give one number for each hop, positive or -1", [[3, 2, 1, 1, -2]], dict(edge_type=kind)),
         ("-1 .all. is not for replace", [[3, 2, 1, 1, -1]], dict(edge_type=kind, replace=True)),
@@ -172,6 +201,9 @@ def test_samplers_of_types_refuse():
         ),
         ("nor for numbers by type", [[3] * 5], dict(edge_type=kind, by_type=False)),
         ("window needs edge_times", [3], dict(window=5)),
+        ("window is 2.9: give an int", [3], dict(window=2.9, edge_times=times)),
+        ("by_type=False: numbers by type need edge_type", [3], dict(by_type=False)),
+        ("types above 32767", [3], dict(edge_type=(kind.int() * 9000).to(torch.uint16))),
         ("window is 0: give an int above 0", [3], dict(window=0, edge_times=times)),
         (
             "sort each list by type, then time",
@@ -181,6 +213,10 @@ def test_samplers_of_types_refuse():
     ):
         with pytest.raises(ValueError, match=said):
             NeighborSampler(indptr, indices, fanouts, **options)
+    graph = Graph(indptr, indices, torch.zeros(60, 2), torch.zeros(60, dtype=torch.int64))
+    for fanouts, kinds in (([3], True), ([[3] * 5], False)):
+        with pytest.raises(ValueError, match="types=True and a graph with edge_type are needed"):
+            NodeLoader(graph, torch.arange(9), fanouts, batch_size=3, types=kinds)
     with pytest.raises(
         TypeError, match="edge_type must be uint8 or uint16 .M=700., not torch.int64"
     ):
@@ -241,9 +277,23 @@ def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
     ) in said
     accuracy = _log(log)[-1]["exact"]["test"]
     assert accuracy > least and (least or accuracy < 0.6)
-    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --root {tmp_path}")
-    labels = np.load(pointing / "typed.npz")["labels"]
-    assert (np.load(tmp_path / "p.npy") == labels).mean() == pytest.approx(accuracy, abs=0.05)
+    again = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --root {tmp_path}"
+    _train(again)
+    arrays = dict(np.load(pointing / "typed.npz"))
+    assert (np.load(tmp_path / "p.npy") == arrays["labels"]).mean() == pytest.approx(
+        accuracy, abs=0.05
+    )
+    few = arrays["edge_type"] < 4  # the graph to predict lacks a type
+    arrays |= {"edge_index": arrays["edge_index"][:, few], "edge_type": arrays["edge_type"][few]}
+    np.savez(tmp_path / "few.npz", **arrays)
+    _train(again, f"--dataset {tmp_path}/few.npz")
+    assert (np.load(tmp_path / "p.npy") == arrays["labels"]).mean() > least - 0.1
+    (path,) = tmp_path.glob("typed-*/edge_type.npy")
+    data = bytearray(path.read_bytes())
+    data[-1] = 77
+    path.write_bytes(bytes(data))
+    said = _train(words, "--epochs 1", code=2 if least else 0)
+    assert not least or ("damaged" in said and "Traceback" not in said)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +324,8 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
         ("--model rgcn", "--model rgcn takes types of edges, and .* has none"),
         ("--window 5", "--window 5 is of times, and seeds of .* have none"),
         ("--window 5 --temporal off", "--window 5 is of times, --temporal is off"),
+        ("--task link --window 5", "--window 5 is for --task node: embeddings of --task link"),
+        ("--task graph --window 5", "--window 5 is for --task node"),
     ],
 )
 def test_flags_of_types_refuse(flags, said, tiny):
