@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from bench.types import read_triples
 from loader import Graph, NodeLoader
 from model import GNN, RGCNConv, inference
 from sampler import NeighborSampler
 from store import GraphStore, build_store, info, verify
 from tasks.link import split_edges
 from tests.common import (
+    DATA,
     _dgl,
     _emulated,
     _log,
@@ -315,6 +317,15 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
     assert _same_weights(*paths[1:]) and not _same_weights(*paths[:2])
     said = _train(words, "--model sage", code=2)
     assert "has lists by type, then time, and --model sage does not see types" in said
+
+
+def test_aifb_is_read_as_its_paper_counts_it():
+    if not DATA.is_dir():
+        pytest.skip(f"{DATA} is not there")
+    graph = read_triples(DATA)
+    assert len(graph["labels"]) == 8285 and graph["edge_index"].shape == (2, 2 * 29043)
+    assert graph["edge_type"].max() + 1 == 2 * 45 and set(graph["labels"]) == {-1, 0, 1, 2, 3}
+    assert [len(graph[f"{part}_idx"]) for part in ("train", "test")] == [140, 36]
 
 
 @pytest.mark.parametrize(
