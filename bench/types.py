@@ -43,7 +43,8 @@ def read_triples(folder):
     nodes, relations, classes = {}, {}, {}
     number = lambda known, name: known.setdefault(name, len(known))  # noqa: E731
     with gzip.open(folder / "aifb.nt.gz", "rt") as file:
-        lines = [line.strip().removesuffix(".").split(maxsplit=2) for line in file if line.strip()]
+        lines = (line.strip().removesuffix(".").strip() for line in file)
+        lines = [line.split(maxsplit=2) for line in lines if line]
     triples = [(number(nodes, s), number(relations, r), number(nodes, o)) for s, r, o in lines]
     source, relation, target = np.array(triples).T
     labels, split = np.full(len(nodes), -1), {}
