@@ -39,7 +39,7 @@ data
 --symmetrize | | add the reverse of every edge of an .npz file
 --drop-duplicates | | keep one of equal edges of such a file
 sampling
---fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15; of edges with types for each type (default: 10 a layer)
+--fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15; for each type of edges (default: 10 a layer)
 --sampler | uniform labor weighted latest | labor: seeds share neighbours where they can (arXiv 2210.13339); weighted: by edge weight; latest: the last before the seed's time
 --layer-dependency | | labor: all hops draw alike, so that a batch has fewer input rows
 --batch-dependency | N = 1 | labor: N steps in a row draw alike, so that rows are needed again
@@ -53,7 +53,7 @@ model
 --hidden | N = 128 | width of the inner layers, all heads together
 --num-layers | N | layers (default: one for each fanout, else 3)
 --heads | N = 4 | attention heads of gat
---bases | N0 = 0 | matrices of which rgcn mixes that of each type; 0: one for each
+--bases | N0 = 0 | rgcn: mix the matrix of each type from N; 0: do not
 --norm | - {" ".join(NORMS)} | after inner layers (default: layer for {", ".join(NORMALISED)}, else none)
 --residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} where neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after each inner layer and of gat's attention

@@ -482,7 +482,7 @@ FAULTS = [  # --model, what is said
     ("FILE:Net --model-args 3", "'3': write NAME=VALUE"),
     ("FILE:Net --model-args widths=[3,4],hidden=3", "num_classes, widths=.3, 4., hidden=3.: "),
     ("FILE:Net --hidden 64", "--hidden 64 is for the built-in models"),
-    ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, or FILE.py:NAME"),
+    ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, or FILE.py:NAME"),
     ("sage --model-args hidden=3", "--model-args hidden=3 is for --model FILE.py:NAME"),
 ]
 

@@ -140,7 +140,10 @@ def _refused_npz():
         ("edge_time and time, which mean the same", dict(time=times, edge_time=times)),
         (r"edge_time\[0\] is 1.5: whole numbers", dict(time=1.5 * times)),
         ("node_time has 3000 rows, one for each of the 200 nodes", dict(node_time=times)),
-        ("w is not used: what edges carry is called edge_weight, edge_time or", dict(w=times)),
+        (
+            "w is not used: what edges carry is called edge_weight, edge_type, edge_time or",
+            dict(w=times),
+        ),
         ("trainmask is not used: .* is known, train_mask is; drop", dict(trainmask=mask)),
         ("no array nothing; its arrays are", {}, ":ignore=nothing"),
         ("num_nodes is 300", dict(num_nodes=300)),

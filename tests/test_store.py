@@ -162,7 +162,7 @@ def test_store_csc_whose_lists_rise_in_time_is_stored_as_it_is(tmp_path):
     graph = build("a", [5, 5, 7, 1, 2])
     assert graph.indices.tolist() == [2, 1, 0, 1, 0]
     assert graph.edge_features.tolist() == [[0], [0], [0], [1], [1]]
-    _refuses("its lists must rise in edge_time", build, "b", [5, 4, 7, 1, 2])
+    _refuses("its lists must rise in edge_type and edge_time", build, "b", [5, 4, 7, 1, 2])
 
 
 def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
