@@ -11,8 +11,8 @@ Copy this file into your own code: it needs torch only. A block is anything with
     logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
 
 With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
-CUDA, and runs repeat to the last bit. Torch operations alone add with atomics on a GPU, so the last
-bits of gradients and of attention may then differ from run to run.
+CUDA, and runs repeat to the last bit. Torch operations, which R-GCN's means are, add with atomics on
+a GPU, so the last bits of gradients and of attention may then differ from run to run.
 """
 
 import copy
@@ -495,9 +495,8 @@ class RGCNConv(Conv):
         if bool((group[1:] < group[:-1]).any()):  # not drawn by type: bring a type's edges together
             group, place = group.sort(stable=True)
             indices = indices[place]
-        if (
-            self.coefficients is None
-        ):  # a row for each destination and type, zeros where it has none
+        if self.coefficients is None:
+            # a row for each destination and type, zeros where it has none
             counts = torch.bincount(group, minlength=S * R)
         else:
             group, counts = group.unique_consecutive(return_counts=True)

@@ -131,9 +131,9 @@ class NeighborSampler:
         edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node samples
             among its edges no later than the time of the seed it was reached from. strict: only edges before that time.
             window: only edges later than that time minus this, an int above 0; None: all.
-        edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list (edge_times then ascend among the edges of a type):
-            the edges of each type are drawn as if they were the whole list, with random numbers of their own.
-            by_type: False draws from all together, as if they had no types; not with edge_times.
+        edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list, edge_times then within each type: the
+            edges of each type are drawn as if they were the whole list, with random numbers of their own. by_type:
+            False draws from all together, as if they had no types; not with edge_times.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
@@ -345,7 +345,7 @@ def _check_options(fanouts, replace, method, weights, by_time, backend, layer, s
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),
         (
-            window is not None and not (window == int(window) and 0 < window < 1 << 63),
+            window is not None and (window % 1 != 0 or not 0 < window < 1 << 63),
             f"window is {window}: give an int above 0",
         ),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),

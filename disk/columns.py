@@ -196,28 +196,26 @@ def out_of_order(indptr, types, times) -> int | None:
 def column_checks(graph) -> Iterator[tuple]:
     """(file, function that raises StoreError where it is wrong) of the columns of an open store."""
 
-    keys = [
-        array if array is None else array.numpy() for array in (graph.edge_type, graph.edge_time)
-    ]
+    arrays = graph.indptr, graph.edge_type, graph.edge_time
+    indptr, types, times = (None if array is None else array.numpy() for array in arrays)
 
-    def order():
-        edge = out_of_order(graph.indptr.numpy(), *keys)
+    def in_order(how, *keys):
+        edge = out_of_order(indptr, *keys)
         if edge is not None:
-            how = "of a smaller type or earlier" if graph.num_edge_types else "earlier"
             raise StoreError(f"edge {edge} is {how} than the one before it in its list")
 
-    def types():
-        count, why = graph.num_edge_types, "meta.json tells of fewer types"
-        refuse(keys[0] >= count, "edge_type", keys[0], why)
-        order()
+    def check_types():
+        why = f"meta.json tells of {graph.num_edge_types}"
+        refuse(types >= graph.num_edge_types, "edge_type", types, why)
+        in_order("of a smaller type", types, None)
 
     for name in ("edge_weight", "edge_features"):
         if (values := getattr(graph, name)) is not None:
             yield f"{name}.npy", functools.partial(_check_values, name, values)
     if graph.edge_type is not None:
-        yield "edge_type.npy", types
+        yield "edge_type.npy", check_types
     if graph.edge_time is not None:
-        yield "edge_time.npy", order
+        yield "edge_time.npy", functools.partial(in_order, "earlier", types, times)
 
 
 def described(graph) -> str:

@@ -50,7 +50,7 @@ def settle(ranks, args, task):
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
         given["precision"] = "tf32" if has_tf32 else "fp32"
-    narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    narrow = torch.backends.cpu.get_cpu_capability() == "AVX2"
     if args.precision == "bf16" and not ranks.gpus and narrow:
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
     used, given["mode"] = EdgeData(), "store"

@@ -44,7 +44,7 @@ sampling
 --layer-dependency | | labor: all hops draw alike, so that a batch has fewer input rows
 --batch-dependency | N = 1 | labor: N steps in a row draw alike, so that rows are needed again
 --temporal | auto at before off | edges that a seed sees: at its time or before, only before, off: all (default: at, where edges and nodes have times; link: off)
---window | N | of edges that a seed sees, only those later than its time minus N (default: all)
+--window | TIME | of edges that a seed sees, only those later than its time minus N (default: all)
 --batch-size | N = 1024 | seeds of a process in one pass
 --accumulate | N = 1 | passes of an optimizer step
 model
@@ -141,6 +141,7 @@ def make_parser():
         "N": (positive(int), "N"),
         "N0": (positive(int, zero=True), "N"),
         "SEED": (positive(int, zero=True, below=2**63), "N"),
+        "TIME": (positive(int, below=2**63), "N"),
         "RATE": (positive(float), "RATE"),
         "X": (positive(float, zero=True), "X"),
         "P": (positive(float, zero=True, below=1), "P"),

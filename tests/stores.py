@@ -55,6 +55,16 @@ def _rewrite_meta(path, **changes):
     (path / "meta.json").write_bytes(disk.dump_meta(meta))
 
 
+def _reseal(path, name, position, value):
+    """Change a value in an array of a store, and its checksums with it."""
+    array = np.load(path / f"{name}.npy", mmap_mode="r+")
+    array[position] = value
+    array.flush()
+    files = json.loads((path / "meta.json").read_text())["files"]
+    files[f"{name}.npy"]["sha256"] = disk.sha256_of(path / f"{name}.npy").hexdigest()
+    _rewrite_meta(path, files=files)
+
+
 def _save_npz(file, seed=0, **entries):
     args = _graph(seed=seed)
     content = {"edge_index": args["edge_index"], "x": args["features"], "y": args["labels"]}

@@ -19,7 +19,16 @@ from disk.files import Rows, StoreError
 from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
-from tests.stores import _edges, _graphs, _mask, _refuses, _rewrite_meta, _small_disk, _sums
+from tests.stores import (
+    _edges,
+    _graphs,
+    _mask,
+    _refuses,
+    _reseal,
+    _rewrite_meta,
+    _small_disk,
+    _sums,
+)
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
@@ -175,16 +184,6 @@ def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
     assert torch.equal(graph.features.tensor, torch.from_numpy(x))
     args |= {"indices": [3, 1, 2, 0, 0], "features": Rows([4, 5], np.float32, [x[:3]])}
     _refuses("3 rows, 4 were announced", build_store, tmp_path / "h", **args)
-
-
-def _reseal(path, name, position, value):
-    """Change a value in an array of a store, and its checksums with it."""
-    array = np.load(path / f"{name}.npy", mmap_mode="r+")
-    array[position] = value
-    array.flush()
-    files = json.loads((path / "meta.json").read_text())["files"]
-    files[f"{name}.npy"]["sha256"] = disk.sha256_of(path / f"{name}.npy").hexdigest()
-    _rewrite_meta(path, files=files)
 
 
 def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
