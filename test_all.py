@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 
 pytest.register_assert_rewrite("tests")
+pytest_plugins = ["tests.parallel"]
 
 PARTS = """conftest test_sampler test_features test_cache test_plan test_layers test_model test_step_graph
 test_streams test_loader test_store test_sources test_public test_tables test_disk test_build test_metrics

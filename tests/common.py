@@ -108,73 +108,9 @@ def _end(process, *codes):
     return printed
 
 
-_BESIDE = {}  # test -> function of a folder that starts the process it looks at
-
-
-def _beside(start):
-    """A decorator: start(folder, the test's parameters) starts the process that the test looks at, some time before it;
-    the other tests need not wait for it."""
-
-    def register(test):
-        _BESIDE[test.__name__] = start
-        return test
-
-    return register
-
-
-class _Queue:
-    """The processes of such tests, in the tests' order, three at a time: more would starve the tests on 2 cores."""
-
-    def __init__(self, items, new_folder):
-        beside = [item for item in items if getattr(item, "originalname", None) in _BESIDE]
-        self.waiting, self.new_folder = {item.name: item for item in beside}, new_folder
-        self.started = {}  # name -> (process, folder), or the error of its start
-
-    def start(self, name):
-        item, folder = self.waiting.pop(name), self.new_folder("beside")
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        try:
-            self.started[name] = _BESIDE[item.originalname](folder, **parameters), folder
-        except (Exception, pytest.fail.Exception) as error:  # is for the test that asks
-            self.started[name] = error
-
-    def processes(self):
-        return [entry[0] for entry in self.started.values() if isinstance(entry, tuple)]
-
-    def top_up(self):
-        while self.waiting and sum(map(_is_running, self.processes())) < 3:
-            self.start(next(iter(self.waiting)))
-
-    def get(self, name):
-        if name in self.waiting:
-            self.start(name)
-        if isinstance(self.started[name], BaseException):
-            raise self.started[name]
-        return self.started[name]
-
-
-def _is_running(process):
-    return process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
-
-
-@pytest.fixture(scope="module")
-def _queue(request, tmp_path_factory):
-    queue = _Queue(request.session.items, tmp_path_factory.mktemp)
-    yield queue
-    for process in queue.processes():
-        process.kill()
-
-
 @pytest.fixture(autouse=True)
-def _before_each_test(_queue):
+def _before_each_test():
     torch.manual_seed(0)  # a test draws the same whichever ran before it
-    _queue.top_up()
-
-
-@pytest.fixture
-def beside(request, _queue):
-    """(process, folder) of the test that asks."""
-    return _queue.get(request.node.name)
 
 
 def _random_graph(rng, num_nodes, mean_degree, dtype=torch.int32):
@@ -486,8 +422,9 @@ def _same_weights(*files):
 def _wait_for(condition, process, seconds=180, pause=0.02):
     """Wait until condition() holds while a process runs."""
     deadline = time.monotonic() + seconds
+    is_popen = isinstance(process, subprocess.Popen)
     while not condition():
-        running = _is_running(process)
+        running = process.poll() is None if is_popen else process.is_alive()
         if not running or time.monotonic() > deadline:
             process.kill()
             popen = isinstance(process, subprocess.Popen)

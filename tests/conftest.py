@@ -4,4 +4,4 @@ import pytest
 
 pytest.register_assert_rewrite("tests.common", "tests.stores")
 
-from tests.common import _before_each_test, _queue, beside, tiny  # noqa: E402, F401
+from tests.common import _before_each_test, tiny  # noqa: E402, F401

@@ -25,7 +25,6 @@ from tests.common import (
     HERE,
     OWN_LAYERS,
     OWN_MODELS,
-    _beside,
     _code,
     _dgl,
     _end,
@@ -73,13 +72,12 @@ def _learns(folder, name):
 
 
 @pytest.mark.parametrize("name", LEARNT)
-@_beside(_learns)
-def test_accuracy_is_what_papers_and_experience_say(name, beside):
+def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     if not name.startswith(("built-in", "mines")) and not DATA.is_dir():
         pytest.skip("../shared/data is not there")
-    process, folder = beside
+    process = _learns(tmp_path, name)
     output, (_, least, printed) = _end(process), LEARNT[name]
-    scores = [entry["exact"]["test"] for entry in _log(folder / "log") if "exact" in entry]
+    scores = [entry["exact"]["test"] for entry in _log(tmp_path / "log") if "exact" in entry]
     print(f"{name}: {np.mean(scores):.4f} +- {np.std(scores):.4f}")
     assert len(scores) == (3 if "published" in name else 1) and np.mean(scores) > least, scores
     assert printed in output and set(ENOUGH) == set(model.CONVS)
@@ -271,11 +269,10 @@ def _regresses(folder):
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-@_beside(_regresses)
-def test_regressor_beats_the_mean_on_real_molecules(beside):
+def test_regressor_beats_the_mean_on_real_molecules(tmp_path):
     """ESOL, random 80/10/10 split: predicting the mean has an RMSE of 2.19, literature 0.6-1.0."""
-    process, folder = beside
-    output, scores = _end(process), _log(folder / "log")[-1]["scores"]
+    process = _regresses(tmp_path)
+    output, scores = _end(process), _log(tmp_path / "log")[-1]["scores"]
     assert scores["test"]["rmse_of_the_mean"] > 2 and scores["test"]["rmse"] < 1.2, output
     assert "test   RMSE" in output and "edge-gated regressor, 3 layers, hidden 64" in output
 

@@ -26,26 +26,14 @@ from bench import step as bench_step
 from disk.files import StoreError
 from disk.graphs import block_diagonal
 from run import flags
-from tests.common import (
-    DATA,
-    HERE,
-    OWN_MODELS,
-    TINY,
-    _beside,
-    _dgl,
-    _end,
-    _fork,
-    _readme_blocks,
-    _train,
-)
+from tests.common import DATA, HERE, OWN_MODELS, TINY, _dgl, _end, _fork, _readme_blocks, _train
 from tests.stores import _events, _save_npz
 
 
-@_beside(
-    lambda folder: _fork(folder / "out", bench.main, ["attack", "--rounds", "6", "--minutes", "30"])
-)
-def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(beside):
-    table = dict(re.findall(r"^\| (\w+) +\| (\d+) ", _end(beside[0]), re.MULTILINE))
+def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
+    words = "attack --rounds 6 --minutes 30".split()
+    printed = _end(_fork(tmp_path / "out", bench.main, words))
+    table = dict(re.findall(r"^\| (\w+) +\| (\d+) ", printed, re.MULTILINE))
     tried = [int(table[kind]) for kind in attack.ATTACKS]
     assert tried == [30, 30, 30, 30, 18, 18, 12, 12, 30, 30, 1, 1, 1, 1]
 

@@ -20,7 +20,6 @@ import train
 from tests.common import (
     HERE,
     TINY,
-    _beside,
     _end,
     _ended,
     _fork,
@@ -189,14 +188,13 @@ def _stands_still(folder):
     return process
 
 
-@_beside(_stands_still)
-def test_a_rank_that_stops_for_10_seconds_goes_on(beside):
-    process, folder = beside
+def test_a_rank_that_stops_for_10_seconds_goes_on(tmp_path):
+    process = _stands_still(tmp_path)
     time.sleep(max(0, process.stopped + 10 - time.monotonic()))
-    assert process.is_alive() and _epochs(folder / "log") < 25
+    assert process.is_alive() and _epochs(tmp_path / "log") < 25
     os.kill(process.rank, signal.SIGCONT)
     _end(process)
-    assert _epochs(folder / "log") == 26
+    assert _epochs(tmp_path / "log") == 26
 
 
 _STARTS = """
@@ -408,9 +406,8 @@ def _launch_with_a_timeout_of_6_seconds():
     ddp.launch(_prepares, 2)
 
 
-@_beside(lambda folder: _fork(folder / "out", _launch_with_a_timeout_of_6_seconds))
-def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(beside):
-    _end(beside[0])
+def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
+    _end(_fork(tmp_path / "out", _launch_with_a_timeout_of_6_seconds))
 
 
 _LEAVING = """
@@ -439,9 +436,8 @@ def _leaves(folder):
     )
 
 
-@_beside(_leaves)
-def test_ranks_leave_while_gloo_still_holds_tensors(beside):
-    printed = _ended(beside[0])
+def test_ranks_leave_while_gloo_still_holds_tensors(tmp_path):
+    printed = _ended(_leaves(tmp_path))
     assert "Fatal" not in printed and "terminate called" not in printed, printed
 
 

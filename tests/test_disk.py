@@ -29,7 +29,7 @@ from disk.files import StoreError, check_in_use, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from store import GraphStore, build_store, verify
-from tests.common import _beside, _code, _end, _fork, _graph, _in_child, _store
+from tests.common import _code, _end, _fork, _graph, _in_child, _store
 from tests.stores import _events, _graphs, _refuses, _small_disk, _sums
 
 
@@ -425,9 +425,8 @@ def _kills(folder):
             assert kind != "append" or len(GraphDataset.open("store")) == 1050  # forty at a time
 
 
-@_beside(lambda folder: _fork(folder / "out", _kills, folder))
-def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(beside):
-    _end(beside[0])
+def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(tmp_path):
+    _end(_fork(tmp_path / "out", _kills, tmp_path))
 
 
 NAMES = [f"node {i}" for i in range(160)]
@@ -488,9 +487,8 @@ def _reads_damaged_stores(folder):
     assert cases > 500
 
 
-@_beside(lambda folder: _fork(folder / "out", _reads_damaged_stores, folder))
-def test_store_damage_is_named_and_never_crashes(beside):
-    assert "cases" in _end(beside[0])
+def test_store_damage_is_named_and_never_crashes(tmp_path):
+    assert "cases" in _end(_fork(tmp_path / "out", _reads_damaged_stores, tmp_path))
 
 
 def test_store_what_training_starts_from_is_checked_once(tmp_path):

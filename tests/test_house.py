@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13370,
     "lines of C and CUDA": 2080,
     "lines of bench": 3100,
-    "lines of tests": 12270,
+    "lines of tests": 12280,
     "lines of README": 200,
     "longest file": 925,
     "functions above 60 lines": 5,

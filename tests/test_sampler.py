@@ -30,7 +30,6 @@ from sampler import Block, NeighborSampler
 from tests.common import (
     HERE,
     _as_lists,
-    _beside,
     _chi_square_limit,
     _dgl,
     _emulated,
@@ -917,15 +916,14 @@ print("clean")
     )
 
 
-@_beside(_sanitized)
-def test_native_code_under_address_and_undefined_behaviour_sanitizers(beside):
-    process, folder = beside
+def test_native_code_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+    process = _sanitized(tmp_path)
     output, errors = process.communicate(timeout=200)
     if "no asan" in output:
         pytest.skip("the compiler has no AddressSanitizer")
     assert output.strip() == "clean", errors[-3000:]
     # node ids and weights of 4 and 8 bytes, with and without times
-    assert len(list((folder / "ringblock").iterdir())) == 8
+    assert len(list((tmp_path / "ringblock").iterdir())) == 8
 
 
 @pytest.mark.parametrize("workers", [0, 2])

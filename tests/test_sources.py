@@ -23,7 +23,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _beside, _end, _fork, _graph, _run
+from tests.common import DATA, _end, _fork, _graph, _run
 from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
@@ -521,9 +521,8 @@ def _reads_npz_inputs(folder):
     assert outcomes["more than arrays are"] < outcomes["built"] / 3, outcomes
 
 
-@_beside(lambda folder: _fork(folder / "out", _reads_npz_inputs, folder))
-def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(beside):
-    assert "built" in _end(beside[0])
+def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(tmp_path):
+    assert "built" in _end(_fork(tmp_path / "out", _reads_npz_inputs, tmp_path))
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")

@@ -21,7 +21,7 @@ from features import FeatureRing
 from native import build
 from run import step_graph
 from sampler import Block, NeighborSampler
-from tests.common import TINY, _beside, _emulated, _end, _fork, _random_graph, _run_here
+from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
 
 
@@ -341,9 +341,8 @@ def _launch_one_that_fails(folder):
     ddp.launch(_one_rank_fails, 2, folder)
 
 
-@_beside(lambda folder: _fork(folder / "out", _launch_one_that_fails, folder))
-def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(beside):
-    _end(beside[0])
+def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_path):
+    _end(_fork(tmp_path / "out", _launch_one_that_fails, tmp_path))
 
 
 def test_a_cuda_step_graph_that_cannot_be_says_why():

@@ -28,7 +28,6 @@ from tests.common import (
     DATA,
     HERE,
     TINY,
-    _beside,
     _code,
     _end,
     _ended,
@@ -98,12 +97,11 @@ def _of_many_sizes(folder):
     return _start(f"--dataset {graph} --root {folder} --gpus 0 {sizes} --log {folder}/log")
 
 
-@_beside(_of_many_sizes)
-def test_memory_does_not_grow_over_epochs(beside):
+def test_memory_does_not_grow_over_epochs(tmp_path):
     """Fragments of the heap are 0.1 %; oneDNN's products, not bounded, are 10 %."""
-    process, folder = beside
+    process = _of_many_sizes(tmp_path)
     _ended(process)
-    peak = [entry["peak_bytes"] for entry in _log(folder / "log")[:5]]
+    peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:5]]
     print(f"peak of epoch 5 over that of epoch 2: {peak[4] / peak[1]:.3f}")
     assert peak[4] < 1.05 * peak[1], peak
 
