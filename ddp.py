@@ -69,12 +69,20 @@ class Ranks(NamedTuple):
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         ids = [self.local_rank] if self.gpus else None
         distributed = torch.nn.parallel.DistributedDataParallel
+        apart = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
+        distributed._set_params_and_buffers_to_ignore_for_model(model, apart)
         parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
         self.check_equal(model)
         # on a GPU, DDP takes the time of every hundredth step, which costs nothing
         if not self.gpus:
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
+
+    def average_rows(self, model):
+        """Average sparse gradients over the ranks, which DistributedDataParallel on GPUs cannot: through host memory."""
+        for weight in (m.weight for m in model.modules() if self.world > 1 and _is_sparse(m)):
+            grad = self.reduce(weight.grad.coalesce().cpu()).to(weight.device)
+            weight.grad = grad / self.world
 
     def exchange(self, parallel):
         """Average seconds a step in which gradients were exchanged and the backward pass was idle."""
@@ -143,6 +151,10 @@ class Ranks(NamedTuple):
     def part(self, n):
         """This rank's slice of n items: contiguous, no item twice or left out, sizes that differ by at most one."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
+
+
+def _is_sparse(module):
+    return isinstance(module, torch.nn.Embedding) and module.sparse
 
 
 def under_torchrun():

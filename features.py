@@ -113,7 +113,8 @@ class FeatureRing:
     torch's threads; `prefetch` may run several at once.
 
     Args:
-        features: [V, F] of any dtype, in host memory or on the device.
+        features: [V, F] of any dtype, in host memory or on the device; fewer rows where only the first nodes have
+            features: x then has rows of these alone.
         labels: int64 [V]. slots: number of buffers: depth + 1 of `prefetch`.
         device: where training runs. On CUDA buffers are pinned and copied on side streams; features on that device (or
             read by it in place) are gathered there, without a buffer.
@@ -188,8 +189,10 @@ class FeatureRing:
                 y = self.labels.index_select(0, seeds.to(self.labels.device))
                 moved, y = self._move(slot, blocks, y) if self.copies else (blocks, y)
                 outer = (moved if self.on_device else blocks)[0]
-                aggregated = outer if self.first_hop else None
-                x = self._bring(slot, "rows", self.features, outer.src_nodes, aggregated)
+                aggregated, nodes = outer if self.first_hop else None, outer.src_nodes
+                if self.features.shape[0] < self.labels.shape[0]:
+                    nodes = nodes[nodes < self.features.shape[0]]
+                x = self._bring(slot, "rows", self.features, nodes, aggregated)
             finally:  # also if something fails after a copy has started
                 ready = self.copied[slot] = self.copies and self.copies.event()
         return Fetched(moved, x, y, ready, self.began[slot], edges)

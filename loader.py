@@ -60,7 +60,9 @@ def from_edge_index(edge_index, num_nodes):
 def _check_sizes(graph, seeds, edges):
     """Raise ValueError unless features, labels, a mask and the features of edges have a row for each node or edge."""
     V, M = len(graph.indptr) - 1, len(graph.indices)
-    sizes = [("features", graph.features, V), ("labels", graph.labels, V)]
+    sizes = [("labels", graph.labels, V)]
+    if not getattr(graph, "node_types", None):  # else only the first of them have features
+        sizes.insert(0, ("features", graph.features, V))
     sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
     sizes += [("edge_features", getattr(graph, "edge_features", None), M)] if edges else []
     for name, values, count in sizes:

@@ -509,6 +509,44 @@ class RGCNConv(Conv):
         return self.self_linear(h_dst) + sums.view(S, len(weight)) @ weight
 
 
+class NodeInputs(nn.Module):
+    """Rows of one width for nodes of several types, whose ids lie one type behind the other: a linear map of a type's
+    features, or a learned row for each node of a type without (types with features come first).
+
+    The gradient of the learned rows is sparse, of a batch's rows alone: torch.optim.SparseAdam takes it.
+
+    Args:
+        node_types: (number of nodes, width of their features or 0) for each type, such as GraphStore.node_types.values().
+        out_dim: D.
+    """
+
+    def __init__(self, node_types, out_dim):
+        super().__init__()
+        counts, self.widths = zip(*node_types)
+        self.ends, self.out_dim = torch.tensor(counts).cumsum(0), out_dim
+        self.linears = nn.ModuleList(Linear(width, out_dim) for width in self.widths if width)
+        learned = sum(count for count, width in node_types if not width)
+        self.first, self.embedding = sum(counts) - learned, None
+        if learned:
+            self.embedding = nn.Embedding(learned, out_dim, sparse=True)
+            nn.init.normal_(self.embedding.weight, std=out_dim**-0.5)
+
+    def forward(self, nodes, x):
+        """nodes [N] ids; x [n, F] the features of those that have some, in the order of nodes -> [N, D]."""
+        kinds = torch.bucketize(nodes, self.ends.to(nodes.device), right=True)
+        featured = (kinds < len(self.linears)).nonzero().squeeze(1)
+        parts, places = [], []
+        for kind, linear in enumerate(self.linears):
+            rows = (kinds[featured] == kind).nonzero().squeeze(1)
+            parts.append(linear(x[rows, : linear.in_features]))
+            places.append(featured[rows])
+        if self.embedding is not None:
+            places.append((kinds >= len(self.linears)).nonzero().squeeze(1))
+            parts.append(self.embedding(nodes[places[-1]].long() - self.first))
+        made = torch.cat(parts)
+        return made.new_zeros(len(nodes), self.out_dim).index_copy(0, torch.cat(places), made)
+
+
 def mean_edges(indptr, edges):
     """The mean of its edges' rows [E, D] of each destination, for its edge to itself -> [S, D]; zero without edges."""
     ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
@@ -572,6 +610,7 @@ class GNN(nn.Module):
             al., arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edges' features, which "gat" can take and "gine" needs; 0: without.
         num_types: of edges, for "rgcn" alone, as `bases` is, see `RGCNConv`.
+        node_types: of a graph whose nodes have types, see `NodeInputs`, which then makes the input of the first layer.
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need
@@ -598,6 +637,7 @@ class GNN(nn.Module):
         edge_dim=0,
         num_types=0,
         bases=0,
+        node_types=(),
     ):
         super().__init__()
         for name, value, known in (("conv", conv, ALL_CONVS), ("norm", norm, NORMS)):
@@ -612,6 +652,8 @@ class GNN(nn.Module):
         if edge_dim and conv not in EDGE_CONVS or conv == "gine" and not edge_dim:
             known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
             raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {known}")
+        self.inputs = NodeInputs(node_types, hidden) if node_types else None
+        in_dim = hidden if node_types else in_dim
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
         options = {"edge_dim": edge_dim} if edge_dim else {}
         if conv == "gat":
@@ -636,7 +678,7 @@ class GNN(nn.Module):
 
         Args:
             blocks: one for each layer, outermost hop first.
-            x: [N, F] features of blocks[0].src_nodes, of any dtype; or, with `aggregated` (for "sage"),
+            x: [N, F] features of blocks[0].src_nodes, of any dtype; with node_types, of those that have some; or, with `aggregated` (for "sage"),
                 [S, 2F]: the result of `self_and_mean` for blocks[0], computed where the features are.
             key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes
                 for a CUDA graph; from torch's CPU generator when None.
@@ -651,6 +693,7 @@ class GNN(nn.Module):
         dtype, low = next(self.parameters()).dtype, x.dtype == torch.bfloat16
         if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
+        x = self.embed(blocks[0].src_nodes, x)
         if key is None and self.training:
             key = drawn_seed()
         if self.input_dropout and self.training:
@@ -667,6 +710,10 @@ class GNN(nn.Module):
                 x = self.step(*work)
             aggregated = False
         return x
+
+    def embed(self, nodes, x):
+        """The input of the first layer for nodes [N] with features x: these, or what `NodeInputs` makes of them."""
+        return x if self.inputs is None else self.inputs(nodes, x)
 
     def step(self, i, block, x, aggregated=False, seed=None, edges=None):
         """Layer i and everything up to the next one; seed is that of its dropout."""
@@ -759,7 +806,8 @@ def inference(
     Args:
         model: a GNN, or any network with `layers` of `Conv` and `finish`.
         indptr: int64 [V+1], indices: [M]: the graph, in host memory.
-        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids).
+        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); of a network
+            with node_types those of the first nodes.
         chunk, chunk_edges: destinations and edges handled at a time; a node with more edges is a chunk
             by itself.
         memory: bytes of host memory for the tables; larger ones are nameless temporary files (TMPDIR).
@@ -781,7 +829,8 @@ def inference(
     """
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
-    if x.shape[0] != V:
+    inputs = getattr(model, "inputs", None)
+    if x.shape[0] != V and inputs is None:
         given = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
         raise ValueError(f"{given}: a row for each node is needed")
     training = model.training
@@ -797,6 +846,18 @@ def inference(
     barrier = (lambda: total(0)) if total else lambda: None
     h = x if hasattr(x, "gather") else torch.as_tensor(x)
     edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
+    if inputs is not None:
+        rows, made = (
+            inputs.first,
+            _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim),
+        )
+        for a in range(first, last, chunk):
+            b = min(a + chunk, last)
+            made[a:b] = inputs(
+                torch.arange(a, b, device=device), _rows(h, min(a, rows), min(b, rows), device)
+            )
+        barrier()
+        h = made
     for i, layer in enumerate(model.layers[:layers]):
         width = layer.message_dim or h.shape[1]
         table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import checks, columns, files, lmdb_rows, sort
+from disk import checks, columns, files, lmdb_rows, sort, typed
 from disk.counts import count_edges
 from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
 from disk.lmdb_rows import LmdbFeatures
@@ -77,6 +77,8 @@ def build_store(
     edge_features=None,
     node_time=None,
     node_names=None,
+    node_types=None,
+    edge_types=None,
     backend="mmap",
     num_classes=None,
     symmetrize=False,
@@ -105,6 +107,8 @@ def build_store(
             edge_features: [M, D] of a dtype in DTYPES: of each edge as it is given, and a reverse that is added has those
             of its edge.
         node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
+        node_types: {name: number of nodes} of a graph with several types, for which edge_index, features, labels and
+            columns are dicts by type, see `flatten` of disk/typed.py. edge_types: names of the types in edge_type.
         backend: "mmap" or "lmdb", for the features.
         num_classes: C; the largest label + 1 when None; StoreError if most classes would be empty.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
@@ -116,18 +120,37 @@ def build_store(
 
     Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
     """
+    if isinstance(edge_index, dict):
+        by_type = dict(edge_weight=edge_weight, edge_time=edge_time, edge_features=edge_features)
+        by_type |= dict(node_time=node_time, symmetrize=symmetrize)
+        flat = typed.flatten(node_types or {}, edge_index, features, labels, split, **by_type)
+        return build_store(
+            path,
+            **flat,
+            node_names=node_names,
+            backend=backend,
+            num_classes=num_classes,
+            drop_self_loops=drop_self_loops,
+            drop_duplicates=drop_duplicates,
+            block_rows=block_rows,
+            source=source,
+            progress=progress,
+        )
     path = Path(path)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     features = files.array_like("features", features)
-    num_nodes, width, dtype = checks.check_features(features)
+    rows, width, dtype = checks.check_features(features)
+    num_nodes = rows if node_types is None else sum(nodes for nodes, _ in node_types.values())
     labelled = labels is not None
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
     given = edge_weight, edge_type, edge_time, edge_features, node_time
     given = dict(zip(columns.COLUMNS, given))
-    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given)
+    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given, edge_types)
+    if node_types is not None:
+        widths["node_types"] = [[name, *of] for name, of in node_types.items()]
     options = {
         "symmetrize": bool(symmetrize),
         "drop_self_loops": bool(drop_self_loops),
@@ -157,7 +180,7 @@ def build_store(
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() - columns.OF_NODES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
-    need = num_nodes * (row_bytes + 16) + least
+    need = num_nodes * 16 + rows * row_bytes + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
         need = max(need, least + sort.spooled_bytes(most_edges, bool(of_edges)))
@@ -195,7 +218,10 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     arrays = {"indptr": indptr, **arrays, **carried}
     records.update(columns.write_arrays(path, arrays, rows))
     file, largest = path / BACKENDS[meta["backend"]], []
-    shape, dtype = [num_nodes, meta["feature_dim"]], files.storage_dtype(meta["feature_dtype"])
+    shape, dtype = (
+        [features.shape[0], meta["feature_dim"]],
+        files.storage_dtype(meta["feature_dtype"]),
+    )
     rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # rows begin on a block of the disk
@@ -217,6 +243,8 @@ class GraphStore:
             memory: a map of them without read-ahead, and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
         edge_type: uint8 or uint16 [M], of num_edge_types; or None, of 0.
+        node_types: {name: (number of nodes, width of their features, 0 without)} in the order of the ids; features then
+            have rows for the types with features, which come first. edge_types: names of the types of edges.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
@@ -247,7 +275,10 @@ class GraphStore:
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)
             self.sampling_threads = SAMPLERS
-        shape, dtype = (self.num_nodes, self.feature_dim), getattr(torch, meta["feature_dtype"])
+        self.node_types, self.edge_types = columns.types_of(meta)
+        rows = sum(count for count, width in self.node_types.values() if width)
+        rows = max(rows, 1) if self.node_types else self.num_nodes
+        shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
         if meta["backend"] == "mmap":
             stored = files.storage_dtype(meta["feature_dtype"])
@@ -398,7 +429,7 @@ def info(path) -> str:
     degrees = np.diff(graph.indptr.numpy())
     classes = f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}"
     lines = {
-        "nodes": f"{graph.num_nodes:,}",
+        "nodes": f"{graph.num_nodes:,}{columns.described_types(graph.node_types)}",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",

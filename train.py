@@ -44,6 +44,7 @@ from tqdm import tqdm
 import ddp
 from disk.files import StoreError, check_in_use
 from run import flags, step_graph
+from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, common_state, complete, restore, save_checkpoint
 from run.evaluate import open_run
@@ -98,6 +99,7 @@ class Eager:
         self.losses.total += loss.detach()
         if batch.last:
             with clock.timed("optimizer", on_gpu=True):
+                run.ranks.average_rows(run.model)
                 # a loss that is not finite skips the update: the weights are still those that produced it
                 if self.losses.finite(batch.step + 1):
                     self.optimizer.step()
@@ -230,9 +232,7 @@ def train(ranks, args, path):
     fits = {"fits": partial(check_graph, state, file)} if state else {}
     run = open_run(ranks, args, path or prepare_on_one_rank(ranks, args), **fits)
     args, model = run.args, run.model
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True
-    )
+    optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     best = {"score": -math.inf, "epoch": 0, "model": None}  # of --weights best
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state, fits

@@ -180,7 +180,8 @@ class LookaheadCache(CachedFeatures):
                 self._start(batch)
             window.append(batch)
             if self.pages:
-                self.pages.expect(batch.blocks[0].src_nodes)
+                nodes = batch.blocks[0].src_nodes
+                self.pages.expect(nodes[nodes < self.shape[0]])
             while len(window) > min(self.lookahead, RAMP * (passed_on + 1)):
                 passed_on += 1
                 yield window.popleft(), self._plan()

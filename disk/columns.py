@@ -46,6 +46,28 @@ def arrays_of(meta) -> dict:
     }
 
 
+def types_of(meta) -> tuple[dict, list | None]:
+    """({name: (nodes, width of their features)}, names of the types of edges or None) in a meta.json; ValueError for
+    types of nodes that are not those of its nodes."""
+    types, names = meta.get("node_types", []), meta.get("edge_types")
+    found = {str(name): (int(count), int(width)) for name, count, width in types}
+    widths = [width for _, width in found.values()]
+    fits = len(found) == len(types) and sorted(map(bool, widths), reverse=True) == [
+        *map(bool, widths)
+    ]
+    fits &= min((n for pair in found.values() for n in pair), default=0) >= 0
+    fits &= max(widths, default=0) <= meta["feature_dim"]
+    if types and not (fits and sum(count for count, _ in found.values()) == meta["num_nodes"]):
+        raise ValueError(f"it has node_types = {types!r:.200}, which are not those of its nodes")
+    if (
+        names is not None
+        and [*map(str, names)] != names
+        or len(names or ()) not in (0, meta.get("num_edge_types", 0))
+    ):
+        raise ValueError(f"it has edge_types = {names!r:.200}, which are no names of its types")
+    return found, names
+
+
 def index_dtype(num_nodes) -> str:
     """The narrower of the two dtypes of `indices` that holds every node."""
     return "int32" if num_nodes < 1 << 31 else "int64"
@@ -56,17 +78,18 @@ def type_dtype(num_types) -> str:
     return "uint8" if num_types <= 256 else "uint16"
 
 
-def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict]:
+def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
     """Look at every value of the columns that are given, a piece at a time; StoreError for another shape or dtype, NaN,
     infinity, a negative weight, a name that is there twice.
 
     Args:
         columns: {name of COLUMNS: array, memmap or tensor, or None}. Weights may be any real numbers, times
             also floats that are whole, features [M] for a single one. node_names: [V] strings or numbers, or None.
+        edge_types: names of the types, or None.
 
     Returns:
         ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; what meta.json
-        keeps of them: the width and dtype of edge_features, the number of types).
+        keeps of them: the width and dtype of edge_features, the number of types and their names).
     """
     checked, widths = {}, {}
     for name, values in columns.items():
@@ -88,8 +111,16 @@ def check_columns(num_edges, num_nodes, node_names, columns) -> tuple[dict, dict
             values = integers(name, np.asarray(values))
             why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
             refuse((values < 0) | (values >= MOST_TYPES), name, values, why)
-            widths["num_edge_types"] = int(values.max(initial=0)) + 1
-            checked[name] = values.astype(type_dtype(widths["num_edge_types"]))
+            types = int(values.max(initial=0)) + 1
+            if edge_types is not None:
+                widths["edge_types"] = names = [*map(str, edge_types)]
+                if not types <= len({*names}) == len(names):
+                    raise StoreError(
+                        f"edge_types has {len(names)} names: {types} different ones are needed"
+                    )
+                types = len(names)
+            widths["num_edge_types"] = types
+            checked[name] = values.astype(type_dtype(types))
             continue
         if name == "edge_features":
             values = values.reshape(-1, 1) if len(shape) == 1 else values
@@ -218,11 +249,21 @@ def column_checks(graph) -> Iterator[tuple]:
         yield "edge_time.npy", functools.partial(in_order, "earlier", types, times)
 
 
+def described_types(node_types) -> str:
+    """The types of nodes in words."""
+    words = (
+        f"{n:,} {name} with {f'{w} features' if w else 'none'}"
+        for name, (n, w) in node_types.items()
+    )
+    return f": {', '.join(words)}" if node_types else ""
+
+
 def described(graph) -> str:
     """What edges and nodes carry, in words."""
     words = ["weight"] if graph.edge_weight is not None else []
     if graph.edge_type is not None:
-        words.append(f"{graph.num_edge_types} types")
+        names = f" ({'; '.join(graph.edge_types)})" if graph.edge_types else ""
+        words.append(f"{graph.num_edge_types} types{names}")
     if graph.edge_features is not None:
         words.append(f"features {graph.edge_dim} x {graph.meta['edge_dtype']}")
     for name, times in (("time", graph.edge_time), ("nodes' time", graph.node_time)):

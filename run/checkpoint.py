@@ -140,10 +140,15 @@ def check_state(state):
     """Raise unless everything in a checkpoint has its type and the tensors are those of the network it describes."""
     flags, graph, best, weights = (state[name] for name in ("flags", "graph", "best", "model"))
     check_flags(flags)
-    graph.setdefault("num_edge_types", 0)  # as above
+    for name in ("num_edge_types", "node_types"):  # as above
+        graph.setdefault(name, 0)
+    types = graph["node_types"] or []
+    if not all(type(name) is str and name.isprintable() for name, _, _ in types):
+        raise ValueError("a type of nodes in it has no printable name")
     widths = [graph[name] for name in TASKS[flags["task"]].widths]
     counts = [state["epoch"], state["step"], state["total_batch"], best["epoch"]]
-    counts += [width for width in widths if width not in DTYPES]
+    counts += [width for width in widths if width not in DTYPES and width is not types]
+    counts += [number for _, *numbers in types for number in numbers]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
         raise ValueError("a count or a width in it is no whole number from 0 to 2^32 - 1")
     words = [graph["path"], *graph["files"], *filter(None, graph["files"].values())]

@@ -154,7 +154,7 @@ def place_data(ranks, args, task, used):
     used = used._replace(**dict(zip(columns, placed)))
     features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
-    in_place = step_graph.averages_in_place(args, features.dtype, dtype)
+    in_place = not store.node_types and step_graph.averages_in_place(args, features.dtype, dtype)
     ring = FeatureRing(
         features,
         labels,
@@ -210,6 +210,7 @@ def cached(ranks, args, task, used, features):
         batch_size = args.batch_size * task.sampled_for(args)
         graph, seeds = (store.indptr, store.indices), task.seeds()
         visits = expected_visits(*graph, seeds, taken(args, used), batch_size)
+        visits = visits[: features.shape[0]]  # the others have no features
     trim_memory(1)  # what that took, and the cache can have
     if mapped:
         store.features.beside += budget * ranks.local_world

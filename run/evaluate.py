@@ -177,7 +177,10 @@ class Run:
         def output(batch):
             if not isinstance(model, GNN):
                 return self.task.output(self, model, batch, None).float()
-            x, edges = batch.x, batch.edges or [None] * len(fanout)
+            edges, x = (
+                batch.edges or [None] * len(fanout),
+                model.embed(batch.blocks[0].src_nodes, batch.x),
+            )
             for i, block in enumerate(batch.blocks):
                 x = model.step(i, block, x, edges=edges[i])
             return x.float()

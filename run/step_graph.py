@@ -78,8 +78,8 @@ def first_true(reasons):
 def hops_held(args, store, used):
     """Hops of a batch that the graphs of a run would hold in GPU memory if the GPU reads the features; 0 without
     graphs. used: `EdgeData` of the store."""
-    columns = used.time, used.type, used.features
-    if any(c is not None for c in columns) or store.labels.dim() > 1 or hindrance(args):
+    columns, several = (used.time, used.type, used.features), store.labels.dim() > 1
+    if any(c is not None for c in columns) or several or store.node_types or hindrance(args):
         return 0
     return len(args.fanout) - averages_in_place(args, store.features.dtype)
 
@@ -117,6 +117,7 @@ def build(run, optimizer):
     """
     ranks, args, model = run.ranks, run.args, run.model
     why = obstacle(ranks, args, run.sampler, run.ring)
+    why = why or ("nodes have types" if run.store.node_types else None)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     if ranks.world > 1:

@@ -15,7 +15,7 @@ class NodeTask(Task):
 
     name, examples, weights, prior = "node", "nodes", "best", 0.07
     metrics = "accuracy", "roc_auc", "f1"
-    widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types"
+    widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
     unused = {"is for --task link, --task is node": LINK_FLAGS}
     classes_agree = static_steps = timed_inference = True
 

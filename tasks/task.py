@@ -114,6 +114,7 @@ def gnn(args, widths, out_dim):
     options |= {"conv": args.model, "recompute": args.checkpoint_activations, "edge_dim": edge_dim}
     if args.model in TYPE_CONVS:
         options |= {"num_types": widths["num_edge_types"], "bases": args.bases}
+    options["node_types"] = [(count, width) for _, count, width in widths.get("node_types") or ()]
     return GNN(widths["feature_dim"], out_dim=out_dim, **options)
 
 

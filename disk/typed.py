@@ -1,0 +1,156 @@
+"""Nodes and edges of several types as one graph: the nodes of a type have ids behind those of the type before it.
+
+    build_store(                        # calls `flatten` where edge_index is a dict
+        "typed",
+        node_types={"author": 3, "paper": 5},
+        edge_index={("author", "writes", "paper"): edges},      # [2, M_r], ids within their types
+        features={"paper": x},                                  # authors have none
+        labels={"paper": y},
+        split={"train": a, "valid": b, "test": c},              # ids of papers
+    )
+
+Types with features come first: the table of features has rows for them alone. This file needs disk/files.py, numpy and
+torch.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from disk import files
+from disk.files import Rows, StoreError, array_like, integers, refuse
+
+
+def flatten(node_types, edge_index, features, labels=None, split=None, symmetrize=False, **columns):
+    """A graph given by type -> keyword arguments of `build_store` for one graph, in which node_types is {name: (nodes,
+    width of their features, 0 without)}, in the order of the ids, and edge_types the names of its types.
+
+    Args:
+        node_types: {name: number of nodes}.
+        edge_index: {(type of the sources, name, type of the destinations): integers [2, M_r]}.
+        features: {type: [V_t, F_t]}, narrower rows are filled up with zeros; None, or missing: a type without.
+        labels: {type: as for `build_store`} of one type, of which `split` holds ids, or masks.
+        symmetrize: add the reverse of each edge: of the same type where both ends have one, else of a type `rev_NAME`.
+        columns: edge_weight, edge_time, edge_features as {type of edges: [M_r, ...]}; node_time as {type: [V_t]}, a type
+            without has the latest time of the others.
+    """
+    features, labels = features or {}, labels or {}
+    names = sorted(node_types, key=lambda name: features.get(name) is None)
+    first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
+    columns = {name: dict(values) for name, values in columns.items() if values is not None}
+    times = columns.pop("node_time", None)
+    of_nodes = {"features": features, "labels": labels, "node_time": times or {}}
+    for what, of in of_nodes.items():
+        if unknown := of.keys() - node_types.keys():
+            raise StoreError(f"{what} of {min(unknown)}: types of nodes are {', '.join(names)}")
+    if len(labels) > 1:
+        raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
+    edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
+    for name, of in columns.items():
+        if different := of.keys() ^ edges.keys():
+            what = f"{name} is there for some types of edges and not for {_name(min(different))}"
+            raise StoreError(f"{what}: it is for all of them, or for none")
+    if symmetrize:
+        _add_reverses(edges, columns)
+    graph = {
+        name: np.concatenate([np.asarray(of[k]) for k in edges]) for name, of in columns.items()
+    }
+    moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
+    graph["edge_index"] = np.concatenate([np.empty((2, 0), np.int64), *moved], 1)
+    graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
+    graph["edge_types"] = [_name(kind) for kind in edges]
+    tables = {
+        n: array_like(f"features of {n}", x) for n in names if (x := features.get(n)) is not None
+    }
+    graph["features"] = _joined(tables, node_types)
+    widths = {name: table.shape[1] for name, table in tables.items()}
+    graph["node_types"] = {name: (int(node_types[name]), widths.get(name, 0)) for name in names}
+    spread = functools.partial(_spread, first, node_types)
+    if times:
+        latest = max((int(np.max(t)) for t in times.values() if len(t)), default=0)
+        graph["node_time"] = spread("node_time", times, latest)
+    if labels:
+        graph["labels"] = spread("labels", labels, -1)
+    if split:
+        start = first[next(iter(labels), names[0])]
+        single = isinstance(split, dict)
+        moved = [_shifted(part, start) for part in ([split] if single else split)]
+        graph["split"] = moved[0] if single else moved
+    return graph
+
+
+def _name(kind):
+    """The name of a type of edges, a triple."""
+    return ",".join(kind)
+
+
+def _edges(kind, node_types, pairs) -> np.ndarray:
+    """The edges of a type as int64 [2, M_r], checked."""
+    source, _, destination = kind
+    if unknown := {source, destination} - node_types.keys():
+        known = ", ".join(node_types)
+        raise StoreError(f"edges {_name(kind)} join {min(unknown)}: types of nodes are {known}")
+    pairs = integers(f"edges {_name(kind)}", pairs)
+    if pairs.ndim != 2 or len(pairs) != 2:
+        raise StoreError(f"edges {_name(kind)} are {[*pairs.shape]}: [2, M] is needed")
+    for row, end in zip(pairs, (source, destination)):
+        why = f"ids of {end} lie in [0, {node_types[end]})"
+        refuse((row < 0) | (row >= node_types[end]), f"edges {_name(kind)}", row, why)
+    return pairs
+
+
+def _add_reverses(edges, columns):
+    """Add the reverse of each edge to {type: edges} and {column: {type: values}}."""
+    for kind, pairs in list(edges.items()):
+        source, name, destination = kind
+        reverse = kind if source == destination else (destination, f"rev_{name}", source)
+        parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
+        if reverse != kind and reverse in edges:
+            raise StoreError(f"edges {_name(reverse)} are there already: symmetrize would add them")
+        edges[reverse] = np.concatenate(parts, 1)
+        for of in columns.values():
+            of[reverse] = np.concatenate([np.asarray(of[kind])] * len(parts))
+
+
+def _joined(tables, node_types):
+    """The tables of features [V_t, F_t] of {type: table} as one, as wide as the widest; a single zero where there are none."""
+    for name, table in tables.items():
+        if len(table.shape) != 2 or table.shape[0] != node_types[name]:
+            needed = f"[{node_types[name]}, F] is needed, a row for each node"
+            raise StoreError(f"features of {name} have shape {[*table.shape]}: {needed}")
+    if len(tables) < 2:
+        return next(iter(tables.values()), np.zeros((1, 1), np.float32))
+    dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
+    dtype, width = (
+        functools.reduce(torch.promote_types, dtypes),
+        max(t.shape[1] for t in tables.values()),
+    )
+
+    def chunks():
+        for name, table in tables.items():
+            for _, rows in files.chunked(f"features of {name}", table):
+                rows = files.as_rows(f"features of {name}", rows)
+                yield torch.nn.functional.pad(rows.to(dtype), (0, width - rows.shape[1]))
+
+    return Rows((sum(t.shape[0] for t in tables.values()), width), dtype, chunks())
+
+
+def _spread(first, node_types, name, values, rest) -> np.ndarray:
+    """Values [V_t] or [V_t, C] of {type: values} as those of all nodes, `rest` for nodes of other types."""
+    values = {kind: integers(f"{name} of {kind}", v) for kind, v in values.items()}
+    shape = next(iter(values.values())).shape[1:]
+    whole = np.full((sum(node_types.values()), *shape), rest)
+    for kind, part in values.items():
+        if part.shape != (node_types[kind], *shape):
+            needed = f"{[node_types[kind], *shape]} is needed"
+            raise StoreError(f"{name} of {kind} has shape {[*part.shape]}: {needed}")
+        whole[first[kind] : first[kind] + len(part)] = part
+    return whole
+
+
+def _shifted(split, start) -> dict:
+    """Ids or masks of nodes of a type as ids of the whole graph, in which that type begins at `start`."""
+    parts = {part: np.asarray(array_like(f"split {part!r}", v)) for part, v in split.items()}
+    return {p: start + (np.flatnonzero(v) if v.dtype == bool else v) for p, v in parts.items()}
