@@ -91,7 +91,8 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
         known = ", ".join(node_types)
-        raise StoreError(f"edges {_name(kind)} join {min(unknown)}: types of nodes are {known}")
+        why = f"types of nodes are {known}, and the number of {min(unknown)} is not given"
+        raise StoreError(f"edges {_name(kind)} join {min(unknown)}: {why}")
     pairs = integers(f"edges {_name(kind)}", pairs)
     if pairs.ndim != 2 or len(pairs) != 2:
         raise StoreError(f"edges {_name(kind)} are {[*pairs.shape]}: [2, M] is needed")

@@ -18,7 +18,7 @@ from features import CachedFeatures, FeatureRing, expected_visits, place, share
 from model import TYPE_CONVS, gather_rows, self_and_mean
 from run import step_graph
 from run.allocator import trim_memory
-from run.edge_data import EdgeData, edge_data
+from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.own_model import is_own
 from run.plan import choose_mode, placements
@@ -113,7 +113,8 @@ def sizes(args, task, used):
 
 def taken(args, used):
     """The most neighbours that a node takes in each hop, of all types."""
-    return [k if k < 0 else k * used.num_types for k in args.fanout]
+    numbers = [k if isinstance(k, list) else [k] for k in hops(args.fanout, used)]
+    return [-1 if min(of) < 0 else sum(of) for of in numbers]
 
 
 def place_data(ranks, args, task, used):
@@ -182,7 +183,8 @@ def make_sampler(args, indptr, indices, fanout, used, threads=None):
     if used.time is not None:
         options |= {"edge_times": used.time, "strict": used.strict, "window": used.window}
     if used.type is not None:
-        options["edge_type"], fanout = used.type, [[k] * used.num_types for k in fanout]
+        fanout = hops(fanout, used)
+        options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
     return NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
 
 

@@ -27,6 +27,7 @@ class EdgeData(NamedTuple):
     window: int | None = None  # nor those that are older than this
     type: Tensor | None = None  # uint8 or uint16 [M]: neighbours are drawn by type
     num_types: int = 1
+    type_names: list | None = None  # None: their numbers
 
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
@@ -49,9 +50,13 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         needs = f"--model {args.model} takes features of edges"
         raise StoreError(f"{needs}, and {store.path} has none; {instead}")
     if store.edge_type is not None and (own or args.model in TYPE_CONVS):
-        used = used._replace(type=store.edge_type, num_types=store.num_edge_types)
-        how = "--fanout is for each of them, and the model sees them"
-        lines.append(f"edges have {store.num_edge_types} types; {how}")
+        count, names = store.num_edge_types, store.edge_types
+        used = used._replace(type=store.edge_type, num_types=count, type_names=names)
+        of = "each of them" if isinstance(hops(args.fanout, used)[0], list) else "all together"
+        lines.append(f"edges have {count} types; --fanout is for {of}, and the model sees them")
+    elif not all(isinstance(hop, int) for hop in args.fanout):
+        why = f"it is for rgcn, or a model of your own, and a graph with types, here {store.path}"
+        raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
     elif store.edge_type is not None:
         lines.append(f"types of edges are not used by --model {args.model}: rgcn takes them")
     elif args.model in TYPE_CONVS:
@@ -92,6 +97,27 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     elif store.edge_weight is not None:
         lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
     return used, lines
+
+
+def hops(fanout, used):
+    """--fanout as the sampler takes it: for each hop a number, or a list of one for each type of edges."""
+    if used.type is None:
+        return fanout
+    if str(fanout[0]).startswith("any="):
+        return [int(str(hop).removeprefix("any=")) for hop in fanout]
+    names, lists = used.type_names or [*map(str, range(used.num_types))], []
+    for hop in fanout:
+        lists.append([hop if isinstance(hop, int) else 0] * len(names))
+        for word in str(hop).split(":") if isinstance(hop, str) else ():
+            name, _, k = word.rpartition("=")
+            known = [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]
+            if not known:
+                raise StoreError(
+                    f"--fanout {word}: no such type of edges; they are {'; '.join(names)}"
+                )
+            for i in known:
+                lists[-1][i] = int(k)
+    return lists
 
 
 def check_times(args, store, timed):

@@ -39,7 +39,7 @@ data
 --symmetrize | | add the reverse of every edge of an .npz file
 --drop-duplicates | | keep one of equal edges of such a file
 sampling
---fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15; for each type of edges (default: 10 a layer)
+--fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15. Of each type of edges; writes=10:cites=5,writes=5 of some, any=15,10 of all together (default: 10 a layer)
 --sampler | uniform labor weighted latest | labor: seeds share neighbours where they can (arXiv 2210.13339); weighted: by edge weight; latest: the last before the seed's time
 --layer-dependency | | labor: all hops draw alike, so that a batch has fewer input rows
 --batch-dependency | N = 1 | labor: N steps in a row draw alike, so that rows are needed again
@@ -317,12 +317,15 @@ def spelled_out(argv):
 
 
 def fanout(text):
-    """Parse '15,10,5'."""
+    """Parse '15,10,5', or 'writes=10:cites=5,writes=5' by types of edges, which stays text."""
     with suppress(ValueError):
-        numbers = [int(part) for part in text.split(",")]
-        if all(k > 0 or k == -1 for k in numbers):
-            return numbers
-    raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0, or -1 for all: 15,10,5")
+        hops = [part if "=" in part else int(part) for part in text.split(",")]
+        counts = [int(word.rpartition("=")[2]) for word in re.split("[,:]", text)]
+        if all(k > 0 or k == -1 for k in counts):
+            return hops
+    by_type = "by types of edges writes=10:cites=5,writes=5"
+    how = f"write numbers above 0, or -1 for all: 15,10,5, or {by_type}"
+    raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 
 
 def size(text):

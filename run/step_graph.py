@@ -22,6 +22,7 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 """
 
 import gc
+import re
 from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -63,7 +64,7 @@ def hindrance(args):
         "--precision fp64 has no kernels": args.precision == "fp64",
         f"--accumulate {args.accumulate} makes a step of several batches": args.accumulate > 1,
         "one layer is too little to be worth it": len(args.fanout) < 2,
-        f"--fanout {fanout}: numbers from 1 on are needed": min(args.fanout) < 1,
+        f"--fanout {fanout}: numbers from 1 on are needed": not re.fullmatch("[0-9,]+", fanout),
         f"--fanout {fanout}: the last number is {most} at most": too_many,
         "neighbours are not drawn uniformly": args.sampler != "uniform",
     }

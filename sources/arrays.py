@@ -61,16 +61,29 @@ def of_object(graph, own, ignore=()) -> "Arrays":
     """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them, `own` in place of theirs."""
     kind = type(graph).__name__
     if hasattr(graph, "ndata"):
-        nodes, edges = len(graph.ntypes), len(graph.canonical_etypes)
-        if (nodes, edges) != (1, 1):
-            what = f"{nodes} kinds of nodes and {edges} of edges"
-            raise StoreError(f"the DGLGraph has {what}: one of each is needed (dgl.to_homogeneous)")
+        arrays, single = {}, len(graph.ntypes) == len(graph.canonical_etypes) == 1
         # a graph may be there in some of them only
-        edges = graph.formats(["coo", "csr", "csc"]).edges()
-        arrays = {"edge_index": torch.stack(edges), "num_nodes": graph.num_nodes()}
-        arrays |= {"node_time" if n == "time" else n: value for n, value in graph.ndata.items()}
-        # without DGL's own numbers
-        arrays |= {f"edata.{name}": v for name, v in graph.edata.items() if name != "_ID"}
+        graph = graph.formats(["coo", "csr", "csc"])
+        for name in graph.ntypes:
+            of = "" if single else f":{name}"
+            arrays[f"num_nodes{of}"] = graph.num_nodes(name)
+            for column, value in graph.nodes[name].data.items():
+                arrays[("node_time" if column == "time" else column) + of] = value
+        for ends in graph.canonical_etypes:
+            of = "" if single else f":{','.join(ends)}"
+            arrays[f"edge_index{of}"] = torch.stack(graph.edges(etype=ends))
+            # without DGL's own numbers
+            columns = {n: v for n, v in graph.edges[ends].data.items() if n != "_ID"}
+            arrays |= {f"edata.{name}{of}": value for name, value in columns.items()}
+    elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
+        arrays = {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
+        for name in (*graph.node_types, *map(tuple, graph.edge_types)):
+            values = dict(graph[name].items())
+            if values.get("adj_t") is not None and values.get("edge_index") is None:
+                values |= _of_adjacency(values.pop("adj_t"), values.get("edge_weight"))
+                del values["num_nodes"]
+            of = name if isinstance(name, str) else ",".join(name)
+            arrays |= {f"{column}:{of}": value for column, value in values.items()}
     elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
         arrays = dict(graph.to_dict() if hasattr(graph, "to_dict") else vars(graph))
         if arrays.get("adj_t") is not None and arrays.get("edge_index") is None:
@@ -81,10 +94,10 @@ def of_object(graph, own, ignore=()) -> "Arrays":
     replaced = [*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ())]
     if any(name.endswith("_idx") for name in own):
         replaced += sum(PARTS.values(), [])
-    arrays = {name: value for name, value in arrays.items() if name not in replaced}
-    arrays = Arrays(kind, {**arrays, **own}, ignore)
+    kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
+    arrays = Arrays(kind, {**kept, **own}, ignore)
     for name, names in (("features", FEATURES), ("labels", LABELS)):
-        if not arrays.find(*names):
+        if not (arrays.find(*names) or arrays.of_types):
             raise StoreError(f"the {kind} has no {name}: give them as {name}=")
     return arrays
 
@@ -118,6 +131,20 @@ class Arrays:
         for name in ignore:
             self.find(name, needed=True)
         self._values = {n: value for n, value in self._values.items() if n not in ignore}
+        self.of_types = any(name.startswith("edge_index:") for name in self._values)
+
+    def by_type(self) -> dict:
+        """{type: `Arrays`} of arrays called `x:author` or `edge_index:author,writes,paper`, each of which a type has."""
+        found = {}
+        for name, value in self._values.items():
+            base, colon, kind = name.partition(":")
+            if not colon or kind.count(",") not in (0, 2):
+                how = "NAME:TYPE for nodes and NAME:SOURCE,RELATION,DESTINATION for edges"
+                raise self.error(
+                    f"{name} has no type: where edge_index has some, arrays are called {how}"
+                )
+            found.setdefault(kind, {})[base] = value
+        return {kind: Arrays(f"{self.source}: {kind}", of) for kind, of in found.items()}
 
     def error(self, text) -> StoreError:
         """An error that names the source."""

@@ -32,7 +32,7 @@ from sources.graph_tables import TABLE, read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import DRAWN, PARTS, drawn_per_class, found
-from sources.synthetic import SYNTHETIC, synthetic
+from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
 from store import BACKENDS, build_store, command
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
@@ -41,9 +41,11 @@ NPZ = dict(
     row_normalize=int,
     radius=float,  # of the neighbourhood of an atom in a crystal, angstrom
     split=int,  # keep one of several splits alone, from 0
+    target=str,  # the type of nodes whose labels are learned, where several have some
     ignore=lambda names: names.split("+"),  # arrays to do without
 )
-NAMES = ("synthetic", *PLANETOID, *OGB)
+DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
+NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
 
 
 def prepare(
@@ -114,15 +116,15 @@ def _recipe(name, root, seed, options, flags):
         raise StoreError(_unknown(name))
     if flags:
         raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
-    types = {n: type(value) for n, value in SYNTHETIC.items()} if word == "synthetic" else {}
-    given = parse(parameters, types, word)
-    key = {**SYNTHETIC, **given} if types else word
+    defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
+    given = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
+    key = word if word not in DRAWN_GRAPHS else {**defaults, **given}
 
     def make(path, **options):
         if word in OGB:
             with ogb(word, root, options["progress"]) as graph:
                 return build_store(path, **graph, **options)
-        graph = planetoid(word, root) if word in PLANETOID else synthetic(key)
+        graph = planetoid(word, root) if word in PLANETOID else draw(key)
         return build_store(path, **graph, **options)
 
     return word, key, make
@@ -244,7 +246,7 @@ def _draws(arrays, split=False) -> bool:
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
-    return not arrays.find(*FEATURES) or split and not train
+    return not (arrays.of_types or arrays.find(*FEATURES)) or split and not train
 
 
 def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
@@ -258,10 +260,12 @@ def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, *
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: "row_normalize", "atom_offsets": "radius"}.get(many)
+    understood = "target" if arrays.of_types else understood
     idle = given.keys() - {"split", "ignore", understood}
     idle |= {name for name, value in options.items() if many and value}
     if idle:
         what = "many small graphs" if many else "one graph"
+        what += ", with types" if arrays.of_types else ""
         raise arrays.error(f"{min(idle)} has no effect: it holds {what}")
     source = {"dataset": Path(arrays.source).name, **given}
     if drawn:
@@ -272,9 +276,11 @@ def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, *
         graphs = (block_diagonal(*batch) for batch in batches)
         source |= more
         return build_graphs(path, graphs, split=split, progress=progress, source=source)
+    options |= {"backend": backend, "progress": progress}
+    if arrays.of_types:
+        return _build_typed(path, arrays, given, source, **options)
     if not drawn and not arrays.find(*PARTS["train"]) and arrays.find(*LABELS):
         source["split"] = DRAWN
-    options |= {"backend": backend, "progress": progress}
     return _build_graph(path, arrays, given, seed or 0, source, **options)
 
 
@@ -316,6 +322,48 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
         some = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
         arrays.say(f"{some} have no reverse: messages go one way; --symmetrize adds the reverses")
     return path
+
+
+def _build_typed(path, arrays, given, source, **options) -> Path:
+    """Build a store of the `Arrays` of one graph whose nodes and edges have types."""
+    graph = {"node_types": {}, "features": {}, "labels": {}, "edge_index": {}, "split": None}
+    target, labelled, columns = given.get("target"), [], {}
+    for kind, of in arrays.by_type().items():
+        if "," in kind:
+            kind = tuple(kind.split(","))
+            graph["edge_index"][kind] = of.edge_index()
+            counts = None, graph["edge_index"][kind].shape[-1]
+        else:
+            labels, features = of.labels(), of.features()
+            rows = next((len(values) for values in (features, labels) if values is not None), None)
+            counts = of.integers("num_nodes").item() if of.find("num_nodes") else rows, None
+            if counts[0] is None:
+                raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
+            graph["node_types"][kind], graph["features"][kind] = counts[0], features
+            labelled += [kind] if labels is not None else []
+            if labels is not None and target in (None, kind):
+                graph |= {
+                    "labels": {kind: labels},
+                    "split": found(of, counts[0], given.get("split")),
+                }
+                source |= {"classes": of.classes} if of.classes else {}
+        for name, values in of.columns(*counts).items():
+            columns.setdefault(name, {})[kind] = values
+        of.close(*counts)
+    if len(labelled) > 1 and target is None or target and target not in labelled:
+        which = ", ".join(labelled) or "no type"
+        how = f"{Path(arrays.source).name}:target={' or '.join(labelled)} takes those of one"
+        raise arrays.error(f"labels are there for {which}: {how}")
+    for kind, labels in graph["labels"].items():
+        if not graph["split"]:
+            graph["split"], source["split"] = (
+                drawn_per_class(labels, np.random.default_rng(0)),
+                DRAWN,
+            )
+            arrays.say(
+                f"it has no split: {DRAWN} are drawn from nodes of type {kind} (by --seed of train.py)"
+            )
+    return build_store(path, **graph, **columns, source=source, **options)
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):

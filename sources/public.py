@@ -11,6 +11,7 @@ and nothing that runs code.
 
 import collections
 import contextlib
+import gzip
 import http.client
 import os
 import pickle
@@ -34,6 +35,7 @@ OGB = {
     "ogbn-arxiv": ("arxiv.zip", "time", 40, True),
     "ogbn-products": ("products.zip", "sales_ranking", 47, False),
     "ogbn-papers100M": ("papers100M-bin.zip", "time", 172, True),
+    "ogbn-mag": ("mag.zip", "time", 349, True),
 }
 AGAIN = "; if it is damaged, remove the archive to have it downloaded again"
 PLANETOID_URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
@@ -60,7 +62,7 @@ def ogb(name, root, progress=False):
         tempfile.TemporaryDirectory(dir=root, prefix=".ogb-") as folder,
     ):
         yield dict(
-            **_arrays(file, outer, kind, Path(folder) / "edges"),
+            **_arrays(_Archive(file, outer), kind, Path(folder) / "edges"),
             num_classes=classes,
             symmetrize=True,
             drop_duplicates=drop_duplicates,
@@ -68,46 +70,85 @@ def ogb(name, root, progress=False):
         )
 
 
-def _arrays(file, outer, kind, spooled) -> dict:
-    """The arrays of an open archive; edges are spooled into a file."""
-    members = {}
-    for member in outer.namelist():
-        if member.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", member):
-            raise StoreError(f"{file}: its member {member!r} points outside the archive")
-        members[member.partition("/")[2]] = member
+class _Archive:
+    """The tables of an open archive of OGB's, which messages call `file`."""
 
-    def table(name, kind=int):
+    def __init__(self, file, outer):
+        self.file, self.outer, self.members = file, outer, {}
+        for member in outer.namelist():
+            if member.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", member):
+                raise StoreError(f"{file}: its member {member!r} points outside the archive")
+            self.members[member.partition("/")[2]] = member
+
+    def open(self, name):
+        return self.outer.open(self.members[name])
+
+    def table(self, name, kind=int):
+        """Chunks [n, columns] of a table of numbers."""
         try:
-            rows = Table(outer.open(members[f"{name}.csv.gz"]), f"{file}: {name}.csv.gz")
+            rows = Table(self.open(f"{name}.csv.gz"), f"{self.file}: {name}.csv.gz")
             for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
                 yield np.stack(list(columns.values()), 1)
         except StoreError as error:
             raise StoreError(f"{error}{AGAIN}") from error
 
-    def column(name, kind=int):
-        return np.concatenate([*table(name, kind)])[:, 0]
+    def words(self, name):
+        """The lines of a small table of words, each a list."""
+        text = gzip.decompress(self.open(f"{name}.csv.gz").read()).decode()
+        return [line.split(",") for line in text.split()]
 
-    def array(member, name):
-        return _npy_rows(outer.open(members[f"raw/{member}.npz"]), name)
+    def column(self, name, kind=int):
+        return np.concatenate([*self.table(name, kind)])[:, 0]
 
-    if "raw/data.npz" in members:
-        edges, features = array("data", "edge_index"), array("data", "node_feat")
+    def features(self, name, count) -> Rows:
+        width = next(self.table(name, float)).shape[1]
+        rows = (chunk.astype(np.float32) for chunk in self.table(name, float))
+        return Rows((count, width), np.float32, rows)
+
+    def array(self, member, name) -> Rows:
+        return _npy_rows(self.open(f"raw/{member}.npz"), name)
+
+
+def _arrays(archive, kind, spooled) -> dict:
+    """The graph of an archive, with a split of this kind; edges are spooled into a file."""
+    if "raw/triplet-type-list.csv.gz" in archive.members:
+        return _typed_arrays(archive, kind)
+    if "raw/data.npz" in archive.members:
+        edges, features = (archive.array("data", name) for name in ("edge_index", "node_feat"))
         edge_index = spool(spooled, edges.chunks, edges.dtype, edges.shape[1])
-        labels = np.concatenate([*array("node-label", "node_label").chunks]).reshape(-1)
+        labels = np.concatenate([*archive.array("node-label", "node_label").chunks]).reshape(-1)
     else:
-        nodes, edges = (int(column(f"raw/num-{what}-list").sum()) for what in ("node", "edge"))
-        edge_index = spool(spooled, table("raw/edge"), np.int64, 2).T
+        counts = (archive.column(f"raw/num-{what}-list") for what in ("node", "edge"))
+        nodes, edges = (int(count.sum()) for count in counts)
+        edge_index = spool(spooled, archive.table("raw/edge"), np.int64, 2).T
         if edge_index.shape != (2, edges):
             raise ValueError(f"it has {edge_index.shape[1]} edges, and {edges} in its list of them")
-        width = next(table("raw/node-feat", float)).shape[1]
-        rows = (chunk.astype(np.float32) for chunk in table("raw/node-feat", float))
-        features = Rows((nodes, width), np.float32, rows)
-        labels = column("raw/node-label", float)
+        features = archive.features("raw/node-feat", nodes)
+        labels = archive.column("raw/node-label", float)
     return dict(
         edge_index=edge_index,
         features=features,
         labels=np.where(np.isnan(labels), -1, labels).astype(np.int64),
-        split={name: column(f"split/{kind}/{name}") for name in SPLITS},
+        split={name: archive.column(f"split/{kind}/{name}") for name in SPLITS},
+    )
+
+
+def _typed_arrays(archive, kind) -> dict:
+    """The same of a graph with types, by type."""
+    names, counts = archive.words("raw/num-node-dict")
+    counts, edges = dict(zip(names, map(int, counts))), {}
+    for ends in map(tuple, archive.words("raw/triplet-type-list")):
+        edges[ends] = np.concatenate([*archive.table(f"raw/relations/{'___'.join(ends)}/edge")]).T
+    file = {what: f"raw/node-{what}/{{0}}/node-{what}".format for what in ("feat", "label")}
+    there = {w: [n for n in names if f"{file[w](n)}.csv.gz" in archive.members] for w in file}
+    return dict(
+        node_types=counts,
+        edge_index=edges,
+        features={
+            name: archive.features(file["feat"](name), counts[name]) for name in there["feat"]
+        },
+        labels={name: archive.column(file["label"](name)) for name in there["label"]},
+        split={n: archive.column(f"split/{kind}/{there['label'][0]}/{n}") for n in SPLITS},
     )
 
 

@@ -30,6 +30,64 @@ SYNTHETIC = dict(
 )
 
 
+MAG = dict(
+    scale=0.02,  # 1: as large as ogbn-mag, 1.9 million nodes and 42 million edges
+    features=128,  # F, of papers alone
+    classes=16,  # C
+    seed=0,
+    local=0.5,  # share of edges within a class
+    noise=1.0,  # standard deviation per feature; centroids have length 1
+)
+MAG_NODES = dict(paper=736_389, author=1_134_649, institution=8_740, field_of_study=59_965)
+MAG_EDGES = {
+    ("author", "affiliated_with", "institution"): 1_043_998,
+    ("author", "writes", "paper"): 7_145_660,
+    ("paper", "cites", "paper"): 5_416_271,
+    ("paper", "has_topic", "field_of_study"): 7_505_078,
+}
+
+
+def synthetic_mag(parameters) -> dict:
+    """A graph with the types of ogbn-mag (arXiv 2005.00687) and as many nodes and edges of each, times `scale` -> arguments
+    of `build_store`. Classes are ranges of ids in every type, and papers' features are too noisy to classify alone;
+    parameters: a dict with every key of `MAG`."""
+    p = types.SimpleNamespace(**parameters)
+    if (
+        not 0 < p.scale <= 10
+        or min(p.features, p.classes) < 1
+        or p.seed < 0
+        or not 0 <= p.local <= 1
+    ):
+        raise StoreError(f"synthetic-mag: {parameters} is out of range")
+    random = np.random.Generator(np.random.SFC64(p.seed))
+    counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
+
+    def edges(source, destination, count):
+        hub = lambda kind: (random.random(count) ** 2 * counts[kind]).astype(np.int64)  # noqa: E731
+        src, dst = hub(source), hub(destination)
+        near = random.random(count) < p.local
+        group = dst[near] * p.classes // counts[destination]
+        src[near] = (group + random.random(len(group))) * counts[source] / p.classes
+        return np.stack([src, dst])
+
+    papers = counts["paper"]
+    labels = np.arange(papers) * p.classes // papers
+    centroids = random.standard_normal((p.classes, p.features), np.float32)
+    x = (centroids / np.linalg.norm(centroids, axis=1, keepdims=True))[labels]
+    x += p.noise * random.standard_normal(x.shape, np.float32)
+    parts = np.split(random.permutation(papers), [papers * 8 // 10, papers * 9 // 10])
+    return dict(
+        node_types=counts,
+        edge_index={kind: edges(*kind[::2], round(p.scale * n)) for kind, n in MAG_EDGES.items()},
+        features={"paper": x},
+        labels={"paper": labels},
+        num_classes=p.classes,
+        split=dict(zip(SPLITS, parts)),
+        symmetrize=True,
+        source=dict(dataset="synthetic-mag", **parameters),
+    )
+
+
 def synthetic(parameters) -> dict:
     """A graph with planted communities, log-normal in-degrees and features too noisy to classify alone -> arguments of
     `build_store`.

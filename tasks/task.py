@@ -2,6 +2,7 @@
 
 import torch
 
+from disk.columns import described_types
 from disk.counts import edge_line
 from disk.files import StoreError
 from model import EDGE_CONVS, GNN, TYPE_CONVS
@@ -93,6 +94,8 @@ def open_graph(path, say):
     store = GraphStore.open(path)
     if line := edge_line(store):
         say(f"graph   {line}")
+    if store.node_types:
+        say(f"nodes   by type, in the order of their ids{described_types(store.node_types)}")
     return store
 
 

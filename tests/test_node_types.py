@@ -1,0 +1,300 @@
+"""Tests: nodes of several types in one range of ids: stores, the input of the first layer, training."""
+
+import numpy as np
+import pytest
+import torch
+
+from loader import NodeLoader
+from model import GNN, NodeInputs, inference
+from run.adam import Adam
+from run.edge_data import EdgeData, hops
+from sources import prepare
+from store import GraphStore, build_store, info, verify
+from tests.common import _dgl, _log, _same_for_any_number_of_processes, _same_weights, _train
+from tests.stores import _refuses, _rewrite_meta
+
+COUNTS = {"author": 30, "paper": 50, "place": 7}
+ENDS = ("author", "writes", "paper"), ("author", "at", "place"), ("paper", "cites", "paper")
+
+
+def _typed(seed=0):
+    """Keyword arguments of `build_store`, by type."""
+    rng = np.random.default_rng(seed)
+    edges = {k: rng.integers(0, [[COUNTS[k[0]]], [COUNTS[k[2]]]], (2, 90)) for k in ENDS}
+    x = {"paper": rng.random((50, 8), np.float32), "place": rng.random((7, 3)).astype(np.float16)}
+    ids = rng.permutation(50)
+    return {
+        "node_types": COUNTS,
+        "edge_index": edges,
+        "features": x | {"author": None},
+        "labels": {"paper": rng.integers(0, 3, 50)},
+        "split": {"train": ids[:20], "valid": np.isin(np.arange(50), ids[20:35])},
+    }
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
+    given, rng = _typed(), np.random.default_rng(1)
+    more = {"edge_weight": {k: rng.random(90).astype(np.float32) for k in ENDS}}
+    more["edge_time"] = {k: rng.integers(0, 99, 90) for k in ENDS}
+    more["node_time"] = {"paper": rng.integers(0, 50, 50)}
+    path = build_store(tmp_path / "g", **given, **more, symmetrize=True, backend=backend)
+    graph = GraphStore.open(path)
+    assert verify(path) == [] and "50 paper with 8 features" in info(path)
+    assert graph.node_types == {"paper": (50, 8), "place": (7, 3), "author": (30, 0)}
+    names = ["author,writes,paper", "author,at,place", "paper,cites,paper"]
+    assert graph.edge_types == [*names, "paper,rev_writes,author", "place,rev_at,author"]
+    first = {"paper": 0, "place": 50, "author": 57}
+    found = {}
+    for v in range(87):
+        for e in range(int(graph.indptr[v]), int(graph.indptr[v + 1])):
+            edge = int(graph.indices[e]), v, float(graph.edge_weight[e]), int(graph.edge_time[e])
+            found.setdefault(graph.edge_types[graph.edge_type[e]], []).append(edge)
+    for kind in graph.edge_types:
+        a, name, b = kind.split(",")
+        ends = (b, name.removeprefix("rev_"), a) if "rev_" in name else (a, name, b)
+        columns = [more[column][ends] for column in ("edge_weight", "edge_time")]
+        src, dst = given["edge_index"][ends]
+        pairs = [(src, dst)] if "rev_" not in name else [(dst, src)]
+        pairs += [(dst, src)] if name == "cites" else []
+        wanted = [edge for s, d in pairs for edge in zip(s + first[a], d + first[b], *columns)]
+        assert sorted(found[kind]) == sorted(
+            (int(s), int(d), float(w), int(t)) for s, d, w, t in wanted
+        )
+    rows = graph.features.gather(torch.arange(57))
+    assert torch.equal(rows[:50], torch.from_numpy(given["features"]["paper"]))
+    assert torch.equal(rows[50:, :3], torch.from_numpy(given["features"]["place"]).float())
+    assert not rows[50:, 3:].any() and graph.features.shape == (57, 8)
+    assert graph.labels[:50].tolist() == given["labels"]["paper"].tolist()
+    assert (graph.labels[50:] == -1).all()
+    assert graph.split["train"].tolist() == given["split"]["train"].tolist()
+    assert graph.split["valid"].tolist() == np.flatnonzero(given["split"]["valid"]).tolist()
+    assert (graph.node_time[50:] == graph.node_time[:50].max()).all()
+    for wrong in (
+        [["paper", 50, 8]],
+        [["a", 7, 0], ["b", 80, 8]],
+        [["a", 87, 9]],
+        5,
+        [["a", -1, 1], ["b", 88, 1]],
+    ):
+        _rewrite_meta(path, **(graph.meta | {"node_types": wrong}))
+        _refuses("node_types|cannot be read|unpack|iterable", GraphStore.open, path)
+    _rewrite_meta(path, **(graph.meta | {"edge_types": ["a"]}))
+    _refuses("edge_types = ", GraphStore.open, path)
+
+
+def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
+    given = _typed()
+    given["features"].pop("place")
+    x, y = given["features"]["paper"], given["labels"]["paper"]
+    parts = {"train_mask": np.isin(np.arange(50), given["split"]["train"])}
+    parts["val_mask"] = given["split"]["valid"]
+    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
+    arrays |= {"x:paper": x, "y:paper": y, "num_nodes:author": 30, "num_nodes:place": 7}
+    np.savez(tmp_path / "typed.npz", **arrays, **{f"{n}:paper": v for n, v in parts.items()})
+    dgl, sources = _dgl(), {"npz": tmp_path / "typed.npz"}
+    sources["dgl"] = dgl.heterograph({k: tuple(e) for k, e in given["edge_index"].items()}, COUNTS)
+    data = sources["dgl"].nodes["paper"].data
+    data["feat"], data["label"] = torch.from_numpy(x), torch.from_numpy(y)
+    data.update({n: torch.from_numpy(v) for n, v in parts.items()})
+    pyg = pytest.importorskip("torch_geometric.data").HeteroData()
+    pyg["paper"].x, pyg["paper"].y = torch.from_numpy(x), torch.from_numpy(y)
+    for name, mask in parts.items():
+        pyg["paper"][name] = torch.from_numpy(mask)
+    pyg["author"].num_nodes, pyg["place"].num_nodes = 30, 7
+    for kind, edges in given["edge_index"].items():
+        pyg[kind].edge_index = torch.from_numpy(edges)
+    sources["pyg"] = pyg
+    reference = GraphStore.open(build_store(tmp_path / "g", **given, drop_duplicates=True))
+    for name, source in sources.items():
+        graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
+        assert (
+            graph.node_types
+            == reference.node_types
+            == {"paper": (50, 8), "author": (30, 0), "place": (7, 0)}
+        )
+        kinds = torch.tensor([reference.edge_types.index(kind) for kind in graph.edge_types])
+        for v in range(87):
+            a, b = (slice(*g.indptr[v : v + 2].tolist()) for g in (graph, reference))
+            ours = zip(kinds[graph.edge_type[a].long()].tolist(), graph.indices[a].tolist())
+            theirs = zip(reference.edge_type[b].tolist(), reference.indices[b].tolist())
+            assert sorted(ours) == [*theirs]
+        assert torch.equal(graph.labels, reference.labels)
+        assert torch.equal(graph.features.tensor, reference.features.tensor)
+        for part in ("train", "valid"):
+            assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            {"num_nodes:author": None},
+            "join author: types of nodes are .*, and the number of author is not given",
+        ),
+        ({"x:venue": np.zeros((3, 2))}, None),
+        ({"edge_index:author,writes,book": np.zeros((2, 1), int)}, "join book: types of nodes are"),
+        (
+            {"edge_index:author,writes,paper": np.full((2, 1), 60)},
+            r"ids of author lie in \[0, 30\)",
+        ),
+        ({"edge_index:author,writes,paper": np.zeros((3, 2), int)}, r"are \[3, 2\]: \[2, M\]"),
+        (
+            {"y:author": np.zeros(30, int)},
+            "labels are there for paper, author: t.npz:target=paper or author takes",
+        ),
+        ({"edge_weight:author,writes,paper": np.ones(90)}, "edge_weight is there for some types"),
+        ({"edge_weight:author,writes,paper": np.ones(9)}, "edge_weight has 9 rows"),
+        ({"labels": np.zeros(50)}, "labels has no type"),
+        ({"train_idx:author": np.arange(3)}, "train_idx is not used"),
+    ],
+)
+def test_typed_files_refuse(change, said, tmp_path):
+    given = _typed()
+    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
+    arrays |= {"x:paper": given["features"]["paper"], "y:paper": given["labels"]["paper"]}
+    arrays |= {"num_nodes:author": 30, "num_nodes:place": 7} | change
+    np.savez(tmp_path / "t.npz", **{n: v for n, v in arrays.items() if v is not None})
+    if said:
+        _refuses(said, prepare.build, tmp_path / "t.npz", tmp_path / "g")
+        assert not (tmp_path / "g").exists()
+    else:  # a type that no edge joins
+        assert (
+            "venue" in GraphStore.open(prepare.build(tmp_path / "t.npz", tmp_path / "g")).node_types
+        )
+
+
+def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
+    inputs, x = NodeInputs([(5, 3), (4, 2), (6, 0)], 7), torch.randn(9, 3)
+    nodes = torch.tensor([8, 0, 14, 3, 9, 5, 4])
+    out = inputs(nodes, x[nodes[nodes < 9]])
+    for row, node in zip(out, nodes.tolist()):
+        if node < 5:
+            wanted = inputs.linears[0](x[node])
+        else:
+            wanted = (
+                inputs.linears[1](x[node, :2]) if node < 9 else inputs.embedding.weight[node - 9]
+            )
+        torch.testing.assert_close(row, wanted)
+    out.sin().sum().backward()
+    grad = inputs.embedding.weight.grad
+    assert grad.is_sparse and sorted(grad.coalesce().indices()[0].tolist()) == [0, 5]
+    assert inputs(nodes[:0], x[:0]).shape == (0, 7)
+
+
+@pytest.mark.parametrize("conv", ["rgcn", "gat", "sage"])
+def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_typed(), symmetrize=True))
+    typed = {"num_types": graph.num_edge_types} if conv == "rgcn" else {}
+    net = GNN(8, 16, 3, conv=conv, num_layers=2, node_types=[*graph.node_types.values()], **typed)
+    loader = NodeLoader(
+        graph, torch.arange(87), [-1, -1], batch_size=87, shuffle=False, types=conv == "rgcn"
+    )
+    (batch,) = loader
+    assert batch.x.shape[0] == 57
+    exact = inference(
+        net.eval(), graph.indptr, graph.indices, graph.features, types=graph.edge_type, chunk=11
+    )
+    torch.testing.assert_close(net(batch.blocks, batch.x), exact)
+
+
+def test_adam_of_rows_is_sparse_adam_beside_adam():
+    """And Adam itself for rows that have a gradient in every step."""
+    torch.manual_seed(1)
+    ours, theirs = (torch.nn.Embedding(9, 4, sparse=True) for _ in range(2))
+    dense, linear = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)
+    other = torch.nn.Linear(4, 2)
+    for embedding in (theirs, dense):
+        embedding.load_state_dict(ours.state_dict())
+    other.load_state_dict(linear.state_dict())
+    optimizers = [Adam([*ours.parameters(), *linear.parameters()], lr=0.1, weight_decay=0.1)]
+    optimizers += [torch.optim.SparseAdam(theirs.parameters(), lr=0.1)]
+    optimizers += [torch.optim.Adam(dense.parameters(), lr=0.1)]
+    optimizers += [torch.optim.Adam(other.parameters(), lr=0.1, weight_decay=0.1)]
+    for step in range(5):
+        ids = torch.tensor([0, 3, 3, 5 + step % 2])
+        for embedding, map_ in ((ours, linear), (theirs, None), (dense, None)):
+            embedding(ids).sin().sum().backward()
+            if map_:
+                map_.weight.sum().backward()
+        other.weight.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.weight[[0, 3]], dense.weight[[0, 3]])
+    assert torch.equal(linear.weight, other.weight)
+
+
+def test_fanouts_by_name():
+    kinds = torch.zeros(1, dtype=torch.uint8)
+    used = EdgeData(
+        type=kinds, num_types=3, type_names=["a,writes,p", "p,cites,p", "p,rev_writes,a"]
+    )
+    for text, lists in (
+        ([5, 2], [[5] * 3, [2] * 3]),
+        (["writes=10:cites=-1", 4], [[10, -1, 0], [4] * 3]),
+        (["p,rev_writes,a=7"], [[0, 0, 7]]),
+        (["any=5", 3], [5, 3]),
+    ):
+        assert hops(text, used) == lists
+    assert hops([5, -1], used._replace(type_names=None)) == [[5] * 3, [-1] * 3]
+    _refuses(
+        "--fanout cite=3: no such type of edges; they are a,writes,p; p,cites,p",
+        hops,
+        ["cite=3"],
+        used,
+    )
+    assert hops([4, 2], EdgeData()) == [4, 2]
+
+
+FLAGS = "--gpus 0 --model rgcn --fanout 4,4 --hidden 16 --batch-size 60 --dropout 0 --lr 0.01"
+
+
+@pytest.fixture(scope="module")
+def mag(tmp_path_factory):
+    return prepare.prepare(
+        "synthetic-mag:scale=0.0004,classes=4,noise=0.5",
+        tmp_path_factory.mktemp("mag"),
+        progress=False,
+    )
+
+
+def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
+    log, words = tmp_path / "log", f"--dataset {mag} {FLAGS}"
+    said = _train(words, f"--epochs 12 --log {log} --checkpoint {tmp_path}/c.pt")
+    assert (
+        "nodes   by type, in the order of their ids: 295 paper with 128 features, 454 author with none"
+        in said
+    )
+    assert _log(log)[-1]["exact"]["test"] > 0.8
+    _train(words, f"--epochs 7 --checkpoint {tmp_path}/d.pt")
+    _train(f"--resume {tmp_path}/d.pt --epochs 12 --checkpoint {tmp_path}/d.pt --gpus 0")
+    assert _same_weights(tmp_path / "c.pt", tmp_path / "d.pt")
+    cached = _train(words, f"--epochs 12 --cache 20KB --checkpoint {tmp_path}/e.pt")
+    assert "page cache" in cached and _same_weights(tmp_path / "c.pt", tmp_path / "e.pt")
+    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0")
+    graph = GraphStore.open(mag)
+    test = graph.split["test"].numpy()
+    assert (np.load(tmp_path / "p.npy")[test] == graph.labels.numpy()[test]).mean() > 0.8
+    other = prepare.prepare("synthetic-mag:scale=0.0005,classes=4", tmp_path, progress=False)
+    said = _train(
+        f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset {other}", code=2
+    )
+    assert "was trained on a graph with node_types" in said
+
+
+@pytest.mark.parametrize("flags", ["", "--model sage", "--task link --edge-split 90/5/5"])
+def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_path):
+    words = f"--dataset {mag} {FLAGS} {flags}"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 2), (2, 60, 1)], epochs=2)
+
+
+def test_a_synthetic_graph_with_types_is_drawn_alike(tmp_path):
+    one, two = (
+        prepare.prepare("synthetic-mag:scale=0.0004", tmp_path / n, progress=False) for n in "ab"
+    )
+    assert GraphStore.open(one).meta["files"] == GraphStore.open(two).meta["files"]
+    _refuses(
+        "synthetic-mag: .* is out of range", prepare.prepare, "synthetic-mag:scale=0", tmp_path
+    )
