@@ -457,6 +457,9 @@ class GATv2Conv(Conv):
         return torch.zeros_like(target).index_add(0, dst, sent.view(E, K * D))
 
 
+LOOPED = 16  # types, at most, with a matrix product each
+
+
 class RGCNConv(Conv):
     """Relational graph convolution (Schlichtkrull et al., arXiv 1703.06103): W_0 h_v + b + sum_r W_r mean_r(h_u), the
     mean over v's edges of type r.
@@ -495,18 +498,29 @@ class RGCNConv(Conv):
         if bool((group[1:] < group[:-1]).any()):  # not drawn by type: bring a type's edges together
             group, place = group.sort(stable=True)
             indices = indices[place]
-        if self.coefficients is None:
-            # a row for each destination and type, zeros where it has none
-            counts = torch.bincount(group, minlength=S * R)
+        group, counts = group.unique_consecutive(return_counts=True)
+        ends, dst, kinds = F.pad(counts.cumsum(0), (1, 0)), group // R, group % R
+        few = self.coefficients is None and R <= LOOPED and 2 * len(group) < S * R
+        if few:  # group by type and then destination
+            order = kinds.argsort(stable=True)
+            dst, starts, counts = dst[order], ends[order], counts[order]
+            ends = F.pad(counts.cumsum(0), (1, 0))
+            moved = (starts - ends[:-1]).repeat_interleave(counts, output_size=len(indices))
+            indices = indices[moved + torch.arange(len(indices), device=indices.device)]
+        means = mean_neighbours(ends.to(indices.dtype), indices, message)  # [G, F]
+        out = self.self_linear(h_dst)
+        if few:
+            sizes = torch.bincount(kinds, minlength=R).tolist()
+            for rows, at, weight in zip(means.split(sizes), dst.split(sizes), self.weight):
+                out = out.index_add_(0, at, (fused or F).linear(rows, weight.t()))
+            return out
+        if self.coefficients is None:  # zeros where a destination has no edge of a type
+            sums = means.new_zeros(S * R, means.shape[1]).index_copy(0, group, means)
         else:
-            group, counts = group.unique_consecutive(return_counts=True)
-        ends = F.pad(counts.cumsum(0), (1, 0)).to(indices.dtype)
-        sums = mean_neighbours(ends, indices, message)  # [S R, F], or [G, F]
-        if self.coefficients is not None:
-            by_basis = self.coefficients[group % R].to(sums.dtype).unsqueeze(2) * sums.unsqueeze(1)
-            sums = sums.new_zeros(S, *by_basis.shape[1:]).index_add(0, group // R, by_basis)
+            by_basis = self.coefficients[kinds].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
+            sums = means.new_zeros(S, *by_basis.shape[1:]).index_add(0, dst, by_basis)
         weight = self.weight.flatten(0, 1)
-        return self.self_linear(h_dst) + sums.view(S, len(weight)) @ weight
+        return out + sums.view(S, len(weight)) @ weight
 
 
 class NodeInputs(nn.Module):
@@ -523,7 +537,8 @@ class NodeInputs(nn.Module):
     def __init__(self, node_types, out_dim):
         super().__init__()
         counts, self.widths = zip(*node_types)
-        self.ends, self.out_dim = torch.tensor(counts).cumsum(0), out_dim
+        self.out_dim = out_dim
+        self.register_buffer("ends", torch.tensor(counts).cumsum(0), persistent=False)
         self.linears = nn.ModuleList(Linear(width, out_dim) for width in self.widths if width)
         learned = sum(count for count, width in node_types if not width)
         self.first, self.embedding = sum(counts) - learned, None
@@ -533,18 +548,52 @@ class NodeInputs(nn.Module):
 
     def forward(self, nodes, x):
         """nodes [N] ids; x [n, F] the features of those that have some, in the order of nodes -> [N, D]."""
-        kinds = torch.bucketize(nodes, self.ends.to(nodes.device), right=True)
-        featured = (kinds < len(self.linears)).nonzero().squeeze(1)
-        parts, places = [], []
-        for kind, linear in enumerate(self.linears):
-            rows = (kinds[featured] == kind).nonzero().squeeze(1)
-            parts.append(linear(x[rows, : linear.in_features]))
-            places.append(featured[rows])
-        if self.embedding is not None:
-            places.append((kinds >= len(self.linears)).nonzero().squeeze(1))
-            parts.append(self.embedding(nodes[places[-1]].long() - self.first))
-        made = torch.cat(parts)
-        return made.new_zeros(len(nodes), self.out_dim).index_copy(0, torch.cat(places), made)
+        kinds, last = torch.bucketize(nodes, self.ends, right=True), len(self.linears)
+        parts, places, ids = (
+            [],
+            [(kinds == kind).nonzero().squeeze(1) for kind in range(last)],
+            None,
+        )
+        if last > 1:  # their places among those with features
+            of = kinds[kinds < last]
+            rows = [(of == kind).nonzero().squeeze(1) for kind in range(last)]
+            parts = [x[r, : f.in_features] for r, f in zip(rows, self.linears)]
+        weight, dtype = None, x.dtype if self.embedding is None else self.embedding.weight.dtype
+        if self.embedding is not None:  # in the order of their ids, as a sparse gradient has them
+            weight, learned = self.embedding.weight, (kinds >= last).nonzero().squeeze(1)
+            ids, order = (nodes[learned].long() - self.first).sort()
+            places.append(learned[order])
+        parts = [f(part).to(dtype) for f, part in zip(self.linears, parts or [x])]
+        return _Placed.apply(torch.cat(places), ids, weight, *parts)
+
+
+class _Placed(torch.autograd.Function):
+    """Rows of tables [n, D] and, behind them, rows ids of a weight [m, D] -> [N, D], each at its place, of places [N]."""
+
+    @staticmethod
+    def forward(ctx, places, ids, weight, *parts):
+        ctx.places, ctx.ids, ctx.weight = places, ids, weight
+        ctx.sizes, count = [len(part) for part in parts], sum(map(len, parts))
+        like = weight if parts == () else parts[0]
+        made = like.new_empty(len(places), like.shape[1])
+        torch.cat(parts, out=made[:count]) if parts else None
+        if ids is not None:
+            gather_rows(weight, ids, made[count:])
+        source = torch.empty_like(places)
+        source[places] = torch.arange(len(places), device=places.device)
+        return gather_rows(made, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sizes, ids, to_weight = ctx.sizes, ctx.ids, None
+        made = gather_rows(grad.contiguous(), ctx.places)
+        if ids is not None:
+            once = bool((ids[1:] > ids[:-1]).all())  # with times a node may be there twice
+            rows, size = made[sum(sizes) :], ctx.weight.shape
+            to_weight = torch.sparse_coo_tensor(
+                ids[None], rows, size, is_coalesced=once, check_invariants=False
+            )
+        return None, None, to_weight, *made[: sum(sizes)].split(sizes)
 
 
 def mean_edges(indptr, edges):

@@ -124,18 +124,13 @@ def build_store(
         by_type = dict(edge_weight=edge_weight, edge_time=edge_time, edge_features=edge_features)
         by_type |= dict(node_time=node_time, symmetrize=symmetrize)
         flat = typed.flatten(node_types or {}, edge_index, features, labels, split, **by_type)
-        return build_store(
-            path,
-            **flat,
-            node_names=node_names,
-            backend=backend,
-            num_classes=num_classes,
-            drop_self_loops=drop_self_loops,
-            drop_duplicates=drop_duplicates,
-            block_rows=block_rows,
-            source=source,
-            progress=progress,
-        )
+        same = dict(node_names=node_names, backend=backend, num_classes=num_classes)
+        same |= dict(drop_self_loops=drop_self_loops, drop_duplicates=drop_duplicates)
+        same |= dict(block_rows=block_rows, source=source, progress=progress)
+        return build_store(path, **flat, **same)
+    if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
+        form = "edge_index as {(source type, name, destination type): [2, M]}"
+        raise StoreError(f"node_types is for a graph that is given by type: give {form}")
     path = Path(path)
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
@@ -218,10 +213,8 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     arrays = {"indptr": indptr, **arrays, **carried}
     records.update(columns.write_arrays(path, arrays, rows))
     file, largest = path / BACKENDS[meta["backend"]], []
-    shape, dtype = (
-        [features.shape[0], meta["feature_dim"]],
-        files.storage_dtype(meta["feature_dtype"]),
-    )
+    shape = [features.shape[0], meta["feature_dim"]]
+    dtype = files.storage_dtype(meta["feature_dtype"])
     rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # rows begin on a block of the disk
@@ -429,7 +422,8 @@ def info(path) -> str:
     degrees = np.diff(graph.indptr.numpy())
     classes = f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}"
     lines = {
-        "nodes": f"{graph.num_nodes:,}{columns.described_types(graph.node_types)}",
+        "nodes": f"{graph.num_nodes:,}",
+        "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",

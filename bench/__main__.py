@@ -11,6 +11,7 @@
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
+    python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's and PyG's
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
@@ -38,7 +39,7 @@ from model import CONVS
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS, "labels"
 SHARED = "synthetic:nodes=2500000,degree=1,features=400"
-NAMES = "sampler step store inference accuracy defaults types gpu attack picture"
+NAMES = "sampler step store inference accuracy defaults types mag gpu attack picture"
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in NAMES.split()}
 MODULES |= {"link": "step", "features": "step", "scaling": "step"}
@@ -105,7 +106,8 @@ def main(argv=None):
     if unknown := set((args.models or "mlp").split(",")) - set(MODELS):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(MODELS)}")
     gpu = args.what == "gpu"
-    args.dataset = args.dataset or ("synthetic" if args.what == "scaling" else WORKLOAD)
+    of = {"scaling": "synthetic", "mag": "synthetic-mag:scale=1,classes=349"}
+    args.dataset = args.dataset or of.get(args.what, WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)
     args.minutes = (9 if gpu else 10) if args.minutes is None else args.minutes
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
@@ -115,7 +117,7 @@ def main(argv=None):
     if args.what != "picture" and (on_gpu or not gpu):
         where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
         print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
-    if args.what in ("sampler", "step", "layers", "link", "features", "inference"):
+    if args.what in ("sampler", "step", "layers", "link", "features", "inference", "mag"):
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:

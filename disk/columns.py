@@ -47,25 +47,18 @@ def arrays_of(meta) -> dict:
 
 
 def types_of(meta) -> tuple[dict, list | None]:
-    """({name: (nodes, width of their features)}, names of the types of edges or None) in a meta.json; ValueError for
-    types of nodes that are not those of its nodes."""
-    types, names = meta.get("node_types", []), meta.get("edge_types")
-    found = {str(name): (int(count), int(width)) for name, count, width in types}
-    widths = [width for _, width in found.values()]
-    fits = len(found) == len(types) and sorted(map(bool, widths), reverse=True) == [
-        *map(bool, widths)
-    ]
-    fits &= min((n for pair in found.values() for n in pair), default=0) >= 0
-    fits &= max(widths, default=0) <= meta["feature_dim"]
-    if types and not (fits and sum(count for count, _ in found.values()) == meta["num_nodes"]):
-        raise ValueError(f"it has node_types = {types!r:.200}, which are not those of its nodes")
-    if (
-        names is not None
-        and [*map(str, names)] != names
-        or len(names or ()) not in (0, meta.get("num_edge_types", 0))
-    ):
+    """({name: (nodes, width of their features)}, names of the types of edges or None) in a meta.json; ValueError where they
+    are not those of its nodes and edges."""
+    entries, names = meta.get("node_types", []), meta.get("edge_types")
+    types = {str(name): (int(count), int(width)) for name, count, width in entries}
+    counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
+    featured = [width > 0 for width in widths]
+    fits = min(counts) >= 0 and sum(counts) == meta["num_nodes"] and len(types) == len(entries)
+    if not fits or featured != sorted(featured)[::-1] or max(widths) > meta["feature_dim"]:
+        raise ValueError(f"it has node_types = {entries!r:.200}, which are not those of its nodes")
+    if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
         raise ValueError(f"it has edge_types = {names!r:.200}, which are no names of its types")
-    return found, names
+    return types, names
 
 
 def index_dtype(num_nodes) -> str:
@@ -115,9 +108,8 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             if edge_types is not None:
                 widths["edge_types"] = names = [*map(str, edge_types)]
                 if not types <= len({*names}) == len(names):
-                    raise StoreError(
-                        f"edge_types has {len(names)} names: {types} different ones are needed"
-                    )
+                    needed = f"{types} different ones are needed"
+                    raise StoreError(f"edge_types has {len(names)} names: {needed}")
                 types = len(names)
             widths["num_edge_types"] = types
             checked[name] = values.astype(type_dtype(types))
@@ -250,12 +242,12 @@ def column_checks(graph) -> Iterator[tuple]:
 
 
 def described_types(node_types) -> str:
-    """The types of nodes in words."""
+    """The types of nodes in words, in the order of their ids."""
     words = (
-        f"{n:,} {name} with {f'{w} features' if w else 'none'}"
-        for name, (n, w) in node_types.items()
+        f"{count:,} {name} ({width or 'no'} features)"
+        for name, (count, width) in node_types.items()
     )
-    return f": {', '.join(words)}" if node_types else ""
+    return ", ".join(words)
 
 
 def described(graph) -> str:

@@ -228,6 +228,23 @@ FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale)
 #endif
 }
 
+// A step of Adam for rows of a weight and its moments, whose gradient is grad [n, width]; rate and
+// root hold the correction of the bias.
+KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, float first,
+                 float second, float rate, float root, float eps, float *mean, float *square,
+                 float *weight) {
+  ROW_AND_COLUMN(n);
+  const i64 at = rows[row] * width + column;
+  const floats_t g = load(grad + row * width + column, whole, left);
+  const floats_t m = load_floats(mean + at, whole, left) * first + g * (1 - first);
+  const floats_t v = load_floats(square + at, whole, left) * second + g * g * (1 - second);
+  floats_t step;
+  EACH step[q] = -rate * m[q] / (sqrtf(v[q]) / root + eps);
+  store_floats(mean + at, whole, left, m);
+  store_floats(square + at, whole, left, v);
+  store_floats(weight + at, whole, left, load_floats(weight + at, whole, left) + step);
+}
+
 // The cross-entropy of each row of logits [S, C], and its gradient; labels below 0 have none.
 // Each of 32 threads a row reads all of it, and writes every 32nd column of the gradient.
 KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float *loss,

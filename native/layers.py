@@ -87,7 +87,15 @@ def has_kernels(indices):
 
 # the kernels
 
-FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+]
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES = {  # of what is for the CPU alone
     "columns_of_a_thread": [_NUMBER],
@@ -347,6 +355,17 @@ class _MaxNeighbours(torch.autograd.Function):
         size, threads = (N, width, _aligned(width, grad)), N * code.threads(width)
         code.run("max_neighbours_grad", threads, *lists.of_source, grad, winner, *size, out)
         return None, None, out, None
+
+
+def adam_rows(rows, grad, mean, square, weight, *numbers):
+    """A step of Adam for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py and the kernel."""
+    tables = mean, square, weight
+    code = functions([], grad, weight) if grad.dtype == torch.float32 == weight.dtype else None
+    if code is None or not all(t.is_contiguous() for t in (rows, *tables)):
+        return False
+    (n, width), whole = grad.shape, _aligned(grad.shape[1], grad, *tables)
+    code.run("adam_rows", n * code.threads(width), rows, grad, n, width, whole, *numbers, *tables)
+    return True
 
 
 def cross_entropy(logits, labels):

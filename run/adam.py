@@ -5,6 +5,8 @@ optimizer = Adam(model.parameters(), lr=3e-3, fused=True)
 
 import torch
 
+from native import layers
+
 
 class Adam(torch.optim.Adam):
     """torch's Adam, in which parameters may have sparse gradients, such as those of `NodeInputs`: only rows with a gradient
@@ -27,9 +29,11 @@ class Adam(torch.optim.Adam):
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] = state["step"].cpu() + 1
-        mean = state["exp_avg"][rows].lerp_(values, 1 - first)
-        square = state["exp_avg_sq"][rows].lerp_(values.square(), 1 - second)
-        state["exp_avg"][rows], state["exp_avg_sq"][rows] = mean, square
-        bias = (1 - beta ** state["step"].item() for beta in (first, second))
-        rate, root = group["lr"] / next(bias), next(bias) ** 0.5
-        p.index_add_(0, rows, mean / (square.sqrt() / root + group["eps"]), alpha=-rate)
+        count, mean, square = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
+        rate, root = group["lr"] / (1 - first**count), (1 - second**count) ** 0.5
+        numbers = first, second, rate, root, group["eps"]
+        if layers.adam_rows(rows, values, mean, square, p, *numbers):
+            return
+        m, v = mean[rows].lerp_(values, 1 - first), square[rows].lerp_(values.square(), 1 - second)
+        mean[rows], square[rows] = m, v
+        p.index_add_(0, rows, m / (v.sqrt() / root + group["eps"]), alpha=-rate)

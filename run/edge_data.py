@@ -112,9 +112,8 @@ def hops(fanout, used):
             name, _, k = word.rpartition("=")
             known = [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]
             if not known:
-                raise StoreError(
-                    f"--fanout {word}: no such type of edges; they are {'; '.join(names)}"
-                )
+                they = "; ".join(names)
+                raise StoreError(f"--fanout {word}: no such type of edges; they are {they}")
             for i in known:
                 lists[-1][i] = int(k)
     return lists

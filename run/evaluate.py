@@ -177,10 +177,8 @@ class Run:
         def output(batch):
             if not isinstance(model, GNN):
                 return self.task.output(self, model, batch, None).float()
-            edges, x = (
-                batch.edges or [None] * len(fanout),
-                model.embed(batch.blocks[0].src_nodes, batch.x),
-            )
+            x = model.embed(batch.blocks[0].src_nodes, batch.x)
+            edges = batch.edges or [None] * len(fanout)
             for i, block in enumerate(batch.blocks):
                 x = model.step(i, block, x, edges=edges[i])
             return x.float()

@@ -70,9 +70,8 @@ def placements(
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments
-    compute = 16 * learned * hidden + sum(
-        8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers
-    )
+    compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
+    compute += 16 * learned * hidden
     ahead = prefetch + 1
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
@@ -80,12 +79,8 @@ def placements(
     if types:  # rgcn: types and ids of the edges
         batch += sum(edges) * (store.edge_type.itemsize + 8)
     columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
-    arrays = (
-        8 * (2 * V + 1)
-        + id_bytes * M
-        + row_bytes * store.features.shape[0]
-        + sum(c.nbytes for c in columns)
-    )
+    arrays = 8 * (2 * V + 1) + id_bytes * M + sum(c.nbytes for c in columns)
+    arrays += row_bytes * store.features.shape[0]
     step, tables = ahead * batch + compute, id_bytes * V
     # with times, the C sampler keeps two numbers for each list
     rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)

@@ -95,7 +95,7 @@ def open_graph(path, say):
     if line := edge_line(store):
         say(f"graph   {line}")
     if store.node_types:
-        say(f"nodes   by type, in the order of their ids{described_types(store.node_types)}")
+        say(f"nodes   by type, in the order of their ids: {described_types(store.node_types)}")
     return store
 
 

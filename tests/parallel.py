@@ -71,7 +71,8 @@ def _replay(session, reader, running):
 def pytest_runtestloop(session):
     option, cores = session.config.option, getattr(os, "sched_getaffinity", lambda _: [0])(0)
     workers = min(len(cores), 8, len(session.items) // 8)
-    if workers < 2 or option.capture == "no" or option.usepdb or session.testsfailed:
+    one = option.capture == "no" or option.usepdb or option.collectonly
+    if workers < 2 or one or session.testsfailed:
         return None  # pytest's own loop
     fork = multiprocessing.get_context("fork")
     taken, running, processes = fork.Value("l", 0), {}, []
