@@ -90,20 +90,14 @@ def test_the_number_of_processes_changes_nothing(tmp_path, net):
     _same_for_any_number_of_processes(tmp_path, words, runs, epochs=2)
 
 
-def _of_many_sizes(folder):
-    """5 epochs of 47 batches, each of another size."""
-    graph = "synthetic:nodes=20000,degree=20,features=100,classes=16,train=12000"
-    sizes = "--batch-size 256 --fanout 5,5,5 --hidden 256 --epochs 5"
-    return _start(f"--dataset {graph} --root {folder} --gpus 0 {sizes} --log {folder}/log")
-
-
 def test_memory_does_not_grow_over_epochs(tmp_path):
-    """Fragments of the heap are 0.1 %; oneDNN's products, not bounded, are 10 %."""
-    process = _of_many_sizes(tmp_path)
-    _ended(process)
-    peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:5]]
-    print(f"peak of epoch 5 over that of epoch 2: {peak[4] / peak[1]:.3f}")
-    assert peak[4] < 1.05 * peak[1], peak
+    """Of 47 batches, each of another size. Fragments of the heap are 0.1 %; oneDNN's products, not bounded, are 9 %."""
+    graph = "synthetic:nodes=20000,degree=20,features=100,classes=16,train=12000"
+    sizes = "--batch-size 256 --fanout 5,5,5 --hidden 256 --epochs 4"
+    _ended(_start(f"--dataset {graph} --root {tmp_path} --gpus 0 {sizes} --log {tmp_path}/log"))
+    peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:4]]
+    print(f"peak of epoch 4 over that of epoch 2: {peak[3] / peak[1]:.3f}")
+    assert peak[3] < 1.04 * peak[1], peak
 
 
 def _trims():
