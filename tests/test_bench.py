@@ -241,9 +241,7 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
 
 
 def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
-    words = (
-        f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2 --hidden 8".split()
-    )
+    words = f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2".split()
     entries = bench_gpu.epochs_of(words)
     assert len(entries) == 2 and all(entry["loss"] > 0 and entry["seconds"] for entry in entries)
     with pytest.raises(StoreError, match="exit code 2: .*--fanout"):
@@ -254,9 +252,8 @@ def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch):
     """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
     losses = collections.defaultdict(list)
     here = lambda threads, contender, *args, **options: contender(*args, **options)  # noqa: E731
-    noted = functools.partial(
-        bench_step.interleave, note=lambda name, loss: losses[name].append(loss)
-    )
+    note = lambda name, loss: losses[name].append(loss)  # noqa: E731
+    noted = functools.partial(bench_step.interleave, note=note)
     monkeypatch.setattr(bench_step, "in_own_process", here)
     monkeypatch.setattr(bench_step, "interleave", noted)
     words = f"link --dataset {TINY} --rounds 2 --fanout 3,3 --batch-size 50"

@@ -242,9 +242,10 @@ def test_what_is_forgotten_is_not_planned():
     assert 100 < pages.misses < 4000
 
 
-@pytest.mark.parametrize(
-    "offset, row_bytes", [(4096, 1024), (128, 400), (4096, 4096), (192, 5000), (0, 1)]
-)
+ROWS = [(4096, 1024), (128, 400), (4096, 4096), (192, 5000), (0, 1)]
+
+
+@pytest.mark.parametrize("offset, row_bytes", ROWS)
 def test_the_pages_of_rows(offset, row_bytes):
     ids, pages = torch.randint(300, (50,)), _planner(300, row_bytes, 0, 1, offset)
     ends = [(offset + i * row_bytes, offset + (i + 1) * row_bytes - 1) for i in ids.tolist()]
@@ -321,20 +322,13 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
         monkeypatch.setattr(store, "free_host_bytes", lambda: free)
         return GraphStore.open(graph.path).features
 
-    for free, beside, direct in (
-        (edges + table // 2, 0, False),
-        (edges + table // 2 - 1, 0, True),
-        (edges + table // 2, 1, True),
-        (edges + table, table // 2, False),
-    ):
+    half, all_ = edges + table // 2, edges + table
+    given = (half, 0, False), (half - 1, 0, True), (half, 1, True), (all_, table // 2, False)
+    for free, beside, direct in given:
         features = opened(free)
         features.beside += beside
         assert features.reader().direct is direct
-    for free, share in (
-        (8 * (edges + table), 8),
-        (8 * (edges + table // 2) // 7 + 8, 8),
-        (edges + table // 2, 2),
-    ):
+    for free, share in ((8 * all_, 8), (8 * half // 7 + 8, 8), (half, 2)):
         assert opened(free).default_cache() == free // share
 
 
@@ -427,9 +421,7 @@ def _told(monkeypatch):
     return planned, dropped
 
 
-@pytest.mark.parametrize(
-    "width, budget", [(256, 0), (256, 1024 * 300), (100, 0), (1300, 5200 * 50)]
-)
+@pytest.mark.parametrize("width, budget", [(256, 0), (256, 307200), (100, 0), (1300, 260_000)])
 def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, width)
     rows = LookaheadCache(graph.features, budget, 40)

@@ -100,8 +100,7 @@ def test_store_put_rows_does_not_hide_damage(tmp_path):
     at = data.index(x[60].numpy().tobytes())
     (path / "features.lmdb").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
     features = GraphStore.open(path).features
-    said = "block 1 is missing or damaged"
-    _refuses(said, features.put_rows, torch.tensor([0, 70]), x[:2])
+    _refuses("block 1 is missing or damaged", features.put_rows, torch.tensor([0, 70]), x[:2])
     assert torch.equal(features.gather(torch.arange(50)), x[:50])  # nothing of it was done
     assert "features.lmdb" in verify(path)[0]
 
@@ -626,8 +625,7 @@ def test_store_full_disk_while_it_changes(tmp_path):
         fill(small)
         full = "No space left on device"
         _refuses(full, features.put_rows, everything, torch.ones(4000, 20))
-        said = f"graphs.lmdb: {full}; what is in it is as it was"
-        _refuses(said, graphs.append, _graphs(1000))
+        _refuses(f"graphs.lmdb: {full}; what is in it is as it was", graphs.append, _graphs(1000))
         # nor is there room for the lock file of LMDB, where it was removed
         (path / "features.lmdb-lock").unlink()
         os.truncate(small / "rest", 0)

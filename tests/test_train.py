@@ -30,14 +30,13 @@ from tests.common import (
     TINY,
     _code,
     _end,
-    _ended,
     _fork,
     _graph,
     _log,
+    _run,
     _run_here,
     _same_for_any_number_of_processes,
     _same_weights,
-    _start,
     _start_fork,
     _told_by_the_future,
     _train,
@@ -45,15 +44,12 @@ from tests.common import (
 )
 
 DAMAGED = [  # file, flags, what is said
-    ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),  # by exact inference
-    (
-        "indices",
-        "--model gcn",
-        "holds 1000, and its nodes are 0 to 199",
-    ),  # when degrees are counted
+    # by exact inference, when degrees are counted, in sampling, by one rank
+    ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),
+    ("indices", "--model gcn", "holds 1000, and its nodes are 0 to 199"),
     ("indices", "--model sage --cache 1000", "a node id in indices is out of range"),
-    ("indices", "--model sage --fanout -1,-1", "a node id in indices is out of range"),  # sampling
-    ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),  # by one rank
+    ("indices", "--model sage --fanout -1,-1", "a node id in indices is out of range"),
+    ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
     ("indptr", "--model sage", "in indptr"),
     ("train", "--model sage", "'train' holds node 1000"),
     ("labels", "--model sage", "is 1000: labels lie in [0, 4)"),
@@ -93,8 +89,9 @@ def test_the_number_of_processes_changes_nothing(tmp_path, net):
 def test_memory_does_not_grow_over_epochs(tmp_path):
     """Of 47 batches, each of another size. Fragments of the heap are 0.1 %; oneDNN's products, not bounded, are 9 %."""
     graph = "synthetic:nodes=20000,degree=20,features=100,classes=16,train=12000"
-    sizes = "--batch-size 256 --fanout 5,5,5 --hidden 256 --epochs 4"
-    _ended(_start(f"--dataset {graph} --root {tmp_path} --gpus 0 {sizes} --log {tmp_path}/log"))
+    words = f"--dataset {graph} --batch-size 256 --fanout 5,5,5 --hidden 256 --epochs 4 --gpus 0"
+    done = _run("train.py", *words.split(), "--root", tmp_path, "--log", tmp_path / "log")
+    assert done.returncode == 0, done.stderr
     peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:4]]
     print(f"peak of epoch 4 over that of epoch 2: {peak[3] / peak[1]:.3f}")
     assert peak[3] < 1.04 * peak[1], peak
@@ -137,8 +134,7 @@ def test_interruptions_change_no_bit(kind, times, tiny, tmp_path):
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
     if kind == "gat, at times":
-        events = {"edge_features": rng.random((6400, 2))}
-        tiny = _told_by_the_future(tmp_path / "events", **events)
+        tiny = _told_by_the_future(tmp_path / "events", edge_features=rng.random((6400, 2)))
     epochs = 12 if kind == "gat, at times" else 24
     common = f"--dataset {tiny} --gpus 0 --fanout 5,5 --hidden 32 --model {kind.split(',')[0]}"
     common += f" --batch-size 25 --epochs {epochs}"
@@ -275,9 +271,7 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("name", model.CONVS)
-def test_train_every_model_learns_and_its_checkpoint_predicts(
-    name, tiny, tmp_path, monkeypatch, capsys
-):
+def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, capsys):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
     log, _ = _run_here(tmp_path, words)
@@ -387,9 +381,8 @@ def test_train_tensorboard(tiny, tmp_path):
         pytest.skip("tensorboard is not there")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log, _ = _run_here(
-        tmp_path, f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
-    )
+    words = f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
+    log, _ = _run_here(tmp_path, words)
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     losses = [event.value for event in board.Scalars("loss")]
     assert losses == pytest.approx([entry["loss"] for entry in log[:2]])
