@@ -55,10 +55,7 @@ LEARNT = {  # data and what is special: flags, least exact test score
         for conv, least in {"gcn": 0.85, "gin": 0.85, "sage-pool": 0.8, "gat": 0.85}.items()
     },
     # neighbours of other classes: without residual connections gcn, gat and gin come to 0.68 to 0.72
-    **{
-        f"mines, {conv}": (f"{MINES} --model {conv}", 0.85)
-        for conv in ("sage", "gcn", "gat", "gin")
-    },
+    **{f"mines, {name}": (f"{MINES} --model {name}", 0.85) for name in "sage gcn gat gin".split()},
 }
 
 
@@ -294,16 +291,14 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path, capsys):
     assert 0 <= log[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "local, train, expected", [(1, 600, False), (0, 600, True), (0, 20, False)]
-)
-def test_residual_connections_of_gcn_go_by_classes(local, train, expected, tmp_path, capsys):
+@pytest.mark.parametrize("local, train, has", [(1, 600, False), (0, 600, True), (0, 20, False)])
+def test_residual_connections_of_gcn_go_by_classes(local, train, has, tmp_path, capsys):
     """A checkpoint keeps what was decided, or typed."""
     data = f"synthetic:nodes=1200,local={local},community=100,classes=4,train={train}"
     words = [f"--dataset {data} --model gcn", *COMMON, "--epochs 1"]
     _run_here(tmp_path, *words)
-    assert f"model   {'' if expected else 'no '}residual connections: " in capsys.readouterr().out
-    assert read_checkpoint(tmp_path / "here.pt")["flags"]["residual"] is expected
+    assert f"model   {'' if has else 'no '}residual connections: " in capsys.readouterr().out
+    assert read_checkpoint(tmp_path / "here.pt")["flags"]["residual"] is has
     for given in ("--no-residual", "--residual"):
         _run_here(tmp_path, *words, given)
         assert "residual connections" not in capsys.readouterr().out

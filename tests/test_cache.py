@@ -26,7 +26,6 @@ from sampler import NeighborSampler
 from store import GraphStore
 from tests.common import _in_child, _store
 
-# -------------------------------------------------------------------------------------------------
 # disk/reader.py
 
 
@@ -158,7 +157,6 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp
         reader.library.cache_clear()
 
 
-# -------------------------------------------------------------------------------------------------
 # disk/cache.py: what is planned
 
 
@@ -254,7 +252,6 @@ def test_the_pages_of_rows(offset, row_bytes):
     assert [pages.tolist() for pages in pages.plan()] == [sorted(expected)] * 2
 
 
-# -------------------------------------------------------------------------------------------------
 # disk/cache.py: what is read
 
 

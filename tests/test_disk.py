@@ -66,7 +66,6 @@ def _threads(work, count=4):
         [future.result() for future in futures]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # rows that change
 
 
@@ -282,15 +281,13 @@ def test_store_a_reader_that_is_always_overtaken_says_so(tmp_path, monkeypatch):
     _refuses("could not be read at one moment in 0.1 s: a writer", features.gather, torch.arange(9))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # many small graphs
 
 
 def test_store_graphs_round_trip(tmp_path):
     path, batches = tmp_path / "many", [_graphs(30), _graphs(12, first=30)]
-    graphs = GraphDataset.open(
-        build_graphs(path, batches, split={"train": [3, 1], "test": range(30, 42)}, source="a test")
-    )
+    split = {"train": [3, 1], "test": range(30, 42)}
+    graphs = GraphDataset.open(build_graphs(path, batches, split=split, source="a test"))
     assert len(graphs) == 42 and len(graphs.split["valid"]) == 0
     assert graphs.split["train"].tolist() == [3, 1]
     kinds = (graphs.node_dim, graphs.edge_dim, graphs.target_dim, graphs.node_dtype)
@@ -393,7 +390,6 @@ def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
         _refuses(said, call, *args)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # kills, damage, full disks
 
 

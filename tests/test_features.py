@@ -161,7 +161,8 @@ def _ring_faults(seed, slow=True, broken=False):
     options |= dict(streams=streams) if slow else {}
     ring = FeatureRing(table, torch.arange(200), slots=depth + 1, **options)
     if broken:
-        ring.copied = mock.MagicMock(**{"__getitem__.return_value": None})  # never an event
+        events = {"__len__.return_value": depth + 1, "__getitem__.return_value": None}
+        ring.copied = mock.MagicMock(**events)  # it never has one
     # rows of nodes and of two blocks' edges; some outgrow the buffers
     sizes = rng.integers((1, 0, 0), 40, (14, 3)) * rng.choice([1, 1, 1, 4], (14, 3))
     ids = lambda count, n: torch.from_numpy(rng.integers(0, count, n))  # noqa: E731

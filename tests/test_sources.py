@@ -245,10 +245,7 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "split   number 2 of 3" in said and "train 30 /" in said
     one = build_store(tmp_path / "one", **_graph())
-    for graph, number, said in (
-        (path, 3, "split 3 is out of"),
-        (one, 0, "--split 0 has no effect"),
-    ):
+    for graph, number, said in ((path, 3, "split 3 is out of"), (one, 0, "--split 0 has no eff")):
         with pytest.raises(SystemExit):
             train.main([*common, str(graph), "--split", str(number)])
         assert said in capsys.readouterr().err
