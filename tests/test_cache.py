@@ -130,18 +130,24 @@ def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(tmp_p
 FLAKY = """typedef int64_t i64;
 static ssize_t flaky(int file, void *to, size_t count, off_t offset) {
   static int count_of_reads;
-  int turn = __sync_fetch_and_add(&count_of_reads, 1) % 5;
-  errno = offset > 4096 + 950 * 3000 ? EIO : turn == 1 ? EINTR : turn == 2 ? EAGAIN : 0;
+  int turn = __sync_fetch_and_add(&count_of_reads, 1);
+  if (turn % 7 == 3) usleep(20000);
+  errno = FAILS ? EIO : turn % 5 == 1 ? EINTR : turn % 5 == 2 ? EAGAIN : 0;
   if (errno) return -1;
-  return pread(file, to, turn == 3 && count > 1024 ? count / 1024 * 512 : count, offset);
+  return pread(file, to, turn % 5 == 3 && count > 1024 ? count / 1024 * 512 : count, offset);
 }
 #define pread flaky"""
 
 
+def _flaky(fails):
+    """The reader's C code with a device that is slow, answers in parts, is interrupted and, where `fails` holds, broken."""
+    text = build.read_source("rows.c")
+    return text.replace("typedef int64_t i64;", FLAKY.replace("FAILS", fails), 1)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp_path, monkeypatch):
-    """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
-    text = build.read_source("rows.c").replace("typedef int64_t i64;", FLAKY, 1)
+    text = _flaky("offset > 4096 + 950 * 3000")
     monkeypatch.setattr(build, "read_source", lambda file: text)
     reader.library.cache_clear()
     try:
