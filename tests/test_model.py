@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+import ddp
 import model
 from bench.inference import dgl_twin
 from model import GNN, inference
 from sampler import Block, NeighborSampler, import_dgl
-from tests.common import _end, _fork, _forkserver, _random_graph
-from tests.test_features import _Rows, _status, _total
+from tests.common import _end, _fork, _random_graph
+from tests.test_features import _Rows, _status
 from tests.test_layers import MODELS, _net, _with_grads
 
 LAYERS = {
@@ -243,37 +244,20 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
             net([block] * 3, x)
 
 
-def _infers(rank, indptr, indices, x, nets, barrier, table, results):
-    torch.set_num_threads(1)
-    ours = dict(rank=rank, world=2, total=_total(rank, table, barrier), chunk=16, chunk_edges=100)
-    for (position, net), memory in itertools.product(enumerate(nets), (0, 1 << 30)):
-        logits = inference(net, indptr, indices, x, memory=memory, **ours)
-        # a queue keeps the order of one rank, not of two
-        results.put((position, logits.numpy().copy()))
-        barrier.wait(60)
-
-
-def test_model_inference_with_two_ranks():
+def _infers(ranks):
+    """The tables of all layers in memory, and in files."""
     indptr, indices = _random_graph(np.random.default_rng(12), 150, 5)
-    names = [name for name in MODELS if "edge_dim" not in MODELS[name]]
-    x, nets, context = torch.randn(150, 12), list(map(_net, names)), _forkserver()
-    barrier, results = context.Barrier(2), context.Queue()
-    table = torch.zeros(2, 4, dtype=torch.float64).share_memory_()
-    shared = indptr, indices, x, nets, barrier, table, results
-    new = lambda rank: context.Process(target=_infers, args=(rank, *shared), daemon=True)  # noqa: E731
-    processes = [new(rank) for rank in range(2)]
-    for process in processes:
-        process.start()
-    expected, seen = [inference(net, indptr, indices, x) for net in nets], []
-    for _ in range(4 * len(nets)):
-        position, logits = results.get(timeout=120)
-        logits = torch.from_numpy(logits)
-        torch.testing.assert_close(logits, expected[position], rtol=1e-5, atol=1e-5)
-        seen.append(position)
-    assert sorted(seen) == sorted([*range(len(nets))] * 4)
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    x = torch.randn(150, 12, generator=torch.Generator().manual_seed(0))
+    ours = dict(rank=ranks.rank, world=2, total=ranks.sum, chunk=16, chunk_edges=100)
+    for net in [_net(name) for name in MODELS if "edge_dim" not in MODELS[name]]:
+        expected = inference(net, indptr, indices, x)
+        for memory in (0, 1 << 30):
+            logits = inference(net, indptr, indices, x, memory=memory, **ours)
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_model_inference_with_two_ranks(tmp_path):
+    _end(_fork(tmp_path / "out", ddp.launch, _infers, 2))
 
 
 def _infers_with_a_hub(conv):
