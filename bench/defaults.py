@@ -70,9 +70,8 @@ EVEN, RING = [1 / 8] * 8, np.eye(8)[[1, 2, 3, 4, 5, 6, 7, 0]]
 NOISY = partial(planted, EVEN, 0.5 * np.eye(8) + 0.5 / 8, degree=12, noise=1.5, train=0.2)
 AFFINE = 0.4 * RING + 0.4 * RING.T + 0.2 / 8
 CIRCLE = partial(planted, EVEN, AFFINE, degree=12, noise=0.8, train=0.5)
-OPPOSED = partial(
-    planted, [0.78, 0.22], [[0.6, 0.4], [0.75, 0.25]], degree=20, noise=1.2, train=0.5
-)
+UNEVEN, APART = [0.78, 0.22], [[0.6, 0.4], [0.75, 0.25]]
+OPPOSED = partial(planted, UNEVEN, APART, degree=20, noise=1.2, train=0.5)
 # what defaults are chosen by, and what they are shown on: what makes it, or a real graph and what is cut out
 GRAPHS = {
     "choose: cora, 1,000 nodes, 200 words": ("cora", around, 200),

@@ -58,9 +58,7 @@ def bench_picture(args):
             raise StoreError(f"{file}: {title} is in a file before it as well; give one of them")
         charts |= drawn
     if not charts:
-        raise StoreError(
-            f"nothing to draw in {files}: bench sampler, step, inference, gpu write it"
-        )
+        raise StoreError(f"nothing to draw in {files}: bench sampler, step and others write it")
     options = {"figsize": (4.2 * len(charts), 2.4), "layout": "constrained", "squeeze": False}
     figure, axes = pyplot.subplots(1, len(charts), **options)
     for axis, (title, times) in zip(axes[0], charts.items()):

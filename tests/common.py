@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import functools
 import json
-import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -228,9 +227,8 @@ def _compile(code, folder, checked):
     with tempfile.TemporaryDirectory(dir=folder) as made:
         library, objects = f"{made}/kernels.so", [f"{made}/kernels.o", f"{made}/checker.o"]
         if not checked:
-            subprocess.run(
-                [*cc, "-shared", "-o", library, "-lm"], input=code, text=True, check=True
-            )
+            command = [*cc, "-shared", "-o", library, "-lm"]
+            subprocess.run(command, input=code, text=True, check=True)
         else:
             for text, output, flag in zip((code, _CHECKER), objects, (_SANITIZED, "-O2")):
                 subprocess.run([*cc, flag, "-c", "-o", output], input=text, text=True, check=True)
@@ -305,11 +303,6 @@ def _emulated(s, folder, seed=0, checked=False):
     return sampler_gpu.Backend(s.engine.task, s.fanouts, s.seed, compiled)
 
 
-def _chi_square_limit(df, z=4.75):
-    """The quantile of chi-square by Wilson and Hilferty; z = 4.75 leaves one in a million above it."""
-    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
-
-
 def _dgl():
     pytest.importorskip("scipy")
     try:
@@ -339,11 +332,11 @@ def _store(path, num_nodes=200, **changes):
 def _run(script, *args):
     program = [HERE / script] if script.endswith(".py") else ["-m", script]
     command = [sys.executable, *program, *map(str, args)]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240)
 
 
-def _in_child(work, kill_after=None):
-    """Run work() in a forked process -> its wait status; with kill_after, SIGKILL comes after that many seconds."""
+def _in_child(work):
+    """Run work() in a forked process -> its wait status."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -357,9 +350,6 @@ def _in_child(work, kill_after=None):
             traceback.print_exc()
         finally:
             os._exit(code)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
 
@@ -369,21 +359,12 @@ def _split(words):
     return [word for part in parts for word in part]
 
 
-def _start(*words, launcher=(), **options):
+def _start(*words, **options):
     """Start the real script -> Popen; every output line goes to one pipe."""
-    command = [sys.executable, *launcher, str(HERE / "train.py"), *_split(words)]
+    command = [sys.executable, str(HERE / "train.py"), *_split(words)]
     options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, **pipe, **options)
-
-
-def _ended(process, code=0):
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == code, output
-    return output
 
 
 def _start_fork(output, *words, cwd="."):
@@ -419,19 +400,16 @@ def _same_weights(*files):
     return all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-def _wait_for(condition, process, seconds=180, pause=0.02):
-    """Wait until condition() holds while a process runs."""
-    deadline = time.monotonic() + seconds
+def _wait_for(condition, process, pause=0.02):
+    """Wait until condition() holds while a process runs, for three minutes."""
+    deadline = time.monotonic() + 180
     is_popen = isinstance(process, subprocess.Popen)
     while not condition():
         running = process.poll() is None if is_popen else process.is_alive()
         if not running or time.monotonic() > deadline:
             process.kill()
-            popen = isinstance(process, subprocess.Popen)
-            printed = process.communicate()[0] if popen else process.output.read_text()
-            pytest.fail(
-                f"{f'waited {seconds} s in vain' if running else 'it has ended'}: {printed}"
-            )
+            printed = process.communicate()[0] if is_popen else process.output.read_text()
+            pytest.fail(f"{'waited in vain' if running else 'it has ended'}: {printed}")
         time.sleep(pause)
 
 

@@ -79,18 +79,7 @@ CASES = {
 }
 ONE_RUN = ("three seeds", "graph", "graph, two processes")  # without --predict
 NO_CHECKPOINT = ("three seeds",)
-OWN_MODEL = """
-from torch import nn
-from model import SAGEConv
-class Net(nn.Module):
-    def __init__(self, in_dim, num_classes):
-        super().__init__()
-        self.convs = nn.ModuleList([SAGEConv(in_dim, 8), SAGEConv(8, num_classes)])
-        self.dropout = nn.Dropout(0.3)
-    def forward(self, blocks, x):
-        x = self.dropout(self.convs[0](blocks[0], x).relu())
-        return self.convs[1](blocks[1], x)
-"""
+OWN_MODEL = (TREE / "docs" / "models.md").read_text().split("# mymodel.py")[1].split("```")[0]
 
 
 def write_inputs(folder):

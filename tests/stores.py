@@ -73,10 +73,8 @@ def _save_npz(file, seed=0, **entries):
     return content
 
 
-def _mask(ids, *shape, kind=bool):
-    mask = np.zeros(shape or 200, kind)
-    mask[ids] = 1
-    return mask
+def _mask(ids, size=200):
+    return np.isin(np.arange(size), ids)
 
 
 def _graphs(count, first=0, seed=0):

@@ -31,11 +31,11 @@ from tests.stores import _events, _save_npz
 
 
 def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
-    words = "attack --rounds 6 --minutes 30".split()
+    words = "attack --rounds 4 --minutes 30".split()
     printed = _end(_fork(tmp_path / "out", bench.main, words))
     table = dict(re.findall(r"^\| (\w+) +\| (\d+) ", printed, re.MULTILINE))
     tried = [int(table[kind]) for kind in attack.ATTACKS]
-    assert tried == [30, 30, 30, 30, 18, 18, 12, 12, 30, 30, 1, 1, 1, 1]
+    assert tried == [20, 20, 20, 20, 12, 12, 8, 8, 20, 20, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
         assert complaint in capsys.readouterr().err
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is not there")
-    settings = [("", "--lr 0.02 --weight-decay 5e-4"), (":row_normalize=0", "--lr 1e-6")]
-    real = ("--hidden 16 --epochs 40", *bench_accuracy.REAL["cora"][1:3], settings)
+    settings = [("", "--lr 0.03 --weight-decay 5e-4"), (":row_normalize=0", "--lr 1e-6")]
+    real = ("--hidden 16 --epochs 20", *bench_accuracy.REAL["cora"][1:3], settings)
     monkeypatch.setitem(bench_accuracy.REAL, "cora", real)
     figures = _bench(f"{words} --models mlp,gcn", tmp_path / "out.json")["accuracy"]
     assert 40 < figures["cora, mlp, no edges"]["test"] < 65
     for how in ("all neighbours", "sampled"):
         figure = figures[f"cora, gcn, {how}"]
-        assert figure["test"] > 76 and "--lr 0.02" in figure["flags"] and len(figure["trials"]) == 2
+        assert figure["test"] > 70 and "--lr 0.03" in figure["flags"] and len(figure["trials"]) == 2
 
 
 def test_bench_picture_draws_what_is_committed_and_figures_of_a_gpu(tmp_path, monkeypatch, capsys):
@@ -241,9 +241,7 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
 
 
 def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
-    words = (
-        f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2 --hidden 8".split()
-    )
+    words = f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2".split()
     entries = bench_gpu.epochs_of(words)
     assert len(entries) == 2 and all(entry["loss"] > 0 and entry["seconds"] for entry in entries)
     with pytest.raises(StoreError, match="exit code 2: .*--fanout"):
@@ -254,9 +252,8 @@ def test_bench_link_takes_steps_beside_dgl(tmp_path, monkeypatch):
     """Every contender takes the same kind of step: losses near the one of a coin, which is ln 2."""
     losses = collections.defaultdict(list)
     here = lambda threads, contender, *args, **options: contender(*args, **options)  # noqa: E731
-    noted = functools.partial(
-        bench_step.interleave, note=lambda name, loss: losses[name].append(loss)
-    )
+    note = lambda name, loss: losses[name].append(loss)  # noqa: E731
+    noted = functools.partial(bench_step.interleave, note=note)
     monkeypatch.setattr(bench_step, "in_own_process", here)
     monkeypatch.setattr(bench_step, "interleave", noted)
     words = f"link --dataset {TINY} --rounds 2 --fanout 3,3 --batch-size 50"

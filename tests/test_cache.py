@@ -26,7 +26,6 @@ from sampler import NeighborSampler
 from store import GraphStore
 from tests.common import _in_child, _store
 
-# -------------------------------------------------------------------------------------------------
 # disk/reader.py
 
 
@@ -131,18 +130,24 @@ def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(tmp_p
 FLAKY = """typedef int64_t i64;
 static ssize_t flaky(int file, void *to, size_t count, off_t offset) {
   static int count_of_reads;
-  int turn = __sync_fetch_and_add(&count_of_reads, 1) % 5;
-  errno = offset > 4096 + 950 * 3000 ? EIO : turn == 1 ? EINTR : turn == 2 ? EAGAIN : 0;
+  int turn = __sync_fetch_and_add(&count_of_reads, 1);
+  if (turn % 7 == 3) usleep(20000);
+  errno = FAILS ? EIO : turn % 5 == 1 ? EINTR : turn % 5 == 2 ? EAGAIN : 0;
   if (errno) return -1;
-  return pread(file, to, turn == 3 && count > 1024 ? count / 1024 * 512 : count, offset);
+  return pread(file, to, turn % 5 == 3 && count > 1024 ? count / 1024 * 512 : count, offset);
 }
 #define pread flaky"""
 
 
+def _flaky(fails):
+    """The reader's C code with a device that is slow, answers in parts, is interrupted and, where `fails` holds, broken."""
+    text = build.read_source("rows.c")
+    return text.replace("typedef int64_t i64;", FLAKY.replace("FAILS", fails), 1)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp_path, monkeypatch):
-    """The C code with a device that answers in parts, is interrupted and, for the last rows, broken."""
-    text = build.read_source("rows.c").replace("typedef int64_t i64;", FLAKY, 1)
+    text = _flaky("offset > 4096 + 950 * 3000")
     monkeypatch.setattr(build, "read_source", lambda file: text)
     reader.library.cache_clear()
     try:
@@ -158,7 +163,6 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp
         reader.library.cache_clear()
 
 
-# -------------------------------------------------------------------------------------------------
 # disk/cache.py: what is planned
 
 
@@ -242,9 +246,10 @@ def test_what_is_forgotten_is_not_planned():
     assert 100 < pages.misses < 4000
 
 
-@pytest.mark.parametrize(
-    "offset, row_bytes", [(4096, 1024), (128, 400), (4096, 4096), (192, 5000), (0, 1)]
-)
+ROWS = [(4096, 1024), (128, 400), (4096, 4096), (192, 5000), (0, 1)]
+
+
+@pytest.mark.parametrize("offset, row_bytes", ROWS)
 def test_the_pages_of_rows(offset, row_bytes):
     ids, pages = torch.randint(300, (50,)), _planner(300, row_bytes, 0, 1, offset)
     ends = [(offset + i * row_bytes, offset + (i + 1) * row_bytes - 1) for i in ids.tolist()]
@@ -253,7 +258,6 @@ def test_the_pages_of_rows(offset, row_bytes):
     assert [pages.tolist() for pages in pages.plan()] == [sorted(expected)] * 2
 
 
-# -------------------------------------------------------------------------------------------------
 # disk/cache.py: what is read
 
 
@@ -321,20 +325,13 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
         monkeypatch.setattr(store, "free_host_bytes", lambda: free)
         return GraphStore.open(graph.path).features
 
-    for free, beside, direct in (
-        (edges + table // 2, 0, False),
-        (edges + table // 2 - 1, 0, True),
-        (edges + table // 2, 1, True),
-        (edges + table, table // 2, False),
-    ):
+    half, all_ = edges + table // 2, edges + table
+    given = (half, 0, False), (half - 1, 0, True), (half, 1, True), (all_, table // 2, False)
+    for free, beside, direct in given:
         features = opened(free)
         features.beside += beside
         assert features.reader().direct is direct
-    for free, share in (
-        (8 * (edges + table), 8),
-        (8 * (edges + table // 2) // 7 + 8, 8),
-        (edges + table // 2, 2),
-    ):
+    for free, share in ((8 * all_, 8), (8 * half // 7 + 8, 8), (half, 2)):
         assert opened(free).default_cache() == free // share
 
 
@@ -427,9 +424,7 @@ def _told(monkeypatch):
     return planned, dropped
 
 
-@pytest.mark.parametrize(
-    "width, budget", [(256, 0), (256, 1024 * 300), (100, 0), (1300, 5200 * 50)]
-)
+@pytest.mark.parametrize("width, budget", [(256, 0), (256, 307200), (100, 0), (1300, 260_000)])
 def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, width)
     rows = LookaheadCache(graph.features, budget, 40)

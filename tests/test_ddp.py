@@ -21,7 +21,6 @@ from tests.common import (
     HERE,
     TINY,
     _end,
-    _ended,
     _fork,
     _log,
     _same_weights,
@@ -67,16 +66,6 @@ def _epochs(path):
     return len(_log(path)) if Path(path).is_file() else 0
 
 
-def _a_rank(pid):
-    """A process below this one that trains: not the resource tracker of multiprocessing."""
-    below = _running_below(pid)[1:]
-    tracks = lambda p: b"resource_tracker" in Path(f"/proc/{p}/cmdline").read_bytes()  # noqa: E731
-    return [p for p in below if not tracks(p)][-1]
-
-
-TORCHRUN = ["-m", "torch.distributed.run"]
-
-
 def _elastic_rank(*words):
     if not (child := os.fork()):
         os._exit(train.main([*words]))
@@ -112,10 +101,7 @@ def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
 def _two_hosts():
     """Two network namespaces joined by a veth pair -> ((name, interface, address), ...)."""
     pid = os.getpid()
-    hosts = [
-        (f"ringblock{pid}{side}", f"rb{pid % 10**8}{side}", f"10.231.7.{n}")
-        for n, side in ((1, "a"), (2, "b"))
-    ]
+    hosts = [(f"ringblock{pid}{n}", f"rb{pid % 10**8}{n}", f"10.231.7.{n}") for n in (1, 2)]
     (a, veth_a, _), (b, veth_b, _) = hosts
     joined = f"link add {veth_a} netns {a} type veth peer name {veth_b} netns {b}"
     commands = [f"netns add {a}", f"netns add {b}", joined]
@@ -146,7 +132,7 @@ def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
             name, veth, address = hosts[number]
             alive = f"is_host={1 - number},keep_alive_interval=1,keep_alive_max_attempt=4"
             command = (
-                f"ip netns exec {name} {sys.executable} {' '.join(TORCHRUN)} --nnodes 2 "
+                f"ip netns exec {name} {sys.executable} -m torch.distributed.run --nnodes 2 "
                 "--nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
                 f"{hosts[0][2]}:29500 --local-addr {address} --rdzv-conf {alive} "
                 f"{HERE / 'train.py'} {common} --checkpoint {back} --checkpoint-every 5 "
@@ -176,23 +162,19 @@ def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
     assert _same_weights(straight, back)
 
 
-def _stands_still(folder):
-    """A run of two ranks, one of which SIGSTOP stops after two epochs."""
-    words = f"--dataset {TINY} --root {folder} --procs 2 {SMALL_STEPS}"
-    words += f" --checkpoint {folder}/c.pt --log {folder}/log"
-    process = _start_fork(folder / "out", words)
-    _wait_for(lambda: _epochs(folder / "log") >= 2, process)
-    process.rank = _a_rank(process.pid)
-    os.kill(process.rank, signal.SIGSTOP)
-    process.stopped = time.monotonic()
-    return process
-
-
-def test_a_rank_that_stops_for_10_seconds_goes_on(tmp_path):
-    process = _stands_still(tmp_path)
-    time.sleep(max(0, process.stopped + 10 - time.monotonic()))
+def test_a_rank_that_stops_for_5_seconds_goes_on(tmp_path):
+    words = f"--dataset {TINY} --root {tmp_path} --procs 2 {SMALL_STEPS}"
+    words += f" --checkpoint {tmp_path}/c.pt --log {tmp_path}/log"
+    process = _start_fork(tmp_path / "out", words)
+    _wait_for(lambda: _epochs(tmp_path / "log") >= 2, process)
+    below = _running_below(process.pid)[1:]
+    # that trains: not the resource tracker of multiprocessing
+    tracks = lambda p: b"resource_tracker" in Path(f"/proc/{p}/cmdline").read_bytes()  # noqa: E731
+    rank = [p for p in below if not tracks(p)][-1]
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(5)
     assert process.is_alive() and _epochs(tmp_path / "log") < 25
-    os.kill(process.rank, signal.SIGCONT)
+    os.kill(rank, signal.SIGCONT)
     _end(process)
     assert _epochs(tmp_path / "log") == 26
 
@@ -216,8 +198,7 @@ def test_starts_and_stops_leave_nothing_behind(tmp_path):
     (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
     memory, starts = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 2))
     left, pipes = set(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "starts.py", str(starts)]
-    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    process = subprocess.Popen([sys.executable, "starts.py", str(starts)], cwd=tmp_path, **pipes)
     for _ in range(starts):
         files = int(process.stdout.readline())
         left.add((files, len(_running_below(process.pid))))
@@ -397,17 +378,17 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
 def _prepares(ranks):
     with ranks.patience():
         if not ranks.rank:
-            time.sleep(9)
+            time.sleep(6)
     assert ranks.sum(1) == [2]
 
 
-def _launch_with_a_timeout_of_6_seconds():
-    ddp.TIMEOUT = datetime.timedelta(seconds=6)
+def _launch_with_a_timeout_of_4_seconds():
+    ddp.TIMEOUT = datetime.timedelta(seconds=4)
     ddp.launch(_prepares, 2)
 
 
 def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
-    _end(_fork(tmp_path / "out", _launch_with_a_timeout_of_6_seconds))
+    _end(_fork(tmp_path / "out", _launch_with_a_timeout_of_4_seconds))
 
 
 _LEAVING = """
@@ -428,17 +409,11 @@ if __name__ == "__main__":
 """
 
 
-def _leaves(folder):
-    (folder / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
-    command = [sys.executable, "leaving.py"]
-    return subprocess.Popen(
-        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
 def test_ranks_leave_while_gloo_still_holds_tensors(tmp_path):
-    printed = _ended(_leaves(tmp_path))
-    assert "Fatal" not in printed and "terminate called" not in printed, printed
+    (tmp_path / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
+    command, output = [sys.executable, "leaving.py"], dict(stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.STDOUT, timeout=240, **output)
+    assert not done.returncode and not re.search("Fatal|terminate called", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("when", ["ranks start", "training"])
@@ -463,11 +438,7 @@ def _listening(pids):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 sockets.add(os.readlink(entry))
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path("/proc/net", name).read_text().splitlines()[1:]
-    ]
-    return {
-        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
-    }
+    texts = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for text in texts for line in text.splitlines()[1:]]
+    rows = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {row[1].split(":")[0] for row in rows}

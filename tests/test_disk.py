@@ -66,7 +66,6 @@ def _threads(work, count=4):
         [future.result() for future in futures]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # rows that change
 
 
@@ -100,8 +99,7 @@ def test_store_put_rows_does_not_hide_damage(tmp_path):
     at = data.index(x[60].numpy().tobytes())
     (path / "features.lmdb").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
     features = GraphStore.open(path).features
-    said = "block 1 is missing or damaged"
-    _refuses(said, features.put_rows, torch.tensor([0, 70]), x[:2])
+    _refuses("block 1 is missing or damaged", features.put_rows, torch.tensor([0, 70]), x[:2])
     assert torch.equal(features.gather(torch.arange(50)), x[:50])  # nothing of it was done
     assert "features.lmdb" in verify(path)[0]
 
@@ -283,15 +281,13 @@ def test_store_a_reader_that_is_always_overtaken_says_so(tmp_path, monkeypatch):
     _refuses("could not be read at one moment in 0.1 s: a writer", features.gather, torch.arange(9))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # many small graphs
 
 
 def test_store_graphs_round_trip(tmp_path):
     path, batches = tmp_path / "many", [_graphs(30), _graphs(12, first=30)]
-    graphs = GraphDataset.open(
-        build_graphs(path, batches, split={"train": [3, 1], "test": range(30, 42)}, source="a test")
-    )
+    split = {"train": [3, 1], "test": range(30, 42)}
+    graphs = GraphDataset.open(build_graphs(path, batches, split=split, source="a test"))
     assert len(graphs) == 42 and len(graphs.split["valid"]) == 0
     assert graphs.split["train"].tolist() == [3, 1]
     kinds = (graphs.node_dim, graphs.edge_dim, graphs.target_dim, graphs.node_dtype)
@@ -394,7 +390,6 @@ def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
         _refuses(said, call, *args)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # kills, damage, full disks
 
 
@@ -626,8 +621,7 @@ def test_store_full_disk_while_it_changes(tmp_path):
         fill(small)
         full = "No space left on device"
         _refuses(full, features.put_rows, everything, torch.ones(4000, 20))
-        said = f"graphs.lmdb: {full}; what is in it is as it was"
-        _refuses(said, graphs.append, _graphs(1000))
+        _refuses(f"graphs.lmdb: {full}; what is in it is as it was", graphs.append, _graphs(1000))
         # nor is there room for the lock file of LMDB, where it was removed
         (path / "features.lmdb-lock").unlink()
         os.truncate(small / "rest", 0)

@@ -75,10 +75,8 @@ def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     assert right[400:].mean() == pytest.approx(accuracy)
     wide = {name: getattr(graph, name) for name in ("indptr", "indices", "labels", "split")}
     wide |= {"features": graph.features.tensor, "edge_features": np.ones((3600, 3))}
-    words = (
-        f"--dataset {build_store(tmp_path / 'wide', **wide)} --predict {tmp_path}/q.npy --gpus 0"
-    )
-    other = _train(words, f"--resume {tmp_path}/c.pt", code=2 * sees)
+    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset"
+    other = _train(words, build_store(tmp_path / "wide", **wide), code=2 * sees)
     assert ("trained on a graph with edge_dim 2, " in other) == sees
 
 
@@ -143,9 +141,7 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tmp_path
 
 
 @pytest.mark.parametrize("name", ["gine", "own"])
-def test_train_with_edge_features_is_the_same_by_processes_and_after_a_stop(
-    name, pointed, tmp_path
-):
+def test_edge_features_train_the_same_by_processes_and_after_a_stop(name, pointed, tmp_path):
     (tmp_path / "net.py").write_text(OWN_EDGES)
     own = f"--model {tmp_path}/net.py:Net --fanout 4"
     model = own if name == "own" else f"--model {name} --fanout 4,3 --hidden 16 --norm layer"
@@ -221,9 +217,7 @@ def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path)
 
 @pytest.mark.parametrize("temporal", ["at", "before"])
 @pytest.mark.parametrize("name", ["sage", "gat", "gin", "gine"])
-def test_train_exact_inference_at_its_own_time_is_of_the_graph_of_that_time(
-    name, temporal, tmp_path
-):
+def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, tmp_path):
     """Each node's logits are those of the graph that holds nothing but the edges which it may see."""
     rng = np.random.default_rng(3)
     path = build_store(

@@ -178,9 +178,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
     assert torch.equal(out, h)
 
 
-@pytest.mark.parametrize(
-    "dtype, ids", [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
-)
+@pytest.mark.parametrize("dtype, ids", [(torch.float, torch.int32), (torch.bfloat16, torch.int64)])
 def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, monkeypatch):
     """In torch operations, C and CUDA, with the seed from the host or made of the step on the device."""
     on_device = model.layer_seed((123, torch.tensor([77])), 3)
@@ -191,10 +189,8 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
     nodes = torch.cat([torch.tensor([5, 0, 2_000_000_000]), 6 + torch.randperm(1000)[:57]]).to(ids)
     rows = [_mix((on_host ^ v) % 2**64) for v in nodes.tolist()]
     for width in (1, 8, 43):
-        words = [
-            [_mix(row + (c // 8 - 1) * 0x9E3779B97F4A7C15) for c in range(width)] for row in rows
-        ]
-        drawn = [[word >> 8 * (c % 8) & 255 for c, word in enumerate(row)] for row in words]
+        word = lambda row, c: _mix(row + (c // 8 - 1) * 0x9E3779B97F4A7C15)  # noqa: E731
+        drawn = [[word(row, c) >> 8 * (c % 8) & 255 for c in range(width)] for row in rows]
         scale = (torch.tensor(drawn) >= 77).to(dtype) * (256 / (256 - 77))  # 0.3 is 77 / 256
         h, grad = torch.randn(60, width).to(dtype), torch.randn(60, width).to(dtype)
         for functions in (layers_gpu, fused, None):
@@ -224,8 +220,7 @@ def test_linear_is_torchs_linear(monkeypatch):
     # 50 million multiplications
     x, weight = torch.randn(2000, 100), torch.randn(250, 100, requires_grad=True)
     for rows, ours in ((x, True), (x[1:], False)):
-        kind = type(fused.linear(rows, weight).grad_fn).__name__
-        assert (kind == "_LinearBackward") == ours
+        assert ours == (type(fused.linear(rows, weight).grad_fn).__name__ == "_LinearBackward")
     monkeypatch.setattr(fused, "WORTH_COMPILING", 1)
     for S, width, D in ((1, 3, 2), (300, 50, 20), (0, 3, 2)):
         given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
@@ -377,9 +372,7 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_cuda_models_with_features_of_edges_drop_what_they_drop_without(
-    heads, cuda_layers, monkeypatch
-):
+def test_cuda_dropout_is_the_same_with_features_of_edges(heads, cuda_layers, monkeypatch):
     """Edges whose features are zeros change nothing, dropout of attention included."""
     blocks, x, _ = _three_blocks()
     options = dict(heads=heads, dropout=0.5, norm="none")
@@ -415,12 +408,8 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
     # it would leave behind what it found
     monkeypatch.setattr(torch, "autocast", lambda kind, enabled: nullcontext())
-    for rows, aggregated in (
-        (x, False),
-        (x.bfloat16(), False),
-        (pair, True),
-        (pair.bfloat16(), True),
-    ):
+    half = x.bfloat16(), pair.bfloat16()
+    for rows, aggregated in ((x, False), (half[0], False), (pair, True), (half[1], True)):
         logits, *grads = _trained(net, blocks, rows, aggregated=aggregated)
         assert logits.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
         for ours, theirs in zip([logits.float(), *grads], expected):

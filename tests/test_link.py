@@ -157,8 +157,7 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     numbers, sources = torch.randint(0, 1 << 40, (200,)), torch.randint(0, 60, (200,))
     negatives = link.Negatives(edges, 60, degrees)
     drawn, each = negatives.draw(12345, numbers, sources, 7), sources.unsqueeze(1).expand(200, 7)
-    expected = _negatives_by_the_law(graph, 12345, numbers, sources, 7, upto)
-    assert torch.equal(drawn, expected)
+    assert torch.equal(drawn, _negatives_by_the_law(graph, 12345, numbers, sources, 7, upto))
     assert not edges.has(each, drawn).any() and not (drawn == each).any()
     part = negatives.draw(12345, numbers[50:70], sources[50:70], 7)
     assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
@@ -173,11 +172,8 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
     zeros = torch.zeros(20, dtype=torch.int64)
     assert (link.Negatives(edges, nodes).draw(7, torch.arange(20), zeros, 3) == nodes - 1).all()
     full = link.Edges(torch.arange(nodes + 1), torch.zeros(nodes, dtype=torch.int32))
-    said, draw = (
-        "node 0 has an edge to every node.*--unchecked-negatives",
-        link.Negatives(full, nodes).draw,
-    )
-    _refuses(said, draw, 7, torch.arange(20), zeros, 3)
+    said = "node 0 has an edge to every node.*--unchecked-negatives"
+    _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
 
 
 def _some_of(graph, step, count):
@@ -196,10 +192,9 @@ def _sampled(links, draw, seeds, step, step_seeds=None):
 
 def _edges_of(block):
     """The edges of a block without their directions."""
-    targets = block.src_nodes[torch.repeat_interleave(block.indptr.diff().long())]
-    return set(
-        map(frozenset, zip(block.src_nodes[block.indices.long()].tolist(), targets.tolist()))
-    )
+    targets = torch.repeat_interleave(block.indptr.diff().long())
+    ends = (block.src_nodes[ids].tolist() for ids in (block.indices.long(), targets))
+    return set(map(frozenset, zip(*ends)))
 
 
 @pytest.mark.parametrize("exclude", [True, False])
@@ -399,9 +394,8 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
         places.append(_place(logit(u, v, t), [logit(u, w, t) for w in against]))
         assert not whole & {(u, w) for w in against}
     assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
-    positive, negative = (
-        [logit(*pair, t) for pair, t in zip(some, when)] for some in (pairs, random.tolist())
-    )
+    of = lambda pairs: [logit(*pair, t) for pair, t in zip(pairs, when)]  # noqa: E731
+    positive, negative = of(pairs), of(random.tolist())
     assert found["roc_auc"] == pytest.approx(_auc(positive, negative), abs=1e-9)
 
 
@@ -419,8 +413,7 @@ def _links_told_by_the_future(path, pairs=400):
     parts = dict(zip(("train", "valid", "test"), np.split(both[order], [200, 280])))
     np.savez(path.with_suffix(".npz"), **parts)
     arrays = {"edge_index": np.stack([src, dst]), "features": x, "edge_time": times}
-    labels = np.zeros(len(x), np.int64)
-    return build_store(path, **arrays, labels=labels, split={"train": [0]})
+    return build_store(path, **arrays, labels=np.zeros(len(x), int), split={"train": [0]})
 
 
 def test_links_see_no_future(tmp_path):
@@ -530,17 +523,12 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
         exact = inference(net, graph.indptr, graph.indices, graph.features)
         assert np.allclose(exact, every, atol=1e-4)
     np.save(tmp_path / "pairs.npy", pairs + 990)
-    refused = _train(again, scored, code=2)
-    assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", refused)
+    assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", _train(again, scored, code=2))
 
 
 def test_link_task_says_which_part_of_its_split_is_empty(tiny, tmp_path, capsys):
     words = [f"--task link --dataset {tiny}", *COMMON, "--epochs 1"]
-    for split, empty in (
-        ("90/0/10", ["valid"]),
-        ("90/10/0", ["test"]),
-        ("80/10/10", []),
-        ("none", []),
-    ):
+    empty_parts = {"90/0/10": ["valid"], "90/10/0": ["test"], "80/10/10": [], "none": []}
+    for split, empty in empty_parts.items():
         assert _code(*words, f"--edge-split {split}") == 0
         assert re.findall("split   it has no (.*) edges", capsys.readouterr().out) == empty

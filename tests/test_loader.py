@@ -244,9 +244,7 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
     precisions = ("fp32", "bf16", "fp64")
     for number, conv in enumerate(model.CONVS):  # each meets each precision with three of the types
         precision, outputs = precisions[(number + turn) % 3], []
-        words = (
-            f"--model {conv} --precision {precision} --fanout 3,3 --hidden 8 --dropout 0 --gpus 0"
-        )
+        words = f"--model {conv} --precision {precision} --fanout 3,3 --hidden 8 --dropout 0"
         for path in paths:
             args = train.parse_args([*words.split(), "--dataset", str(path)])
             with warnings.catch_warnings():

@@ -115,9 +115,8 @@ def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_pat
     sizes = "--fanout 3,2,2 --batch-size 10 --hidden 8 --prefetch 1"
     args = train.parse_args([*sizes.split(), *words.split()])
     args.gpus, args.precision, asked = 1, "tf32", []
-    monkeypatch.setattr(
-        data, "choose_mode", lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0)
-    )
+    choose = lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0)  # noqa: E731
+    monkeypatch.setattr(data, "choose_mode", choose)
     with pytest.raises(ZeroDivisionError):
         open_run(ddp.Ranks(), args, _plain_store(tmp_path / "g"))
     assert asked == [graphs]

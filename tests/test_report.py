@@ -89,9 +89,7 @@ def test_the_line_of_an_epoch_fits_the_screen():
         (1, 1, 0, 0, False),
     ],
 )
-def test_advice_says_when_one_process_would_be_as_fast(
-    world, local, gpus, exchange, one_is_as_fast
-):
+def test_advice_on_when_one_process_is_as_fast(world, local, gpus, exchange, one_is_as_fast):
     ranks = ddp.Ranks(0, world, 0, local, gpus)
     line = report.advice(ranks, {"seconds": 10, "exchange": exchange})
     said = f"advice  {world} processes spend {exchange:.2f} of 10.00 s on the exchange of gradients"

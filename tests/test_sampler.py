@@ -27,17 +27,7 @@ import sampler
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import Block, NeighborSampler
-from tests.common import (
-    HERE,
-    _as_lists,
-    _chi_square_limit,
-    _dgl,
-    _emulated,
-    _end,
-    _fork,
-    _mix,
-    _random_graph,
-)
+from tests.common import HERE, _as_lists, _dgl, _emulated, _end, _fork, _mix, _random_graph
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
@@ -122,19 +112,8 @@ def _options(method, indices, rng=None):
     options = dict(METHODS[method])
     if method == "weighted":
         M = indices.numel()
-        options["weights"] = (
-            torch.ones(M) if rng is None else torch.from_numpy(rng.exponential(size=M))
-        )
+        options["weights"] = torch.from_numpy(rng.exponential(size=M)) if rng else torch.ones(M)
     return options
-
-
-def _hub(degree):
-    """A graph in which node 77 has this degree -> (indptr, indices, rng)."""
-    rng = np.random.default_rng(9)
-    degrees = rng.poisson(5, 2000)
-    degrees[77] = degree
-    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
-    return indptr, torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32)), rng
 
 
 def _with_gaps(tensor):
@@ -218,9 +197,8 @@ def _with_types(i, indptr, indices, fanouts, *between, options):
         options |= {"edge_times": torch.from_numpy(when[np.lexsort((when, kind, row))])}
     if i % 3:
         most = 0 if options.get("replace") else -1
-        fanouts = [
-            rng.integers(most, 6, max(count, kind.max(initial=0) + 1)).tolist() for _ in fanouts
-        ]
+        count = max(count, kind.max(initial=0) + 1)
+        fanouts = [rng.integers(most, 6, count).tolist() for _ in fanouts]
     options |= {"edge_type": torch.from_numpy(kind).to(torch.uint16 if wide else torch.uint8)}
     return indptr, indices, fanouts, *between, options
 
@@ -571,7 +549,11 @@ def test_ids_above_two_to_the_31(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hub_of_degree_a_million(method):
-    indptr, indices, rng = _hub(10**6)
+    rng = np.random.default_rng(9)
+    degrees = rng.poisson(5, 2000)
+    degrees[77] = 10**6
+    indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
+    indices = torch.from_numpy(rng.integers(0, 2000, int(indptr[-1])).astype(np.int32))
     options, seeds = _options(method, indices, rng), torch.tensor([5, 77, 1500])
     gone = torch.from_numpy(rng.random(indices.numel()) < 0.3)
     for fanouts in ([100, 7], [700]) + (() if method == "replace" else ([-1],)):
@@ -635,6 +617,11 @@ def _positions(degree, k, rows=100_000, step=0, **options):
     taken = torch.zeros(rows, degree, dtype=torch.bool)
     taken.view(-1)[s.sample(torch.arange(rows), step)[0].edge_ids] = True
     return taken
+
+
+def _chi_square_limit(df, z=4.75):
+    """The quantile of chi-square by Wilson and Hilferty; z = 4.75 leaves one in a million above it."""
+    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
 
 
 def _uniformity(taken, k):
@@ -807,11 +794,6 @@ def _cut_short(folder):
     good.write_bytes(content[:5000])
 
 
-def _linked(folder):
-    folder.rename(f"{folder}2")
-    folder.symlink_to(f"{folder}2")
-
-
 CACHES = {  # what is done to a cache whose library was exchanged: its folder, what is loaded, whether from there
     # the name is right: what refuses the others is who could have written them
     "by this user": (lambda folder: None, 666, True),
@@ -820,7 +802,7 @@ CACHES = {  # what is done to a cache whose library was exchanged: its folder, w
     "writable by everybody": (lambda folder: folder.chmod(0o707), 42, False),
     "sticky": (lambda folder: folder.chmod(0o1777), 42, False),
     "readable by everybody": (lambda folder: folder.chmod(0o755), 42, False),
-    "a link": (_linked, 42, False),
+    "a link": (lambda folder: folder.symlink_to(folder.rename(f"{folder}2")), 42, False),
     "a file": (lambda folder: shutil.rmtree(folder) or folder.touch(), 42, False),
     "damaged": (_cut_short, 42, True),
 }
@@ -889,16 +871,12 @@ def test_a_compile_cache_that_cannot_be_written_is_read(compile_cache, monkeypat
     assert number == 42 and not path.startswith("/proc/self/fd/")
 
 
-def _sanitized(folder):
-    asan = subprocess.run(
-        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True
-    ).stdout.strip()
-    script = f"""
-import sys, types
+SANITIZED = f"""
+import os, sys, types
+del os.environ["LD_PRELOAD"]  # the compiler goes without
 sys.path.insert(0, {str(HERE)!r})
-from native import sampler_cpu as sampler_c
-sampler_c.FLAGS[:] = ["-O1", "-g", "-fPIC", "-shared", "-pthread", "-fsanitize=address,undefined",
-                      "-fno-sanitize-recover"]
+from native import sampler_cpu
+sampler_cpu.FLAGS[:] = "-O0 -g -fPIC -shared -pthread -fsanitize=address,undefined -fno-sanitize-recover".split()
 from tests import test_sampler as ours
 for method in ours.METHODS:
     for make in (ours._law_case, ours._timed_case):
@@ -906,22 +884,17 @@ for method in ours.METHODS:
     ours.test_a_hub_of_degree_a_million(method)
 print("clean")
 """
-    if not Path(asan).is_file():
-        script = "print('no asan')"
-    # OpenMP and the interpreter keep memory for the whole run: leaks are not looked for
-    changes = {"LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(folder)}
-    options = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    return subprocess.Popen(
-        [sys.executable, "-c", script], env={**os.environ, **changes}, **options
-    )
 
 
 def test_native_code_under_address_and_undefined_behaviour_sanitizers(tmp_path):
-    process = _sanitized(tmp_path)
-    output, errors = process.communicate(timeout=200)
-    if "no asan" in output:
+    asan = subprocess.check_output(["cc", "-print-file-name=libasan.so"], text=True).strip()
+    if not Path(asan).is_file():
         pytest.skip("the compiler has no AddressSanitizer")
-    assert output.strip() == "clean", errors[-3000:]
+    # OpenMP and the interpreter keep memory for the whole run: leaks are not looked for
+    changes = {"LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": tmp_path}
+    command, environment = [sys.executable, "-c", SANITIZED], {**os.environ, **changes}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "clean", done.stderr[-3000:]
     # node ids and weights of 4 and 8 bytes, with and without times
     assert len(list((tmp_path / "ringblock").iterdir())) == 8
 

@@ -49,9 +49,8 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
         )
         alias = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
         if not name.startswith("profiler::"):
-            self.calls.append(
-                functools.partial(self._again, func, args, kwargs or {}, None if alias else out)
-            )
+            given = func, args, kwargs or {}, None if alias else out
+            self.calls.append(functools.partial(self._again, *given))
         return out
 
     @staticmethod
@@ -105,9 +104,8 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(build.Launch, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=nothing)
-    )
+    stream = types.SimpleNamespace(wait_event=nothing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
@@ -133,9 +131,8 @@ def _graph_ring(net, x, labels, slots, **options):
 
 def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
     """StepGraphs of a run with --cuda-graph `word`."""
-    args = argparse.Namespace(
-        fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1, cuda_graph=word
-    )
+    sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
+    args = argparse.Namespace(**sizes, cuda_graph=word)
     predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
     run = dict(ranks=ranks or ddp.Ranks(), args=args, sampler=draws, ring=ring, model=net)
     run |= dict(forward=predict, store=types.SimpleNamespace(split={"train": nodes}))
@@ -189,16 +186,13 @@ def _plain_loop(net, draws, ring, batches, labels):
     return losses
 
 
-def test_a_cuda_step_is_a_graph_where_a_batch_has_room_for_more_seeds_than_there_are(
-    cuda_graphs, tmp_path
-):
+def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(cuda_graphs, tmp_path):
     nodes, labels, net = torch.randperm(300)[:53], torch.randint(5, (300,)), _net("gcn", (20, 8, 5))
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
     graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
     batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load=graphs.load)
-    assert graphs.captured and [batch.x.shape[0] for batch in batches] == [
-        graphs.slots[0].x.shape[0]
-    ]
+    rows = [batch.x.shape[0] for batch in batches]
+    assert graphs.captured and rows == [graphs.slots[0].x.shape[0]]
 
 
 @pytest.mark.parametrize(

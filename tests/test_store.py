@@ -19,16 +19,7 @@ from disk.files import Rows, StoreError
 from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
-from tests.stores import (
-    _edges,
-    _graphs,
-    _mask,
-    _refuses,
-    _reseal,
-    _rewrite_meta,
-    _small_disk,
-    _sums,
-)
+from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _small_disk, _sums
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
@@ -127,18 +118,11 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     nodes |= {"split": {"train": [0]}, "node_time": np.arange(V)}
     path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
     found, none = GraphStore.open(path), np.zeros(M, int)
-    by = [
-        keys if name in given else none
-        for name, keys in (("edge_type", kinds), ("edge_time", times))
-    ]
-    expected = _columns_slowly(
-        zip(*(a.tolist() for a in (*edge_index, *by, np.arange(M)))), options
-    )
-    if (
-        "indptr" in graph
-        and not {"edge_type", "edge_time"} & {*given}
-        and not any(options.values())
-    ):
+    keys = {"edge_type": kinds, "edge_time": times}
+    by = [keys[name] if name in given else none for name in keys]
+    rows_of_edges = zip(*(a.tolist() for a in (*edge_index, *by, np.arange(M))))
+    expected = _columns_slowly(rows_of_edges, options)
+    if "indptr" in graph and not keys.keys() & given.keys() and not any(options.values()):
         expected = sorted(expected, key=lambda row: row[-1])  # stored as it was
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
@@ -160,30 +144,26 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}
 
 
-def test_store_csc_whose_lists_rise_in_time_is_stored_as_it_is(tmp_path):
-    def build(name, times):
-        indices = Rows([5], np.int64, [np.array([2, 1, 0, 1, 0])])
-        graph = {"edge_index": None, "indptr": [0, 3, 3, 5, 5], "indices": indices}
-        columns = {"edge_features": np.arange(5) > 2, "edge_time": times}
-        path = _store(tmp_path / name, num_nodes=4, split={"train": [0]}, **graph, **columns)
-        return GraphStore.open(path)
+def test_store_csc_is_kept_in_its_order_and_read_from_streams(tmp_path):
+    """Where edges have times, lists have to rise in them."""
+    x = np.random.default_rng(0).standard_normal((4, 5), np.float32)
 
-    graph = build("a", [5, 5, 7, 1, 2])
-    assert graph.indices.tolist() == [2, 1, 0, 1, 0]
-    assert graph.edge_features.tolist() == [[0], [0], [0], [1], [1]]
-    _refuses("its lists must rise in edge_type and edge_time", build, "b", [5, 4, 7, 1, 2])
+    def build(name, **changes):
+        lists = iter([np.array([3, 1, 2], np.int32), np.array([1, 0], np.int32)])
+        graph = {"indptr": [0, 3, 3, 5, 5], "indices": Rows([5], np.int32, lists)}
+        graph |= {"features": Rows([4, 5], np.float32, (x[a : a + 1] for a in range(4)))}
+        graph |= {"edge_index": None, "split": {"train": [0]}, **changes}
+        return GraphStore.open(_store(tmp_path / name, num_nodes=4, **graph))
 
-
-def test_store_keeps_csc_in_the_given_order_and_reads_streams(tmp_path):
-    args = {**_graph(num_nodes=4), "edge_index": None, "split": {"train": [0]}}
-    x, lists = args["features"], [np.array([3, 1, 2], np.int32), np.array([0, 0], np.int32)]
-    args |= {"indptr": [0, 3, 3, 5, 5], "indices": Rows([5], np.int32, iter(lists))}
-    args |= {"features": Rows([4, 5], np.float32, (x[a : a + 1] for a in range(4)))}
-    graph = GraphStore.open(build_store(tmp_path / "g", **args))
-    assert graph.indices.tolist() == [3, 1, 2, 0, 0]
-    assert torch.equal(graph.features.tensor, torch.from_numpy(x))
-    args |= {"indices": [3, 1, 2, 0, 0], "features": Rows([4, 5], np.float32, [x[:3]])}
-    _refuses("3 rows, 4 were announced", build_store, tmp_path / "h", **args)
+    columns = {"edge_time": [5, 5, 7, 1, 2], "edge_features": np.arange(5) > 2}
+    for graph in (build("plain"), timed := build("timed", **columns)):
+        assert graph.indices.tolist() == [3, 1, 2, 1, 0]
+        assert torch.equal(graph.features.tensor, torch.from_numpy(x))
+    assert timed.edge_features.tolist() == [[0], [0], [0], [1], [1]]
+    said = "its lists must rise in edge_type and edge_time"
+    _refuses(said, build, "falls", edge_time=[5, 4, 7, 1, 2])
+    few = {"indices": [3, 1, 2, 0, 0], "features": Rows([4, 5], np.float32, [x[:3]])}
+    _refuses("3 rows, 4 were announced", build, "few", **few)
 
 
 def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
@@ -323,7 +303,7 @@ def test_store_refuses_bad_input_and_leaves_nothing(tmp_path, message):
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?"])
 def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     args = _graph(num_nodes=60, num_edges=90)
-    args["split"] = {"train": [1, 2], "test": _mask([5, 9], 60)}
+    args["split"] = {"train": [1, 2], "test": np.isin(np.arange(60), [5, 9])}
     x = (np.abs(args["features"]) * 3).astype(dtype)
     frozen = x.copy()
     frozen.flags.writeable = False
@@ -354,12 +334,7 @@ def test_store_says_what_is_wrong_with_an_argument(tmp_path):
         (r"ids is \[2\] int64: an int32 or int64 tensor", good.gather, np.arange(2)),
         ("ids is list: an int32", good.gather, [1, 2]),
         (r"ids is \[2\] torch.bool", good.gather, ids.bool()),
-        (
-            r"out is \[2, 5\] float32: torch.float32 \[2, 5\]",
-            good.gather,
-            ids,
-            np.zeros((2, 5), "f4"),
-        ),
+        (r"out is \[2, 5\] float32: torch.float32", good.gather, ids, np.zeros((2, 5), "f4")),
         ("put_rows is for a store with backend lmdb", good.put_rows, ids[:1], torch.ones(1, 5)),
     ):
         _refuses(message, call, *args)
@@ -417,8 +392,7 @@ def test_store_existing_target_stays(tmp_path):
         shutil.copytree(path, tmp_path / "h")
         yield x
 
-    features = Rows((200, 5), np.float32, race())
-    _refuses("exists already", _store, tmp_path / "h", features=features)
+    _refuses("exists already", _store, tmp_path / "h", features=Rows((200, 5), np.float32, race()))
     assert _sums(path) == _sums(tmp_path / "h") == before
     assert {p.name for p in tmp_path.iterdir()} == {"g", "h"}
 

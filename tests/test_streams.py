@@ -167,9 +167,8 @@ class _Order(TorchDispatchMode):
                 for kind in kinds if memory else ():
                     for other, number in getattr(memory, kind).items():
                         if number > clock.get(other, 0):
-                            self.faults.append(
-                                f"{what} on {name}: {other} may not have {kind} it yet"
-                            )
+                            fault = f"{other} may not have {kind} it yet"
+                            self.faults.append(f"{what} on {name}: {fault}")
                 if memory and tensors is written:
                     memory.written, memory.read = {name: self.number}, {}
                 elif memory:
