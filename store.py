@@ -121,12 +121,17 @@ def build_store(
     Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
     """
     if isinstance(edge_index, dict):
+        flat = dict(indptr=indptr, indices=indices, edge_type=edge_type, edge_types=edge_types)
+        if idle := [n for n, v in (flat | {"node_names": node_names}).items() if v is not None]:
+            raise StoreError(
+                f"{idle[0]} is not for a graph that is given by type, as edge_index is"
+            )
         by_type = dict(edge_weight=edge_weight, edge_time=edge_time, edge_features=edge_features)
         by_type |= dict(node_time=node_time, symmetrize=symmetrize)
         flat = typed.flatten(node_types or {}, edge_index, features, labels, split, **by_type)
-        same = dict(node_names=node_names, backend=backend, num_classes=num_classes)
+        same = dict(backend=backend, num_classes=num_classes, block_rows=block_rows, source=source)
         same |= dict(drop_self_loops=drop_self_loops, drop_duplicates=drop_duplicates)
-        same |= dict(block_rows=block_rows, source=source, progress=progress)
+        same |= dict(progress=progress)
         return build_store(path, **flat, **same)
     if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"

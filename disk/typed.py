@@ -37,17 +37,22 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
             without has the latest time of the others.
     """
     features, labels = features or {}, labels or {}
+    columns = {name: values for name, values in columns.items() if values is not None}
+    for what, of in {"features": features, "labels": labels, **columns}.items():
+        if not isinstance(of, dict):
+            needed = "{type: values} is needed where edge_index is given by type"
+            raise StoreError(f"{what} is a {type(of).__name__}: {needed}")
+    counts = integers("node_types", [*node_types.values()]).tolist()
+    node_types, times = dict(zip(node_types, counts)), columns.pop("node_time", {})
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
-    columns = {name: dict(values) for name, values in columns.items() if values is not None}
-    times = columns.pop("node_time", None)
-    of_nodes = {"features": features, "labels": labels, "node_time": times or {}}
-    for what, of in of_nodes.items():
+    for what, of in {"features": features, "labels": labels, "node_time": times}.items():
         if unknown := of.keys() - node_types.keys():
             raise StoreError(f"{what} of {min(unknown)}: types of nodes are {', '.join(names)}")
     if len(labels) > 1:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
+    columns = {name: dict(of) for name, of in columns.items()}
     for name, of in columns.items():
         if different := of.keys() ^ edges.keys():
             what = f"{name} is there for some types of edges and not for {_name(min(different))}"
@@ -66,7 +71,7 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     }
     graph["features"] = _joined(tables, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
-    graph["node_types"] = {name: (int(node_types[name]), widths.get(name, 0)) for name in names}
+    graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
     spread = functools.partial(_spread, first, node_types)
     if times:
         latest = max((int(np.max(t)) for t in times.values() if len(t)), default=0)
@@ -88,6 +93,8 @@ def _name(kind):
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
     """The edges of a type as int64 [2, M_r], checked."""
+    if not isinstance(kind, tuple) or len(kind) != 3:
+        raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
         known = ", ".join(node_types)

@@ -164,6 +164,52 @@ def test_typed_files_refuse(change, said, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"edge_type": [0]}, "edge_type is not for a graph that is given by type"),
+        ({"node_names": ["a"] * 87}, "node_names is not for a graph that is given by type"),
+        ({"features": np.zeros((87, 2))}, "features is a ndarray: \\{type: values\\} is needed"),
+        ({"edge_weight": np.ones(270)}, "edge_weight is a ndarray: {type: values} is needed"),
+        ({"features": {"book": np.zeros((1, 2))}}, "features of book: types of nodes are author"),
+        (
+            {"features": {"paper": np.zeros((49, 2))}},
+            r"features of paper have shape \[49, 2\]: \[50, F\]",
+        ),
+        ({"labels": {"paper": [0] * 49}}, r"labels of paper has shape \[49\]: \[50\] is needed"),
+        ({"labels": {"paper": [0] * 50, "author": [0] * 30}}, "paper and author have labels"),
+        ({"node_types": {**COUNTS, "paper": 50.5}}, "node_types has dtype float64"),
+        (
+            {"node_types": {"paper": 50, "place": 7}, "features": {}},
+            "number of author is not given",
+        ),
+        ({"edge_index": {"writes": [[0], [0]]}}, "edges 'writes': .source type, name, destination"),
+        ({"edge_index": np.zeros((2, 3), int)}, "node_types is for a graph that is given by type"),
+        ({"split": {"train": [50]}}, "node 50, which has no label"),
+        (
+            {
+                "edge_index": dict(zip([*ENDS, ("paper", "rev_at", "author")], [[[0], [0]]] * 4)),
+                "symmetrize": True,
+            },
+            None,
+        ),
+        (
+            {
+                "edge_index": dict(zip([*ENDS, ("place", "rev_at", "author")], [[[0], [0]]] * 4)),
+                "symmetrize": True,
+            },
+            "edges place,rev_at,author are there already",
+        ),
+    ],
+)
+def test_typed_graphs_refuse(change, said, tmp_path):
+    given = {**_typed(), **change}
+    if said:
+        _refuses(said, build_store, tmp_path / "g", **given)
+    else:
+        assert len(GraphStore.open(build_store(tmp_path / "g", **given)).edge_types) == 7
+
+
 def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
     inputs, x = NodeInputs([(5, 3), (4, 2), (6, 0)], 7), torch.randn(9, 3)
     nodes = torch.tensor([8, 0, 14, 3, 9, 5, 4])
