@@ -13,7 +13,6 @@ pages that was no faster than the hottest rows, chosen once. To copy this file t
 and disk/reader.py along.
 """
 
-import ctypes
 import functools
 import itertools
 import mmap
@@ -36,23 +35,11 @@ TOUCHES = 2
 ROOM = 15 / 16  # of the memory that is free, for pages: the rest is left to others
 AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
 
-_ANY, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-SIGNATURES = {
-    "pages_open": (_ANY, _I64, _I64, _I64),
-    "pages_close": (None, _ANY),
-    "pages_expect": (_INT, _ANY, _ANY, _I64, _I64, _I64, _I64),
-    "pages_plan": (_INT, _ANY),
-    "pages_forget": (None, _ANY),
-    "pages_planned": (_I64, _ANY, _INT, _ANY),
-    "pages_advise": (None, _INT, _ANY, _I64, _I64, _INT),
-}
-
 
 @functools.cache
 def library():
     """The C code, or None, after a warning, where it cannot be compiled."""
-    flags = ["-O2", "-fPIC", "-shared"]
-    return build.load_c("pages", build.read_source("pages.c"), flags, SIGNATURES)
+    return build.load_c("pages", build.read_source("pages.c"), ["-O2", "-fPIC", "-shared"])
 
 
 class KeptPages:
@@ -69,7 +56,7 @@ class KeptPages:
         """A later batch asks for rows ids [n]."""
         ids = ids.to(torch.int64).contiguous()
         table = self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
-        if library().pages_expect(self.state, ids.data_ptr(), len(ids), *table):
+        if library().pages_expect(self.state, ids, len(ids), *table):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
 
     def plan(self):
@@ -79,13 +66,12 @@ class KeptPages:
         planned, lists = library().pages_planned, []
         for missing in (True, False):
             lists.append(torch.empty(planned(self.state, missing, None), dtype=torch.int64))
-            planned(self.state, missing, lists[-1].data_ptr())
+            planned(self.state, missing, lists[-1])
         return tuple(pages.sort().values for pages in lists)
 
     def advise(self, pages, wanted):
         """Have the kernel begin to read pages (wanted) or drop them; asynchronous unless the device queue is full."""
-        pages = pages.data_ptr(), len(pages), mmap.PAGESIZE
-        library().pages_advise(self.reader.file, *pages, wanted)
+        library().pages_advise(self.reader.file, pages, len(pages), mmap.PAGESIZE, wanted)
 
     def forget(self):
         """No batch is expected any more."""

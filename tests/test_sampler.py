@@ -785,7 +785,7 @@ def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
 def _answer(how):
     """A library that answers 42, by way of the cache -> (its answer, its path)."""
     source = f"int answer(void) {{ return 42; }}  // {how}"
-    library = build.load_c("test", source, ["-shared", "-fPIC"], {})
+    library = build.load_c("test", source, ["-shared", "-fPIC"])
     return library.answer(), library._name
 
 
