@@ -17,13 +17,11 @@ content depends on, DIGEST is the SHA-256 of the file, without which a damaged l
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import os
 import platform
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -189,13 +187,7 @@ def load_c(name, source, flags):
         text = f"the C code of {name} could not be compiled, so slower torch operations are used"
         _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
-    results = {
-        "void": None,
-        "int": ctypes.c_int,
-        "i64": _NUMBERS["i64"],
-        r"void \*": ctypes.c_void_p,
-    }
-    for c_type, result in results.items():
+    for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
         for function, arguments in signatures(source, c_type).items():
             getattr(library, function).restype = result
             kinds = [_Pointer if "*" in kind else _NUMBERS[kind] for kind, _ in arguments]
@@ -249,17 +241,14 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
-    options: of NVRTC, such as ("--use_fast_math",).
-    """
-
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda)])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
@@ -321,29 +310,22 @@ class Launch:
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
-        # a struct stays where the caller has it, all else is packed into _memory
-        codes = [getattr(_kind(c_type), "_type_", "") for c_type, _ in kernels.signatures[kernel]]
-        packed = struct.Struct("".join(codes))
-        self._memory = ctypes.create_string_buffer(packed.size)
-        self._pack = functools.partial(packed.pack_into, self._memory, 0)
-        ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
-        starts = [end - struct.calcsize(code) for end, code in zip(ends, codes)]
-        memory = ctypes.addressof(self._memory)
-        self._pointers = (ctypes.c_void_p * len(codes))(*(memory + start for start in starts))
-        self._structs = {i: None for i, code in enumerate(codes) if not code}
-        self._go = kernels._driver.cuLaunchKernel
-        if not values:
-            return
-        if len(values) != len(codes):
-            wanted = ", ".join(f"{c_type} {name}" for c_type, name in kernels.signatures[kernel])
+        self._go, arguments = kernels._driver.cuLaunchKernel, kernels.signatures[kernel]
+        if values and len(values) != len(arguments):
+            wanted = ", ".join(f"{c_type} {name}" for c_type, name in arguments)
             raise TypeError(f"kernel {kernel} takes ({wanted}), not {len(values)} arguments")
-        for i in self._structs:
-            self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
-        self.pack([value for i, value in enumerate(values) if i not in self._structs])
+        kinds = [_kind(c_type) for c_type, _ in arguments]
+        # a struct stays where the caller has it
+        self._arguments = [kind() if kind else values[i] for i, kind in enumerate(kinds)]
+        self._pointers = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._arguments))
+        self.pack(values)
 
     def pack(self, values):
         """Set all arguments but structs."""
-        self._pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
+        for argument, value in zip(self._arguments, values):
+            if argument is not value:
+                plain = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                argument.value = plain or 0
 
     def __call__(self, threads, stream):
         if threads <= 0:

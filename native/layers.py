@@ -132,13 +132,6 @@ class Code:
         given = h, nodes, S, width, _aligned(width, h, out), *_on_device(seed), relu, drop, scale
         self.run("relu_dropout", S * self.threads(width), *given, out)
 
-    def relu_dropout_grad(self, h, grad, scale):
-        """The result h [S, D] and its gradient -> that of what went in."""
-        (S, width), out = h.shape, torch.empty_like(grad)
-        given = h, grad, S, width, _aligned(width, h, grad), scale
-        self.run("relu_dropout_grad", S * self.threads(width), *given, out)
-        return out
-
     def edge_matrix_grad(self, block, numbers, K, width, *given):
         """The gradient [d, K width] of what features of edges [numbers, d] are multiplied by; see the kernel.
 
@@ -308,8 +301,13 @@ class _ReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = ctx.code.relu_dropout_grad(*ctx.saved_tensors, grad.contiguous(), ctx.scale)
-        return grad, None, None, None, None
+        (h,), grad, code, (S, width) = ctx.saved_tensors, grad.contiguous(), ctx.code, grad.shape
+        given, out = (
+            (h, grad, S, width, _aligned(width, h, grad), ctx.scale),
+            torch.empty_like(grad),
+        )
+        code.run("relu_dropout_grad", S * code.threads(width), *given, out)
+        return out, None, None, None, None
 
 
 def dropout(x, nodes, seed, drop):

@@ -142,8 +142,9 @@ class Backend:
             build.fill(job, **times, **edges, dst_when=when, seeds_before=before)
         E = self._checked(self.library.rb_count(job), S)
         if E > torch.iinfo(dst.dtype).max:
-            many = f"this hop has {E} edges, too many for {dst.dtype} blocks"
-            raise ValueError(f"{many}; use smaller batches or fanouts")
+            raise ValueError(
+                f"{E} edges of a hop are too many for {dst.dtype}: use smaller batches"
+            )
 
         local, src, src_when = dst.new_empty(E), dst, when
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None

@@ -21,7 +21,8 @@ All shapes follow from the number of seeds: room for the most edges possible, or
 (fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
 Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
 
-    frame = backend.frame(1024, hops=2)   # blocks and sizes that stay where they are
+    rows, places = backend.shapes(1024)
+    frame = backend.frame(rows[:3], places[:2])      # of two hops: blocks and sizes stay where they are
     frame.aggregate(features, x)          # the third hop in one kernel: neighbours drawn and averaged, never written
     with torch.cuda.graph(graph):
         frame.start()
@@ -103,17 +104,13 @@ class Backend:
         self.resting = []  # frames; pop and append are atomic
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
-        """Sample the neighbourhood of seeds.
+        """Sample a batch -> the fields of a Block for each hop, from the seeds outward, in memory that they share, of the
+        current stream; None where a seed is not a node or is repeated.
 
         Args:
-            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not. step: int.
-            relabel_outer: False leaves global ids in the outermost hop.
-            exclude: int64 [X] edges, ascending, on the GPU, or None.
+            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not. relabel_outer: False leaves global ids
+                in the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
             times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
-
-        Returns:
-            The fields of a Block for each hop, from the seeds outward, in memory that they share, of the current stream.
-            None where a seed is not a node or is repeated.
         """
         if not seeds.numel():
             return [self._nothing() for _ in self.fanouts]
@@ -133,19 +130,15 @@ class Backend:
                 self.kernels.wait()
                 trouble = frame.trouble
                 if trouble & DAMAGED:
-                    raise IndexError(
-                        "the graph is damaged: an offset in indptr or a node id in indices is out of range"
-                    )
+                    raise IndexError("the graph is damaged: an offset or a node id is out of range")
                 if trouble != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
                     if wanted > part.places:
                         self.most[hop] = max(self.most[hop], wanted + wanted // 4)
             else:
-                raise RuntimeError(
-                    f"a batch of {seeds.numel()} seeds asked for more room {len(self.fanouts) + 2} times, at last for "
-                    f"{frame.wanted} edges a hop: use NeighborSampler(backend='torch')"
-                )
+                again = f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a hop"
+                raise RuntimeError(f"{again}: use NeighborSampler(backend='torch')")
             blocks = None if trouble else frame.cut()
             frame.memory = frame.edges = frame.times = None  # the blocks'
             # idle: the GPU is done with it, whatever stream the next batch is on
@@ -178,18 +171,12 @@ class Backend:
             raise ValueError(f"a batch of up to {edges} edges is too large; use smaller batches")
         return rows, places
 
-    def frame(self, batch_size, hops=None, rows=None, places=None):
-        """A Frame for batches of up to `batch_size` seeds, whose blocks stay where they are.
-
-        Args:
-            hops: how many, from the seeds outward; all when None.
-            rows, places: room for source nodes [hops + 1], the seeds first, and for edges [hops] of each hop; for as
-                many as are possible when None.
-        """
-        hops, shapes = hops or len(self.fanouts), self.shapes(batch_size)
+    def frame(self, rows, places):
+        """A Frame whose blocks stay where they are, of as many hops as `places` has from the seeds outward, with room for
+        source nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
         with self.kernels.current():
             frame = Frame(self)
-            frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
+            frame.fit(rows, places, True)
             frame.make_blocks()
             frame.memory.zero_()  # ids in the padding are ids of nodes
         return frame

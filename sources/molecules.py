@@ -96,11 +96,9 @@ def _check_cells(arrays, lattice, atoms, radius):
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     bad = np.flatnonzero(candidates > MOST_CANDIDATES)
     if len(bad):
-        n, found = atoms[bad[0]], candidates[bad[0]]
-        raise arrays.error(
-            f"cell {bad[0]} has {n} atoms, and within radius={radius:g} of it lie about {found / n:,.0f} images of each, "
-            f"{found:,.0f} in all: at most {MOST_CANDIDATES:,} are searched; choose a smaller radius"
-        )
+        near = f"{candidates[bad[0]]:,.0f} atoms are within radius={radius:g} of cell {bad[0]}"
+        most = f"at most {MOST_CANDIDATES:,} are searched"
+        raise arrays.error(f"{near}, its images among them: {most}; choose a smaller radius")
 
 
 def _heights(lattice) -> np.ndarray:

@@ -305,6 +305,12 @@ def _emulated(s, folder, seed=0, checked=False):
     return sampler_gpu.Backend(s.engine.task, s.fanouts, s.seed, compiled)
 
 
+def _frame(backend, seeds, hops, **room):
+    """A Frame of sampler_gpu for a number of seeds; room: rows, places."""
+    rows, places = backend.shapes(seeds)
+    return backend.frame(**{"rows": rows[: hops + 1], "places": places[:hops], **room})
+
+
 def _chi_square_limit(df, z=4.75):
     """The quantile of chi-square by Wilson and Hilferty; z = 4.75 leaves one in a million above it."""
     return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
