@@ -80,9 +80,9 @@ class _Pointer:
 
     @staticmethod
     def from_param(value):
-        value = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        is_struct = isinstance(value, ctypes.Structure)
-        return ctypes.byref(value) if is_struct else ctypes.c_void_p(value)
+        if isinstance(value, ctypes.Structure):
+            return ctypes.byref(value)
+        return ctypes.c_void_p(value.data_ptr() if isinstance(value, torch.Tensor) else value)
 
 
 def fill(struct, **values):

@@ -113,7 +113,11 @@ class Backend:
             times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
         """
         if not seeds.numel():
-            return [self._nothing() for _ in self.fanouts]
+            none, long = (
+                self.task.indices.new_empty(0, dtype=dtype) for dtype in (None, torch.int64)
+            )
+            ids, times = long if self.task.edge_ids else None, long if self.timed else None
+            return [(none.new_zeros(1), none, none, ids, times)] * len(self.fanouts)
         if not self.num_nodes:
             return None
         with self.kernels.current():
@@ -144,12 +148,6 @@ class Backend:
             # idle: the GPU is done with it, whatever stream the next batch is on
             self.resting.append(frame)
         return blocks
-
-    def _nothing(self):
-        none = self.task.indices.new_empty(0)
-        long = none.long()
-        ids, times = long if self.task.edge_ids else None, long if self.timed else None
-        return none.new_zeros(1), none, none, ids, times
 
     def shapes(self, S):
         """Room for a batch of S seeds -> (source nodes of each hop [L + 1], the seeds first; edges of each hop [L])."""

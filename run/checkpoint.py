@@ -268,7 +268,7 @@ def check_graph(state, path, args, task):
         return
     files, was = digests(store), graph["files"]
     if other := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
-        said = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} differs"
+        said = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
         raise StoreError(f"{said}; give its graph, or another --checkpoint to start anew")
     if state["total_batch"] != args.total_batch:
         batch = state["total_batch"] * args.batch_size // args.total_batch

@@ -96,9 +96,11 @@ def _check_cells(arrays, lattice, atoms, radius):
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     bad = np.flatnonzero(candidates > MOST_CANDIDATES)
     if len(bad):
-        near = f"{candidates[bad[0]]:,.0f} atoms are within radius={radius:g} of cell {bad[0]}"
-        most = f"at most {MOST_CANDIDATES:,} are searched"
-        raise arrays.error(f"{near}, its images among them: {most}; choose a smaller radius")
+        n, found = atoms[bad[0]], candidates[bad[0]]
+        near = f"cell {bad[0]} has {n} atoms, and {found:,.0f} with images within radius={radius:g}"
+        raise arrays.error(
+            f"{near}: at most {MOST_CANDIDATES:,} are searched; choose a smaller radius"
+        )
 
 
 def _heights(lattice) -> np.ndarray:

@@ -162,7 +162,7 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     smaller = _graph(num_nodes=180, width=6, classes=3, seed=1)  # one class does not occur
     wider, labels = _graph(num_nodes=300, width=7, classes=4), np.roll(graph["labels"], 1)
     for name, arrays, said, code in (
-        ("labels", {**graph, "labels": labels}, "labels.npy in .* differs", 0),
+        ("labels", {**graph, "labels": labels}, "labels.npy in .* is not the same", 0),
         ("features", {**graph, "features": graph["features"] + 1}, "features.npy in .* is not", 0),
         ("width", wider, "was trained on a graph with feature_dim 6, .* has 7", 2),
         ("classes", {**graph, "num_classes": 5}, "with num_classes 4, .* has 5", 2),
