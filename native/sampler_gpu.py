@@ -50,11 +50,6 @@ IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
-def source(file, ids, **defines):
-    """CUDA source for node ids of a dtype."""
-    return build.read_source(file, ID=IDS[ids], WEIGHT="double", **defines)
-
-
 def types_of(task):
     """The C type of a task's edge types, as a macro; none without types."""
     names = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}
@@ -65,8 +60,8 @@ def aggregate_source(ids, k, features, out):
     """CUDA source of pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (source, columns at once)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
-    types = {"IN": ROWS[features.dtype], "OUT": ROWS[out.dtype], "VEC": vec, "LANES": LANES, "K": k}
-    return source("aggregate.cu", ids, **types), vec
+    types = {"ID": IDS[ids], "WEIGHT": "double", "IN": ROWS[features.dtype], "OUT": ROWS[out.dtype]}
+    return build.read_source("aggregate.cu", **types, VEC=vec, LANES=LANES, K=k), vec
 
 
 @functools.cache
@@ -94,8 +89,8 @@ class Backend:
 
     def __init__(self, task, fanouts, seed, compiled):
         self.task, self.fanouts, self.seed, self.compiled = task, fanouts, seed, compiled
-        text = source("sampler.cu", task.indices.dtype, **types_of(task))
-        self.kernels = compiled("sampler", text)
+        types = {"ID": IDS[task.indices.dtype], "WEIGHT": "double", **types_of(task)}
+        self.kernels = compiled("sampler", build.read_source("sampler.cu", **types))
         self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
         self.timed = task.edge_times is not None
         self.weights = None if task.weights is None else task.weights.double()

@@ -545,11 +545,11 @@ def _cuda_resources(source, arch, folder):
 def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
     dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
     of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
-    found = _cuda_resources(sampler_gpu.source("sampler.cu", dtype, **of_types), arch, tmp_path)
+    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
-    source, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found |= _cuda_resources(source, arch, tmp_path)
+    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
+    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
