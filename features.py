@@ -236,27 +236,23 @@ class FeatureRing:
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
         elif self.copies and getattr(table, "kept_on", None) == self.device.type:
-            upload = lambda missing: self._upload(slot, name, table.features, missing)  # noqa: E731
+            upload = lambda missing: self._fill(slot, name, table.features, missing)  # noqa: E731
             rows = table.gather(ids, missing=upload)
-        elif self.copies:
-            rows = self._upload(slot, name, table, ids, block)
         else:
             rows = self._fill(slot, name, table, ids, block)
         return rows.to(self.convert or table.dtype)
 
-    def _upload(self, slot, name, table, ids, block=None):
-        rows = self._fill(slot, name, table, ids.cpu(), block and block.to("cpu"))
-        if name == "rows":
-            self.began[slot] = self.copies.event()
-        return self.copies.copy(rows)
-
     def _fill(self, slot, name, table, ids, block=None):
-        """Read rows into the slot's buffer -> [n, F], a view of it; a tensor of its own with reuse=False on CPU."""
+        """Read rows into the slot's buffer -> [n, F]: a view of it or, where there is a GPU, their copy there; a tensor of
+        its own with reuse=False on CPU."""
         if not self.copies and not self.reuse:
             return self._read(table, ids, block)
         shape = ids.numel(), self.width if block else table.shape[1]
-        dtype = self.dtype if block else table.dtype
-        return self._read(table, ids, block, self._buffer(slot, name, shape, dtype))
+        buffer = self._buffer(slot, name, shape, self.dtype if block else table.dtype)
+        rows = self._read(table, ids.cpu(), block and block.to("cpu"), buffer)
+        if self.copies and name == "rows":
+            self.began[slot] = self.copies.event()
+        return self.copies.copy(rows) if self.copies else rows
 
     def _buffer(self, slot, name, shape, dtype):
         """A buffer of the slot, as a tensor that may be written."""

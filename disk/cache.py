@@ -13,8 +13,6 @@ pages that was no faster than the hottest rows, chosen once. To copy this file t
 and disk/reader.py along.
 """
 
-import ctypes
-import functools
 import itertools
 import mmap
 import os
@@ -26,8 +24,8 @@ from contextlib import closing, contextmanager
 import torch
 
 from disk.files import StoreError, gather_target
+from disk.reader import library
 from features import CachedFeatures, prefetch
-from native import build
 
 # batches sampled for each one fetched until the window is full, so that training need not wait for that
 RAMP = 2
@@ -36,24 +34,6 @@ TOUCHES = 2
 ROOM = 15 / 16  # of the memory that is free, for pages: the rest is left to others
 AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
 
-_ANY, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-SIGNATURES = {
-    "pages_open": (_ANY, _I64, _I64, _I64),
-    "pages_close": (None, _ANY),
-    "pages_expect": (_INT, _ANY, _ANY, _I64, _I64, _I64, _I64),
-    "pages_plan": (_INT, _ANY),
-    "pages_forget": (None, _ANY),
-    "pages_planned": (_I64, _ANY, _INT, _ANY),
-    "pages_advise": (None, _INT, _ANY, _I64, _I64, _INT),
-}
-
-
-@functools.cache
-def library():
-    """The C code, or None, after a warning, where it cannot be compiled."""
-    flags = ["-O2", "-fPIC", "-shared"]
-    return build.load_c("pages", build.read_source("pages.c"), flags, SIGNATURES)
-
 
 class KeptPages:
     """The pages of a table, of a RowReader, that the page cache keeps: at first as much of the file as there is room for
@@ -61,7 +41,8 @@ class KeptPages:
 
     def __init__(self, reader, places, lookahead):
         self.reader = reader
-        self.state = library().pages_open(_pages_of(reader), places, lookahead)
+        self.code = library("pages")
+        self.state = self.code.pages_open(_pages_of(reader), places, lookahead)
         if not self.state:
             raise StoreError(f"no memory to plan {places:,} pages of {reader.path}")
 
@@ -69,31 +50,30 @@ class KeptPages:
         """A later batch asks for rows ids [n]."""
         ids = ids.to(torch.int64).contiguous()
         table = self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
-        if library().pages_expect(self.state, ids.data_ptr(), len(ids), *table):
+        if self.code.pages_expect(self.state, ids, len(ids), *table):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
 
     def plan(self):
         """Decide on the oldest batch expected -> (pages to read for it, pages to drop once it is gathered), ascending."""
-        if library().pages_plan(self.state):
+        if self.code.pages_plan(self.state):
             raise StoreError("no memory to plan what the page cache keeps")
-        planned, lists = library().pages_planned, []
+        planned, lists = self.code.pages_planned, []
         for missing in (True, False):
             lists.append(torch.empty(planned(self.state, missing, None), dtype=torch.int64))
-            planned(self.state, missing, lists[-1].data_ptr())
+            planned(self.state, missing, lists[-1])
         return tuple(pages.sort().values for pages in lists)
 
     def advise(self, pages, wanted):
         """Have the kernel begin to read pages (wanted) or drop them; asynchronous unless the device queue is full."""
-        pages = pages.data_ptr(), len(pages), mmap.PAGESIZE
-        library().pages_advise(self.reader.file, *pages, wanted)
+        self.code.pages_advise(self.reader.file, pages, len(pages), mmap.PAGESIZE, wanted)
 
     def forget(self):
         """No batch is expected any more."""
-        library().pages_forget(self.state)
+        self.code.pages_forget(self.state)
 
     def __del__(self):
-        if getattr(self, "state", None) and library:
-            library().pages_close(self.state)
+        if getattr(self, "state", None):
+            self.code.pages_close(self.state)
 
 
 def _pages_of(reader):
@@ -132,7 +112,7 @@ class LookaheadCache(CachedFeatures):
 
     def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
         shape, dtype, reader = tuple(features.shape), features.dtype, features.reader()
-        if library() is None or reader is None:
+        if library("pages") is None or reader is None:
             raise StoreError("a cache that looks ahead needs Linux and a C compiler")
         self.reader, self.budget, self.lookahead, self.room = reader, budget, lookahead, 0
         if features.stays() and not reader.direct:

@@ -30,16 +30,15 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         raise StoreError(f"labels has dtype {dtype}: the class of each node is an integer")
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        forms = f"[{num_nodes}] is needed, or [{num_nodes}, C] of 0 and 1"
-        raise StoreError(f"labels has shape {list(labels.shape)}: {forms}")
+        raise StoreError(
+            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, or [V, C]"
+        )
     if (labels == -1).all():
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-            raise StoreError(
-                f"labels has shape {list(labels.shape)} and num_classes is {num_classes}: several labels a node are "
-                f"[V, C] with C from 2 to {MAX_CLASSES:,}"
-            )
+            given = f"labels is {list(labels.shape)} and num_classes {num_classes}"
+            raise StoreError(f"{given}: of several labels a node C is from 2 to {MAX_CLASSES:,}")
         bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
         why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
         refuse(bad, "labels", labels, why)
@@ -48,10 +47,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         num_classes = max(int(labels.max()) + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
         if num_classes > 1000 + 10 * present:
-            raise StoreError(
-                f"labels run up to {num_classes - 1:,} and {present:,} different ones occur: {num_classes:,} classes "
-                f"make a last layer of {files.readable_size(num_classes * 512)}; number them from 0"
-            )
+            most = f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
+            raise StoreError(f"{most}: number them from 0, each class is a row of the last layer")
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
     bad = (labels < -1) | (labels >= num_classes)
@@ -73,8 +70,7 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
     if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
         shapes = f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}"
-        needed = f"[{num_nodes + 1}] and [M] are needed, with {num_nodes} rows of features"
-        raise StoreError(f"{shapes}: {needed}")
+        raise StoreError(f"{shapes}: [{num_nodes + 1}] and [M] are needed")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
@@ -88,8 +84,8 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     for first, chunk in files.chunked("features", features, progress=progress):
         chunk = files.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
-            came = f"{list(chunk.shape[1:])} {chunk.dtype}"
-            raise StoreError(f"features has rows of {came}, [{width}] {dtype} was announced")
+            came = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
+            raise StoreError(f"{came}, [{width}] {dtype} was announced")
         files.check_finite("features", chunk, first)
         largest.append(files.largest_of(chunk))
         yield files.as_numpy(chunk.detach().cpu())

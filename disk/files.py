@@ -161,11 +161,9 @@ def locked(path, flags=os.O_RDONLY, at_once=0):
     at_once is LOCK_NB and another has it."""
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        try:
+        # some network file systems have no locks: nothing is taken for a leftover
+        with contextlib.suppress(*() if at_once else (OSError,)):
             fcntl.flock(handle, fcntl.LOCK_EX | at_once)
-        except OSError:  # some network file systems have no locks: nothing is taken for a leftover
-            if at_once:
-                raise
         yield handle
     finally:
         os.close(handle)
@@ -301,24 +299,22 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            said = f"store format {version!r:.200}; this code reads 2 and {VERSION}; rebuild it"
-            raise StoreError(f"{path}: {said}")
+            known = f"this code reads 2 and {VERSION}"
+            raise StoreError(f"{path}: store format {version!r:.200}; {known}; rebuild it")
         for name, allowed in dict(spec).items():
             value, kind = meta.get(name), int if isinstance(allowed, range) else str
             if type(value) is not kind or value not in allowed:
                 raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
-        if not all(_is_record(*item, names) for item in meta["files"].items()):
-            raise ValueError("it describes no files of a store")
+        for name, record in meta["files"].items():
+            # of an LMDB file, which changes, there may be no digest
+            digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
+            sizes = type(record["bytes"]) is int and type(record.get("largest", 0.0)) is float
+            known = sizes and (not names or name in names)
+            if not known or not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"what it describes as {name[:99]!r} is no file of a store")
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not fit")
     return meta
-
-
-def _is_record(name, record, names):
-    """Whether meta.json may say this of a file; of an LMDB file, which changes, there may be no digest."""
-    digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
-    sizes = type(record["bytes"]) is int and type(record.get("largest", 0.0)) is float
-    return sizes and (not names or name in names) and bool(re.fullmatch("[0-9a-f]{64}", digest))
 
 
 def irregular(folder) -> dict[str, str]:
@@ -351,7 +347,7 @@ def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
         # a header of another length would shift what is behind it
         if not array.flags.c_contiguous or array.offset + array.nbytes != record["bytes"]:
             raise ValueError("its header is damaged")
-    if not ahead and hasattr(mmap, "MADV_RANDOM"):
+    if not ahead:
         array._mmap.madvise(mmap.MADV_RANDOM)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -363,9 +359,7 @@ def map_split(path, files) -> dict[str, Tensor]:
     names = {name: f"{name}.npy" for name in SPLITS}
     split = {n: map_npy(path, file, files[file], "int64", None) for n, file in names.items()}
     if len({ids.shape[:-1] for ids in split.values()}) > 1 or split["train"].dim() not in (1, 2):
-        raise StoreError(
-            f"{path}: train.npy, valid.npy and test.npy have shapes that contradict each other; rebuild the store"
-        )
+        raise StoreError(f"{path}: the shapes of its split do not fit together; rebuild the store")
     return split
 
 
@@ -392,6 +386,11 @@ def readable_size(count) -> str:
     """1234567 -> '1.23 MB'."""
     power = min(4, max(0, len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+def plural(number, what) -> str:
+    """1, "row" -> "1 row"; 2000, "row" -> "2,000 rows"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def info_lines(lines, graph) -> str:
@@ -475,18 +474,9 @@ def as_numpy(rows) -> np.ndarray:
     return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
-@contextlib.contextmanager
-def _making(what, name, values):
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        kind = type(values).__name__
-        raise StoreError(f"{name} is a {kind}, no {what}: {error}") from error
-
-
 def as_rows(name, rows) -> Tensor:
     """Rows as a tensor, in this machine's byte order; booleans as uint8."""
-    with _making("tensor", name, rows):
+    with reading(name):
         if isinstance(rows, np.ndarray):
             rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
         rows = torch.as_tensor(rows)
@@ -495,7 +485,7 @@ def as_rows(name, rows) -> Tensor:
 
 def array_like(name, values):
     """`values` if they have shape, dtype and slices (arrays, tensors, `Rows`), a list as an array; else StoreError."""
-    with _making("array", name, values):
+    with reading(name):
         values = np.asarray(values) if type(values) in (list, tuple, range) else values
         _ = values.shape, values.dtype
     if getattr(values, "layout", torch.strided) != torch.strided or hasattr(values, "toarray"):

@@ -87,14 +87,9 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
     np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
-    return GraphBatch(
-        torch.from_numpy(indptr),
-        torch.from_numpy((src + shift)[order].astype(np.int32)),
-        torch.from_numpy(np.repeat(np.arange(len(num_nodes)), num_nodes)),
-        x,
-        e[torch.from_numpy(order)],
-        y,
-    )
+    indices, graph_ids = (src + shift)[order], np.repeat(np.arange(len(num_nodes)), num_nodes)
+    arrays = map(torch.from_numpy, (indptr, indices.astype(np.int32), graph_ids))
+    return GraphBatch(*arrays, x, e[torch.from_numpy(order)], y)
 
 
 def _must_fit(nodes_of_each, **sizes):
@@ -156,10 +151,9 @@ class GraphDataset:
         self.path, self.meta = Path(path), meta
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
-        (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype) = self._kinds[:2]
+        (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype), _ = self._kinds
         self.target_dim, self.target_dtype = self._kinds[2]
-        records = meta["files"]
-        self.split = files.map_split(path, records) if records else {}
+        self.split = files.map_split(path, meta["files"]) if meta["files"] else {}
 
     @classmethod
     def open(cls, path) -> "GraphDataset":
@@ -288,12 +282,10 @@ class GraphDataset:
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             return flat.view(int(count.sum()), width)
 
-        return GraphBatch(
-            torch.from_numpy(indptr.astype(np.int32)),
-            torch.from_numpy(indices.astype(np.int32)),
-            torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes)),
-            *map(rows_of, rows, self._kinds, counts[2:]),
-        )
+        graph_ids = np.repeat(np.arange(len(nodes)), nodes)
+        arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
+        arrays = map(torch.from_numpy, arrays)
+        return GraphBatch(*arrays, *map(rows_of, rows, self._kinds, counts[2:]))
 
 
 def verify(path) -> list[str]:

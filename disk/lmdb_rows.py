@@ -94,17 +94,15 @@ class LmdbFile:
                 else:
                     if not self._overtaken(txn):
                         return result
-        raise StoreError(
-            f"{self.path} could not be read at one moment in {PATIENCE} s: a writer that cannot see this reader, who "
-            "may not write to the folder, changes it faster"
-        )
+        why = "a writer that cannot see this reader, who may not write to the folder, changes it faster"
+        raise StoreError(f"{self.path} could not be read at one moment in {PATIENCE} s: {why}")
 
     def _overtaken(self, txn):
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
 
     def _errno(self, said):
         """The system's error behind an error of LMDB."""
-        codes = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EIO
+        codes = *files.FULL, errno.EACCES, errno.EIO
         code = next((code for code in codes if os.strerror(code) in said), errno.EIO)
         # a file that this user may write is opened read-only where its lock file has no room
         no_lock = code == errno.EACCES and self._writable()
@@ -119,8 +117,9 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            said = f"{entries} values, and the last is not of that number"
-            raise StoreError(f"{self.path} counts {said}; rebuild it")
+            raise StoreError(
+                f"{self.path}: the last of {entries} values has another number; rebuild it"
+            )
         return entries
 
     def append(self, values):
@@ -199,12 +198,11 @@ class LmdbFile:
         cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=LmdbFile._hold,
-        after_in_parent=LmdbFile._release,
-        after_in_child=LmdbFile._begin_in_child,
-    )
+os.register_at_fork(
+    before=LmdbFile._hold,
+    after_in_parent=LmdbFile._release,
+    after_in_child=LmdbFile._begin_in_child,
+)
 
 
 def key(number) -> bytes:
@@ -356,7 +354,6 @@ class LmdbFeatures:
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not fit."""
-
         blocks = range(-(-self.shape[0] // self.block_rows))
         self.file.read(lambda txn: [self._block(txn, n, check=True).size for n in blocks])
 

@@ -11,7 +11,6 @@ To copy this file take native/ and disk/files.py along. Linux; elsewhere, and wi
 None.
 """
 
-import ctypes
 import functools
 import os
 import sys
@@ -25,24 +24,19 @@ from native import build
 DEPTH = 64  # requests in flight
 ENDED = 100000  # as in C
 FLAGS = ["-O2", "-fPIC", "-shared", "-pthread"]
-_ANY, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-SIGNATURES = {
-    "rows_accepts": (_INT, _INT, _I64),
-    "rows_read": (_I64, _INT, *[_I64] * 4, _ANY, _ANY, _I64, _ANY, ctypes.POINTER(_I64)),
-}
 
 
 @functools.cache
-def library():
-    """The C code, or None, after a warning, where it cannot be compiled."""
+def library(name="rows"):
+    """The C code of native/NAME.c; None where this is not Linux or, after a warning, it cannot be compiled."""
     if sys.platform != "linux":
         return None
-    return build.load_c("rows", build.read_source("rows.c"), FLAGS, SIGNATURES)
+    return build.load_c(name, build.read_source(f"{name}.c"), FLAGS)
 
 
 def open_rows(path, offset, row_bytes, rows, direct=True):
     """A `RowReader` of a table of `rows` rows that begins at byte `offset` of a file; None without C code."""
-    return RowReader(path, offset, row_bytes, rows, direct) if library() else None
+    return RowReader(path, offset, row_bytes, rows, direct) if library("rows") else None
 
 
 class RowReader:
@@ -65,7 +59,7 @@ class RowReader:
                 file = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
             except OSError:
                 break  # a file system without it
-            if library().rows_accepts(file, block):
+            if library("rows").rows_accepts(file, block):
                 return file, block, True
             os.close(file)
         file = os.open(self.path, os.O_RDONLY)
@@ -82,18 +76,17 @@ class RowReader:
             places: int64 [n], where in `out` each row goes; row i of ids to row i of out when None.
         """
         check_ids(ids, self.rows)
-        ids, at = ids.to(torch.int64).contiguous(), ctypes.c_int64()
+        ids, at = ids.to(torch.int64).contiguous(), torch.empty(1, dtype=torch.int64)
         room = len(out) >= len(ids) or places is not None
         if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
             needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
             raise ValueError(f"out is {list(out.shape)} {out.dtype}: {needed}")
         depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))
-        into = None if places is None else places.data_ptr(), len(ids), out.data_ptr()
         table = self.file, self.offset, self.row_bytes, self.block, depth
-        code = library().rows_read(*table, ids.data_ptr(), *into, ctypes.byref(at))
+        code = library("rows").rows_read(*table, ids, places, len(ids), out, at)
         if code < 0:
             said = "it was cut short after it was opened" if code == -ENDED else os.strerror(-code)
-            raise StoreError(f"{self.path} cannot be read at byte {at.value:,}: {said}")
+            raise StoreError(f"{self.path} cannot be read at byte {at.item():,}: {said}")
         with self.lock:
             self.bytes_read += code
         return out

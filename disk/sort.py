@@ -9,6 +9,7 @@ V nodes, M edges. This file needs disk/files.py and numpy.
 """
 
 import functools
+import os
 import tempfile
 from collections.abc import Iterator
 
@@ -140,7 +141,8 @@ def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterato
     ends, folder = np.cumsum(counts), folder if len(counts) > 1 else None
     filled, total = ends - counts, int(ends[-1])
     with progress_bar(progress, total=2 * total, desc="edges", unit="edge") as bar:
-        spools = [_Spool(total, dtype, folder) for dtype in (np.uint64, np.int64)[: 1 + numbered]]
+        room = functools.partial(_on_disk, folder) if folder else np.empty
+        spools = [room(total, dtype) for dtype in (np.uint64, np.int64)[: 1 + numbered]]
         for src, dst, *number in edges():
             packed = dst.astype(np.int64)
             packed <<= bits
@@ -154,34 +156,21 @@ def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterato
             inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
             for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(src)])):
                 for spool, array in zip(spools, arrays):
-                    spool.write(filled[i], array[a:b])
+                    spool[filled[i] : filled[i] + b - a] = array[a:b]
                 filled[i] += b - a
             bar.update(len(src))
         for a, b in zip(ends - counts, ends):
-            yield [spool.read(a, b) for spool in spools] + [None] * (not numbered)
+            parts = (np.array(spool[a:b]) if folder else spool[a:b] for spool in spools)
+            yield *parts, *[None] * (not numbered)
             bar.update(int(b - a))
 
 
-class _Spool:
-    """An array [count] that is written and read in parts: in memory, or in a file without a name in a folder."""
-
-    def __init__(self, count, dtype, folder):
-        self.dtype = np.dtype(dtype)
-        self.file = tempfile.TemporaryFile(dir=folder) if folder else None
-        self.array = None if folder else np.empty(count, dtype)
-
-    def write(self, at, part):
-        if self.file:
-            self.file.seek(int(at) * self.dtype.itemsize)
-            self.file.write(part.data)
-        else:
-            self.array[at : at + len(part)] = part
-
-    def read(self, a, b):
-        if not self.file:
-            return self.array[a:b]
-        self.file.seek(int(a) * self.dtype.itemsize)
-        return np.fromfile(self.file, self.dtype, int(b - a))
+def _on_disk(folder, count, dtype) -> np.ndarray:
+    """An array [count] in a file without a name in a folder."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # a hole would end the process on a full disk
+            os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
+        return np.memmap(file, dtype, "r+", shape=count)
 
 
 def _cut(edges, num_nodes, most) -> tuple[list[int], np.ndarray]:

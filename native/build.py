@@ -1,9 +1,9 @@
 """Compile C with cc and CUDA with NVRTC at first use, and cache what was compiled for each user.
 
-    library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"], signatures)
+    library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"])
     kernels = load_cuda("layers", read_source("layers.cu", ID="int"), device)  # both None, after one warning, on failure
     kernels.run("scale", n, x, 2.0, n)               # n threads of kernel `scale` on torch's current stream
-    load_host("layers", read_source("layers.cu", ID="int"), flags).run("scale", n, x, 2.0, n)  # the same on the CPU
+    load_host("layers", read_source("layers.cu", ID="int"), flags).run_scale(n, x, 2.0, n)  # the same on the CPU
     launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
     launch(n, kernels.stream())                      # about 1 us; in a CUDA graph's capture as well
 
@@ -77,6 +77,16 @@ def struct_type(source, name):
     return type(name, (ctypes.Structure,), {"_anonymous_": nested, "_fields_": fields})
 
 
+class _Pointer:
+    """A pointer among the arguments of a C function: a tensor, a ctypes.Structure, an address or None."""
+
+    @staticmethod
+    def from_param(value):
+        if isinstance(value, ctypes.Structure):
+            return ctypes.byref(value)
+        return ctypes.c_void_p(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+
+
 def fill(struct, **values):
     """Set fields of a ctypes.Structure; tensors become pointers to their data."""
     for name, value in values.items():
@@ -147,13 +157,13 @@ def _digest(path):
 # C
 
 
-def load_c(name, source, flags, signatures):
+def load_c(name, source, flags):
     """Compile C source into a shared library, if the cache does not have it, and load it.
 
     Args:
-        name: whose code this is, for the warning and the file's name. source: C, as text.
+        name: whose code this is, for the warning and the file's name. source: C, as text; functions whose type begins a
+            line can be called, with tensors and structs for pointers.
         flags: of the compiler, which is `cc` or the environment variable CC.
-        signatures: {function: (type of its result, types of its arguments...)} in ctypes' types.
 
     Returns:
         ctypes.CDLL, or None where it cannot be compiled or loaded, after one warning for each `name`.
@@ -179,15 +189,18 @@ def load_c(name, source, flags, signatures):
         text = f"the C code of {name} could not be compiled, so slower torch operations are used"
         _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
-    for function, (result, *arguments) in signatures.items():
-        getattr(library, function).restype = result
-        getattr(library, function).argtypes = arguments
+    for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
+        for function, arguments in signatures(source, c_type).items():
+            getattr(library, function).restype = result
+            kinds = [_Pointer if "*" in kind else _NUMBERS[kind] for kind, _ in arguments]
+            getattr(library, function).argtypes = kinds
     return library
 
 
-def load_host(name, source, flags, others):
-    """Compile CUDA source as C -> `HostKernels`, or None, as `load_c` with signatures of its `others`; needs -fopenmp."""
-    text, types = ["#define HOST", source], dict(others)
+def load_host(name, source, flags):
+    """Compile CUDA source as C, in which run_KERNEL(threads, ...) shares the threads of a kernel out among OpenMP's ->
+    what `load_c` returns; flags with -fopenmp."""
+    text = ["#define HOST", source]
     for kernel, arguments in signatures(source).items():
         taken = ", ".join(f"{c_type} {argument}" for c_type, argument in arguments)
         given = ", ".join(argument for _, argument in arguments)
@@ -198,26 +211,7 @@ def load_host(name, source, flags, others):
     {kernel}({given});
   }}
 }}""")
-        kinds = [_kind(c_type) for c_type, _ in arguments]
-        types[f"run_{kernel}"] = [None, ctypes.c_int64, *kinds]
-    library = load_c(name, "\n".join([*text, ""]), flags, types)
-    return library and HostKernels(library)
-
-
-class HostKernels:
-    """The kernels of a CUDA source on the CPU, their threads shared out among OpenMP's; see `load_host`."""
-
-    def __init__(self, library):
-        self._library = library
-
-    def run(self, kernel, threads, *values):
-        """Run `threads` threads of a kernel, as `Kernels.run`."""
-        self.call(f"run_{kernel}", threads, *values)
-
-    def call(self, function, *values):
-        """Call a C function; tensors become pointers to their data, None 0."""
-        plain = [v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values]
-        return getattr(self._library, function)(*plain)
+    return load_c(name, "\n".join([*text, ""]), flags)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,17 +243,14 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
-    options: of NVRTC, such as ("--use_fast_math",).
-    """
-
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda)])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
@@ -357,13 +348,14 @@ class Launch:
             self._kernels.check(code, f"kernel {self._name} of {threads} threads")
 
 
-def signatures(source):
-    """{kernel: [(type in C, name of the argument)]} of a source's `KERNEL name(...)`."""
-    kernels = {}
-    for kernel, words in re.findall(r"^KERNEL (\w+)\(([^)]*)\)", source, re.MULTILINE):
-        pairs = [re.fullmatch(r"(.*?)(\w+)", " ".join(a.split())) for a in words.split(",")]
-        kernels[kernel] = [(pair[1].replace("const ", "").strip(), pair[2]) for pair in pairs]
-    return kernels
+def signatures(source, result="KERNEL"):
+    """{function: [(type in C, name of the argument)]} of a source's `RESULT name(...)` at the start of a line."""
+    found = {}
+    for name, words in re.findall(rf"^{result} ?(\w+)\(([^)]*)\)", source, re.MULTILINE):
+        words = [] if words == "void" else words.split(",")
+        pairs = [re.fullmatch(r"(.*?)(\w+)", " ".join(word.split())) for word in words]
+        found[name] = [(pair[1].replace("const ", "").strip(), pair[2]) for pair in pairs]
+    return found
 
 
 # as torch's compiler takes it: twenty times as fast as torch.cuda.current_stream; None where torch has no CUDA

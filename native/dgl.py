@@ -27,8 +27,7 @@ class Backend:
     def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch."""
         if exclude is not None:
-            what = "cannot exclude edges while it samples; use 'native' or 'torch'"
-            raise ValueError(f"backend 'dgl' {what}")
+            raise ValueError("backend 'dgl' cannot exclude edges: use 'native' or 'torch'")
         if seeds.unique().numel() < seeds.numel():
             return None
         with self.lock:
@@ -88,9 +87,7 @@ def import_dgl():
         import dgl
     except Exception as first:
         if isinstance(first, ModuleNotFoundError) and first.name == "dgl":
-            raise ImportError(
-                "backend 'dgl' needs DGL: pip install dgl==2.1.0 (Linux, Python 3.8-3.12)"
-            ) from None
+            raise ImportError("DGL: pip install dgl==2.1.0 (Linux, Python 3.8-3.12)") from None
         for name in [name for name in sys.modules if name.split(".")[0] == "dgl"]:
             del sys.modules[name]
         for name in ("dgl.distributed", "dgl.data.movielens"):

@@ -70,7 +70,7 @@ def load(ids, source, target, device):
     if is_gpu(device):
         compiled = build.load_cuda("layers", text, device)
     else:
-        compiled = build.load_host("layers", text, FLAGS, SIGNATURES)
+        compiled = build.load_host("layers", text, FLAGS)
     return compiled and Code(compiled)
 
 
@@ -87,30 +87,23 @@ def has_kernels(indices):
 
 # the kernels
 
-FLAGS = [
-    "-O3",
-    "-march=native",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-]
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-SIGNATURES = {  # of what is for the CPU alone
-    "columns_of_a_thread": [_NUMBER],
-    "list_by_source": [None, *[_POINTER] * 3, _NUMBER, _NUMBER, *[_POINTER] * 6],
-    "fetch_rows": [_NUMBER, _POINTER, _POINTER, *[_NUMBER] * 3, _POINTER],
-}
+FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp"]
+FLAGS += ["-fPIC", "-shared"]
 
 
 class Code:
-    """The kernels of layers.cu; `compiled` is build.Kernels or build.HostKernels."""
+    """The kernels of layers.cu; `compiled` is build.Kernels or, of `load_host`, a library."""
 
     def __init__(self, compiled):
-        self.run, self.on_cpu = compiled.run, isinstance(compiled, build.HostKernels)
-        self.call = compiled.call if self.on_cpu else None
-        self.columns = self.call("columns_of_a_thread") if self.on_cpu else 4
+        self.compiled, self.on_cpu = compiled, isinstance(compiled, ctypes.CDLL)
+        self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+
+    def run(self, kernel, threads, *values):
+        """Run `threads` threads of a kernel."""
+        if self.on_cpu:
+            getattr(self.compiled, f"run_{kernel}")(threads, *values)
+        else:
+            self.compiled.run(kernel, threads, *values)
 
     def threads(self, width):
         """Threads of a row."""
@@ -139,13 +132,6 @@ class Code:
         (S, width), out = h.shape, h if out is None else out
         given = h, nodes, S, width, _aligned(width, h, out), *_on_device(seed), relu, drop, scale
         self.run("relu_dropout", S * self.threads(width), *given, out)
-
-    def relu_dropout_grad(self, h, grad, scale):
-        """The result h [S, D] and its gradient -> that of what went in."""
-        (S, width), out = h.shape, torch.empty_like(grad)
-        given = h, grad, S, width, _aligned(width, h, grad), scale
-        self.run("relu_dropout_grad", S * self.threads(width), *given, out)
-        return out
 
     def edge_matrix_grad(self, block, numbers, K, width, *given):
         """The gradient [d, K width] of what features of edges [numbers, d] are multiplied by; see the kernel.
@@ -202,7 +188,7 @@ class Lists:
         self.edge, self.share = edge if edges else 0, share if shares else 0
         ordered = beta, destination, self.edge, self.share
         if code.on_cpu:
-            code.call("list_by_source", indptr, indices, dst, E, N, start, size, *ordered)
+            code.compiled.list_by_source(indptr, indices, dst, E, N, start, size, *ordered)
             return
         code.run("list_sizes", E, indices, E, size, slot)
         code.run("list_starts", (N + 31) // 32, N, size, start)
@@ -274,7 +260,7 @@ def gather_rows(features, ids, out=None):
     code = functions([ids], features, out)
     if code is None:
         return None
-    if code.call("fetch_rows", features, ids, ids.numel(), V, width, out):
+    if code.compiled.fetch_rows(features, ids, ids.numel(), V, width, out):
         low, high = ids.aminmax()
         raise IndexError(f"ids {low} .. {high} are not all rows of features with {V} rows")
     return out
@@ -316,8 +302,13 @@ class _ReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = ctx.code.relu_dropout_grad(*ctx.saved_tensors, grad.contiguous(), ctx.scale)
-        return grad, None, None, None, None
+        (h,), grad, code, (S, width) = ctx.saved_tensors, grad.contiguous(), ctx.code, grad.shape
+        given, out = (
+            (h, grad, S, width, _aligned(width, h, grad), ctx.scale),
+            torch.empty_like(grad),
+        )
+        code.run("relu_dropout_grad", S * code.threads(width), *given, out)
+        return out, None, None, None, None
 
 
 def dropout(x, nodes, seed, drop):

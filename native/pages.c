@@ -46,7 +46,7 @@ void pages_close(planner_t *p) {
 }
 
 // The first `capacity` pages are taken to be there. -> null: no memory
-planner_t *pages_open(i64 num_pages, i64 capacity, i64 lookahead) {
+void *pages_open(i64 num_pages, i64 capacity, i64 lookahead) {
   planner_t *p = calloc(1, sizeof *p);
   if (!p) return 0;
   p->num_pages = num_pages, p->capacity = p->kept = capacity, p->ring = 4;

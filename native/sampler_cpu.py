@@ -23,7 +23,6 @@ relabelling is somewhat less than half of the work, so a batch gains little from
 cores, sample several batches at once, from as many Python threads.
 """
 
-import ctypes
 import functools
 
 import torch
@@ -60,19 +59,10 @@ def load(task):
 
 @functools.cache
 def _library(ids, weights, edge_types, pairs):
-    number, pointer = ctypes.c_int64, ctypes.c_void_p
     defines = {"ID": TYPES[ids], "HOME": "u" + TYPES[ids], "WEIGHT": TYPES[weights]}
     defines |= {"PAIRS": 1} if pairs else {}
     defines |= {"TYPE": TYPES[edge_types]} if edge_types else {}
-    source = build.read_source("sampler.c", **defines)
-    job = ctypes.POINTER(job_type())
-    signatures = {
-        "rb_count": (number, job),
-        "rb_pick": (number, job),
-        "rb_number": (number, pointer, number, number, pointer, pointer, pointer, number),
-        "rb_huge_pages": (None, pointer, number),
-    }
-    return build.load_c("sampler", source, FLAGS, signatures)
+    return build.load_c("sampler", build.read_source("sampler.c", **defines), FLAGS)
 
 
 class Backend:
@@ -152,8 +142,9 @@ class Backend:
             build.fill(job, **times, **edges, dst_when=when, seeds_before=before)
         E = self._checked(self.library.rb_count(job), S)
         if E > torch.iinfo(dst.dtype).max:
-            many = f"this hop has {E} edges, too many for {dst.dtype} blocks"
-            raise ValueError(f"{many}; use smaller batches or fanouts")
+            raise ValueError(
+                f"{E} edges of a hop are too many for {dst.dtype}: use smaller batches"
+            )
 
         local, src, src_when = dst.new_empty(E), dst, when
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
@@ -218,7 +209,7 @@ class WorkingMemory:
         self.bits = min(max(4, (slots - 1).bit_length()), 4 * self.slot_bytes)  # the bits of a HOME
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
-            self.library.rb_huge_pages(self.table.data_ptr(), self.table.nbytes)
-        of = nodes.data_ptr(), None if when is None else when.data_ptr(), nodes.numel()
-        times = (0, None) if when is None else (self.times.numel(), self.seeds_before.data_ptr())
-        return self.library.rb_number(self.table.data_ptr(), self.bits, *times, *of) < 0
+            self.library.rb_huge_pages(self.table, self.table.nbytes)
+        times = (0, None) if when is None else (self.times.numel(), self.seeds_before)
+        of = nodes, when, nodes.numel()
+        return self.library.rb_number(self.table, self.bits, *times, *of) < 0

@@ -21,7 +21,8 @@ All shapes follow from the number of seeds: room for the most edges possible, or
 (fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
 Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
 
-    frame = backend.frame(1024, hops=2)   # blocks and sizes that stay where they are
+    rows, places = backend.shapes(1024)
+    frame = backend.frame(rows[:3], places[:2])      # of two hops: blocks and sizes stay where they are
     frame.aggregate(features, x)          # the third hop in one kernel: neighbours drawn and averaged, never written
     with torch.cuda.graph(graph):
         frame.start()
@@ -49,11 +50,6 @@ IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
-def source(file, ids, **defines):
-    """CUDA source for node ids of a dtype."""
-    return build.read_source(file, ID=IDS[ids], WEIGHT="double", **defines)
-
-
 def types_of(task):
     """The C type of a task's edge types, as a macro; none without types."""
     names = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}
@@ -64,8 +60,8 @@ def aggregate_source(ids, k, features, out):
     """CUDA source of pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (source, columns at once)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
-    types = {"IN": ROWS[features.dtype], "OUT": ROWS[out.dtype], "VEC": vec, "LANES": LANES, "K": k}
-    return source("aggregate.cu", ids, **types), vec
+    types = {"ID": IDS[ids], "WEIGHT": "double", "IN": ROWS[features.dtype], "OUT": ROWS[out.dtype]}
+    return build.read_source("aggregate.cu", **types, VEC=vec, LANES=LANES, K=k), vec
 
 
 @functools.cache
@@ -93,8 +89,8 @@ class Backend:
 
     def __init__(self, task, fanouts, seed, compiled):
         self.task, self.fanouts, self.seed, self.compiled = task, fanouts, seed, compiled
-        text = source("sampler.cu", task.indices.dtype, **types_of(task))
-        self.kernels = compiled("sampler", text)
+        types = {"ID": IDS[task.indices.dtype], "WEIGHT": "double", **types_of(task)}
+        self.kernels = compiled("sampler", build.read_source("sampler.cu", **types))
         self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
         self.timed = task.edge_times is not None
         self.weights = None if task.weights is None else task.weights.double()
@@ -103,20 +99,20 @@ class Backend:
         self.resting = []  # frames; pop and append are atomic
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
-        """Sample the neighbourhood of seeds.
+        """Sample a batch -> the fields of a Block for each hop, from the seeds outward, in memory that they share, of the
+        current stream; None where a seed is not a node or is repeated.
 
         Args:
-            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not. step: int.
-            relabel_outer: False leaves global ids in the outermost hop.
-            exclude: int64 [X] edges, ascending, on the GPU, or None.
+            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not. relabel_outer: False leaves global ids
+                in the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
             times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
-
-        Returns:
-            The fields of a Block for each hop, from the seeds outward, in memory that they share, of the current stream.
-            None where a seed is not a node or is repeated.
         """
         if not seeds.numel():
-            return [self._nothing() for _ in self.fanouts]
+            none, long = (
+                self.task.indices.new_empty(0, dtype=dtype) for dtype in (None, torch.int64)
+            )
+            ids, times = long if self.task.edge_ids else None, long if self.timed else None
+            return [(none.new_zeros(1), none, none, ids, times)] * len(self.fanouts)
         if not self.num_nodes:
             return None
         with self.kernels.current():
@@ -133,30 +129,20 @@ class Backend:
                 self.kernels.wait()
                 trouble = frame.trouble
                 if trouble & DAMAGED:
-                    raise IndexError(
-                        "the graph is damaged: an offset in indptr or a node id in indices is out of range"
-                    )
+                    raise IndexError("the graph is damaged: an offset or a node id is out of range")
                 if trouble != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
                     if wanted > part.places:
                         self.most[hop] = max(self.most[hop], wanted + wanted // 4)
             else:
-                raise RuntimeError(
-                    f"a batch of {seeds.numel()} seeds asked for more room {len(self.fanouts) + 2} times, at last for "
-                    f"{frame.wanted} edges a hop: use NeighborSampler(backend='torch')"
-                )
+                again = f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a hop"
+                raise RuntimeError(f"{again}: use NeighborSampler(backend='torch')")
             blocks = None if trouble else frame.cut()
             frame.memory = frame.edges = frame.times = None  # the blocks'
             # idle: the GPU is done with it, whatever stream the next batch is on
             self.resting.append(frame)
         return blocks
-
-    def _nothing(self):
-        none = self.task.indices.new_empty(0)
-        long = none.long()
-        ids, times = long if self.task.edge_ids else None, long if self.timed else None
-        return none.new_zeros(1), none, none, ids, times
 
     def shapes(self, S):
         """Room for a batch of S seeds -> (source nodes of each hop [L + 1], the seeds first; edges of each hop [L])."""
@@ -178,18 +164,12 @@ class Backend:
             raise ValueError(f"a batch of up to {edges} edges is too large; use smaller batches")
         return rows, places
 
-    def frame(self, batch_size, hops=None, rows=None, places=None):
-        """A Frame for batches of up to `batch_size` seeds, whose blocks stay where they are.
-
-        Args:
-            hops: how many, from the seeds outward; all when None.
-            rows, places: room for source nodes [hops + 1], the seeds first, and for edges [hops] of each hop; for as
-                many as are possible when None.
-        """
-        hops, shapes = hops or len(self.fanouts), self.shapes(batch_size)
+    def frame(self, rows, places):
+        """A Frame whose blocks stay where they are, of as many hops as `places` has from the seeds outward, with room for
+        source nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
         with self.kernels.current():
             frame = Frame(self)
-            frame.fit((rows or shapes[0])[: hops + 1], (places or shapes[1])[:hops], True)
+            frame.fit(rows, places, True)
             frame.make_blocks()
             frame.memory.zero_()  # ids in the padding are ids of nodes
         return frame

@@ -232,8 +232,7 @@ def adopted(args, state, path):
             was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
             raise StoreError(f"{was}, this run has {text_of(typed)}")
     if is_own(own := given.get("model")):
-        said = f"checkpoint {path} holds weights of {own}"
-        raise StoreError(f"{said}: give --model FILE.py:NAME, to be run")
+        raise StoreError(f"checkpoint {path} holds weights of {own}: give --model FILE.py:NAME")
     if "dataset" not in args.typed and Path(state["graph"]["path"], "meta.json").is_file():
         given["dataset"] = state["graph"]["path"]  # whatever --root is
         # that store has been built with them
@@ -274,16 +273,13 @@ def check_graph(state, path, args, task):
         return
     files, was = digests(store), graph["files"]
     if other := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
-        raise StoreError(
-            f"checkpoint {path} was made with other data: {', '.join(other)} in {store.path} is not the "
-            "same; give the graph it was trained on, or another --checkpoint to start anew"
-        )
+        said = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
+        raise StoreError(f"{said}; give its graph, or another --checkpoint to start anew")
     if state["total_batch"] != args.total_batch:
         batch = state["total_batch"] * args.batch_size // args.total_batch
-        raise StoreError(
-            f"checkpoint {path} was made with --batch-size x --accumulate x processes = "
-            f"{state['total_batch']}, this run has {args.total_batch}; give --batch-size {batch}"
-        )
+        was = f"--batch-size x --accumulate x processes = {state['total_batch']}"
+        said = f"checkpoint {path} was made with {was}, this run has {args.total_batch}"
+        raise StoreError(f"{said}; give --batch-size {batch}")
     if (step := state["step"]) > args.steps:
         raise StoreError(f"checkpoint {path} is damaged: step {step} of {args.steps} of an epoch")
 
@@ -304,8 +300,7 @@ def restore(state, path, ranks, args, model, optimizer, best):
             shape = parameters[number].shape if number in parameters else None
             shapes = {name: value.shape for name, value in moments.items()}
             if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
-                bad = f"the moments of parameter {number} are not Adam's"
-                raise StoreError(f"checkpoint {path} is damaged: {bad}")
+                raise StoreError(f"checkpoint {path} is damaged: {number} has no moments of Adam")
         rates = optimizer.state_dict()["param_groups"]  # of this run's flags
         optimizer.load_state_dict({"state": state["optimizer"], "param_groups": rates})
     best.update(state["best"])

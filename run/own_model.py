@@ -57,15 +57,6 @@ def words_of(text):
     return words
 
 
-def arguments(words):
-    """['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}: Python literals, else text."""
-    values = {name.strip(): text for name, _, text in (word.partition("=") for word in words)}
-    for name, text in values.items():
-        with suppress(ValueError, SyntaxError):
-            values[name] = ast.literal_eval(text)
-    return values
-
-
 @functools.lru_cache(maxsize=1)
 def run_file(file, text):
     """Run the text of a file -> its module."""
@@ -112,7 +103,12 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     classes C and edge features D -> (nn.Module, SHA-256 of the file's text). StoreError as `load`, for arguments that
     do not fit, and for what is no nn.Module."""
     make, digest = load(model)
-    name, values = model.rpartition(":")[2], arguments(words)
+    name, values = model.rpartition(":")[2], {}
+    for word in words:  # ['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}
+        key, _, text = word.partition("=")
+        values[key.strip()] = text
+        with suppress(ValueError, SyntaxError):
+            values[key.strip()] = ast.literal_eval(text)
     if "edge_dim" in inspect.signature(make).parameters:
         values.setdefault("edge_dim", edge_dim)
     try:

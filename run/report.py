@@ -17,7 +17,7 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk.files import StoreError, readable_size, write_whole
+from disk.files import StoreError, plural, readable_size, write_whole
 from tasks.metrics import scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
@@ -253,7 +253,7 @@ def describe(run, file, epoch, step):
         precision = on_gpu if ranks.gpus else "fp32, for tf32 needs a GPU"
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
-    epochs = f"{counted(args.steps, 'step')} an epoch, {counted(args.epochs, 'epoch')}"
+    epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
     print(*run.task.lines(args, split, parameters), sep="\n")
     how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
@@ -265,11 +265,6 @@ def describe(run, file, epoch, step):
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
         held = f"{args.checkpoint} holds an earlier run and will be replaced"
         print(f"replace {held}; --resume auto would go on with it")
-
-
-def counted(number, what):
-    """1, 'step' -> '1 step'; 2, 'step' -> '2 steps'."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def epoch_line(args, figures):

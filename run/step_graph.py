@@ -166,7 +166,7 @@ class Slot:
 
     def __init__(self, backend, ring, room, seed):
         (rows, places), labels, self.ring = room, ring.labels, ring
-        self.frame = backend.frame(rows[0], len(places), rows, places)
+        self.frame = backend.frame(rows, places)
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
         blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
         self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes

@@ -15,8 +15,8 @@ import re
 
 import numpy as np
 
-from disk.files import StoreError
-from sources.tables import opened, plural, short, spool, stacked
+from disk.files import StoreError, plural
+from sources.tables import opened, short, spool, stacked
 
 TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
 

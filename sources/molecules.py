@@ -97,9 +97,9 @@ def _check_cells(arrays, lattice, atoms, radius):
     bad = np.flatnonzero(candidates > MOST_CANDIDATES)
     if len(bad):
         n, found = atoms[bad[0]], candidates[bad[0]]
+        near = f"cell {bad[0]} has {n} atoms, and {found:,.0f} with images within radius={radius:g}"
         raise arrays.error(
-            f"cell {bad[0]} has {n} atoms, and within radius={radius:g} of it lie about {found / n:,.0f} images of each, "
-            f"{found:,.0f} in all: at most {MOST_CANDIDATES:,} are searched; choose a smaller radius"
+            f"{near}: at most {MOST_CANDIDATES:,} are searched; choose a smaller radius"
         )
 
 

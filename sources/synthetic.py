@@ -88,15 +88,9 @@ def synthetic_mag(parameters) -> dict:
     )
 
 
-def synthetic(parameters) -> dict:
-    """A graph with planted communities, log-normal in-degrees and features too noisy to classify alone -> arguments of
-    `build_store`.
-
-    Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
-    destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
-    Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
-    alone, a dict with every key of `SYNTHETIC`.
-    """
+def checked(parameters):
+    """The parameters as attributes, and as `counts` the nodes for training and validation; StoreError for one that is out
+    of range."""
     p = types.SimpleNamespace(**parameters)
     for name, fine in dict(
         nodes=1 <= p.nodes <= 1 << 31,
@@ -114,6 +108,24 @@ def synthetic(parameters) -> dict:
     ).items():
         if not fine:
             raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
+    p.counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
+    if p.counts[0] < 1 or sum(p.counts) > p.nodes:
+        raise StoreError(
+            f"synthetic: train={p.train:g}, valid={p.valid:g} do not fit {p.nodes} nodes"
+        )
+    return p
+
+
+def synthetic(parameters) -> dict:
+    """A graph with planted communities, log-normal in-degrees and features too noisy to classify alone -> arguments of
+    `build_store`.
+
+    Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
+    destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
+    Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
+    alone, a dict with every key of `SYNTHETIC`.
+    """
+    p = checked(parameters)
     size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
 
     def stream(*key):
@@ -151,11 +163,7 @@ def synthetic(parameters) -> dict:
 
     nodes_per_chunk = max(1, int((1 << 20) / p.degree))
     rows_per_chunk = max(1, (1 << 22) // p.features)
-    counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
-    if counts[0] < 1 or sum(counts) > p.nodes:
-        given = f"train={p.train:g} and valid={p.valid:g}"
-        raise StoreError(f"synthetic: {given} do not fit {p.nodes} nodes")
-    parts = np.split(stream(7).permutation(p.nodes), np.cumsum(counts))
+    parts = np.split(stream(7).permutation(p.nodes), np.cumsum(p.counts))
     return dict(
         indptr=indptr,
         indices=Rows([int(indptr[-1])], np.int64, ahead(edges, nodes_per_chunk)),

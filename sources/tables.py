@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.files import StoreError, reading
+from disk.files import StoreError, plural, reading
 
 HEAD = 1 << 20  # bytes of text from which the layout is guessed
 BLOCK = 1 << 23  # bytes of text parsed at once: the longest line
@@ -302,11 +302,6 @@ def stacked(columns, which, dtype) -> np.ndarray:
     """Columns as [r, n]; beyond float32 they become infinite, which a store refuses."""
     with np.errstate(over="ignore"):
         return np.stack([columns[j] for j in which], 1).astype(dtype, copy=False)
-
-
-def plural(number, what) -> str:
-    """A number of things, in words."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def short(text, quote="'") -> str:

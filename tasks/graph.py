@@ -59,22 +59,12 @@ class Regressor(nn.Module):
     Args:
         node_dim, edge_dim: F, D. node_dtype, edge_dtype: uint8 for categories, otherwise numbers.
         hidden: width W. out_dim: T. num_layers: convolutions. dropout: probability, before the head.
-        mean, std: float [T] of the targets, so that the network itself works on standardised ones.
+
+    Buffers mean and std, float [T], of the targets: the network itself works on standardised ones.
     """
 
     def __init__(
-        self,
-        node_dim,
-        edge_dim,
-        hidden,
-        out_dim,
-        *,
-        node_dtype,
-        edge_dtype,
-        num_layers=4,
-        dropout=0.0,
-        mean=0.0,
-        std=1.0,
+        self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers, dropout
     ):
         super().__init__()
         self.nodes, self.edges = (
@@ -89,8 +79,8 @@ class Regressor(nn.Module):
         self.head = nn.Sequential(
             nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim)
         )
-        self.register_buffer("mean", torch.as_tensor(mean).expand(out_dim).clone().float())
-        self.register_buffer("std", torch.as_tensor(std).expand(out_dim).clone().float())
+        self.register_buffer("mean", torch.zeros(out_dim))
+        self.register_buffer("std", torch.ones(out_dim))
 
     def forward(self, graph):
         """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""

@@ -83,19 +83,17 @@ class Edges:
         """Whether there are edges source -> destination, int64 of one shape -> bool of that shape."""
         return self.first(source, destination)[1]
 
-    def ids(self, source, destination):
-        """The places in `indices` of the edges source -> destination [n], all of them where there are several alike."""
-        return self.alike(source, destination)[0]
-
-    def alike(self, source, destination):
-        """As `ids`, and of each place which of the n it is for."""
+    def between(self, pairs):
+        """The places in `indices` of all edges between the nodes of each pair [n, 2], in either direction, and of each
+        place which of the n it is for."""
+        source, destination = torch.cat([pairs, pairs.flip(1)]).unbind(1)
         first, found = self.first(source, destination)
         first, source, past = first[found], source[found], self.indptr[destination[found] + 1]
         counts = number_before(self.sources, first, past - first, source, strict=False)
         before = counts.cumsum(0) - counts
         places = torch.repeat_interleave(first - before, counts)
         places += torch.arange(len(places), device=places.device)
-        which = torch.repeat_interleave(found.nonzero().squeeze(1), counts)
+        which = torch.repeat_interleave(found.nonzero().squeeze(1) % len(pairs), counts)
         return places if self.order is None else self.order[places], which
 
 
@@ -106,10 +104,8 @@ class Edges:
 def split_type(text):
     """The argparse type of --edge-split -> the text, checked."""
     if text != "none" and not text.endswith(".npz") and not shares(text):
-        forms = "as in 85/5/10, or time:85/5/10, an .npz file with valid and test, or none"
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write the percent of train/valid/test, {forms}"
-        )
+        forms = "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
+        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of {forms}")
     return text
 
 
@@ -151,8 +147,7 @@ def split_edges(store, how, seed=0, timed=False):
         pairs = drawn_pairs(store, edges, how, seed)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
-    for ends in (held, held.flip(1)):
-        keep[edges.ids(*ends.unbind(1))] = False
+    keep[edges.between(held)[0]] = False
     graph.known = edges
     # given, and not in the graph: no negative is to be one of them
     if not edges.has(*held.unbind(1)).all():
@@ -206,10 +201,9 @@ def times_of(edges, edge_time, pairs, how):
     """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
     never = torch.iinfo(torch.int64).max
     times, known = torch.full((len(pairs),), never), torch.zeros(len(pairs), dtype=torch.bool)
-    for ends in (pairs, pairs.flip(1)):
-        places, which = edges.alike(*ends.unbind(1))
-        times.scatter_reduce_(0, which, edge_time[places], "amin")
-        known[which] = True
+    places, which = edges.between(pairs)
+    times.scatter_reduce_(0, which, edge_time[places], "amin")
+    known[which] = True
     if not known.all():
         why = f"the pair {pairs[~known][0].tolist()} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
@@ -288,9 +282,7 @@ class Negatives:
             self.upto = (degrees.double().pow(0.75) * 1024).long().cumsum(0)
             self.total = int(self.upto[-1])
         if num_nodes < 2 or self.upto is not None and not self.total:
-            raise StoreError(
-                f"no negatives can be drawn: the graph has {num_nodes} nodes, or none with an edge"
-            )
+            raise StoreError(f"no negatives: the graph has {num_nodes} nodes, or none with an edge")
 
     def _node(self, key, numbers, which):
         """The node drawn `which`-th, int64, for pairs of these numbers, int64; both of one shape."""
@@ -410,8 +402,7 @@ class Links:
             times = self.times[seeds].unsqueeze(1).expand_as(nodes)
             nodes, options["times"], y = at_times(nodes, times, self.negatives.num_nodes)
         if self.exclude:
-            ends = self.pairs[step_seeds].unbind(1)
-            options["exclude"] = torch.cat([self.edges.ids(*ends), self.edges.ids(*reversed(ends))])
+            options["exclude"] = self.edges.between(self.pairs[step_seeds])[0]
         return nodes, options, y
 
     def loss(self, scorer, h, y):
@@ -533,10 +524,8 @@ class LinkTask(Task):
 
     name, examples, temporal = "link", "edges", "off"
     timed_pairs = embeds = True
-    metrics, widths = (
-        ("mrr", "hits@1", "hits@10", "roc_auc", "ap"),
-        ("feature_dim", "edge_dim", "num_edge_types"),
-    )
+    metrics = "mrr", "hits@1", "hits@10", "roc_auc", "ap"
+    widths = "feature_dim", "edge_dim", "num_edge_types"
     unused = {
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
@@ -571,16 +560,10 @@ class LinkTask(Task):
         return torch.arange(self.store.num_nodes)
 
     def attach(self, ranks, args, used, indptr, indices):
-        self.links = Links(
-            self.store,
-            indptr,
-            indices,
-            negatives=args.negatives,
-            by_degree=args.negatives_by == "degree",
-            seed=args.seed,
-            checked=not args.unchecked_negatives,
-            softmax=args.link_loss == "softmax",
-        )
+        options = {"negatives": args.negatives, "checked": not args.unchecked_negatives}
+        options |= {"by_degree": args.negatives_by == "degree", "seed": args.seed}
+        softmax = args.link_loss == "softmax"
+        self.links = Links(self.store, indptr, indices, softmax=softmax, **options)
         self.draw, self.evaluation = self.links.draw, Evaluation(self.store)
 
     def loss(self, network, output, y):
@@ -619,7 +602,5 @@ class LinkTask(Task):
         network += f", scorer {args.scorer}, {parameters}"
         yield f"model   {network}; {fanout}; {negatives}, {args.link_loss}"
         if args.total_batch * 2 > pairs:
-            left = (
-                f"a step leaves its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
-            )
-            yield f"advice  {left}: give a smaller --batch-size"
+            left = f"its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
+            yield f"advice  a step leaves {left}: give a smaller --batch-size"

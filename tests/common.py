@@ -303,6 +303,12 @@ def _emulated(s, folder, seed=0, checked=False):
     return sampler_gpu.Backend(s.engine.task, s.fanouts, s.seed, compiled)
 
 
+def _frame(backend, seeds, hops, **room):
+    """A Frame of sampler_gpu for a number of seeds; room: rows, places."""
+    rows, places = backend.shapes(seeds)
+    return backend.frame(**{"rows": rows[: hops + 1], "places": places[:hops], **room})
+
+
 def _dgl():
     pytest.importorskip("scipy")
     try:

@@ -119,7 +119,7 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         (r"lattice\[1\] is \[\[nan", "", cell(np.nan)),
         (r"lattice\[1\] is \[\[inf", "", cell(np.inf)),
         (r"lattice\[1\] is", "", cell(np.eye(3)[[0, 1, 1]])),
-        ("cell 1 has 1 atoms, and within radius=4 of it lie about 5", "", cell(np.eye(3) * 0.1)),
+        ("cell 1 has 1 atoms, and 5[0-9,]+ with images within radius=4", "", cell(np.eye(3) * 0.1)),
         (r"lattice\[1\] is", "", cell(np.eye(3) * 1e-5)),
         ("cell 0 has 4 atoms.*radius=60.*at most 16,384 are searched", ":radius=60", {}),
         ("radius=-1.0 is no distance", ":radius=-1", {}),

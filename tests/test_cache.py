@@ -168,7 +168,7 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp
 
 def _planner(pages, row_bytes, places, window, offset=0):
     """KeptPages of a table of so many rows."""
-    if cache.library() is None:
+    if cache.library("pages") is None:
         pytest.skip("no C compiler")
     table = types.SimpleNamespace(path="t", offset=offset, rows=pages, row_bytes=row_bytes)
     return cache.KeptPages(table, places, window)
@@ -269,7 +269,7 @@ def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
     monkeypatch.setattr(store, "free_host_bytes", lambda: 1000)
     graph = GraphStore.open(path)
     graph.x = x
-    if graph.features.reader() is None or cache.library() is None:
+    if graph.features.reader() is None or cache.library("pages") is None:
         pytest.skip("no C compiler, or no Linux")
     return graph
 

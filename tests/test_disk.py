@@ -352,7 +352,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("do not fit", [2, 1], [1, 0], [[0], [1]], [0] * 3, [], two),
         (r"edge_index \[3\]: \[G\], \[G\] and", [2], [1], [0, 1, 1], two, one, one),
         ("edge_index has dtype float64", [2], [1], [[0.0], [1.5]], two, two, two),
-        ("x is a ndarray, no tensor", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
+        ("x cannot be read: can.t convert", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
     ):
         _refuses(words, block_diagonal, nodes, edges, edge_index, x, e, y)
     rows = np.ones((2, 1), ">f4"), np.ones((1, 1), ">f8"), np.ones((1, 1), ">i4")
@@ -385,7 +385,7 @@ def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
     # nine values, the last of which is number 9
     with many.file.transaction(write=True) as txn:
         txn.delete(lmdb_rows.key(4))
-    said = "counts 9 values, and the last is not of that number"
+    said = "the last of 9 values has another number"
     for call, *args in ((len, many), (many.append, _graphs(1)), (many.batch, [4])):
         _refuses(said, call, *args)
 

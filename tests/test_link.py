@@ -65,12 +65,13 @@ def test_edges_are_found_wherever_they_stand(ascending):
         there = [(u, v) in set(all_edges) for u, v in zip(source.tolist(), target.tolist())]
         assert edges.has(source, target).tolist() == there
         some = torch.from_numpy(rng.integers(0, 40, (2, 30)))
-        wanted = collections.Counter(zip(*some.tolist()))
-        expected = [i for i, edge in enumerate(all_edges) for _ in range(wanted[edge])]
-        assert sorted(edges.ids(*some).tolist()) == expected
+        wanted = collections.Counter(map(tuple, torch.cat([some, some.flip(0)], 1).t().tolist()))
+        places, which = (part.tolist() for part in edges.between(some.t()))
+        assert sorted(places) == [i for i, e in enumerate(all_edges) for _ in range(wanted[e])]
+        assert all({*all_edges[i]} == {*some[:, n].tolist()} for i, n in zip(places, which))
     empty = link.Edges(torch.zeros(4, dtype=torch.int64), indices[:0])
     assert not empty.has(torch.arange(3), torch.arange(3)).any()
-    assert not empty.ids(torch.arange(3), torch.arange(3)).numel()
+    assert not empty.between(torch.arange(6).view(3, 2) % 3)[0].numel()
 
 
 @pytest.mark.parametrize("symmetrize", [True, False])

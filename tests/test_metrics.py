@@ -52,7 +52,8 @@ def test_regressor_equals_a_reference_edge_by_edge():
     graph, other = _graphs(7), _graphs(4, first=7)
     torch.manual_seed(0)
     dtypes = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
-    ours = Regressor(2, 3, 8, 2, **dtypes, num_layers=3, mean=[1.0, 2.0], std=[3.0, 0.5])
+    ours = Regressor(2, 3, 8, 2, **dtypes, num_layers=3, dropout=0.0)
+    ours.mean, ours.std = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.5])
     torch.testing.assert_close(ours(graph), _SlowRegressor(ours)(graph), rtol=1e-4, atol=1e-5)
     gradients = []
     for run in (ours, _SlowRegressor(ours)):

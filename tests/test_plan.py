@@ -16,7 +16,7 @@ from run.evaluate import open_run
 from run.plan import choose_mode, estimate
 from sampler import NeighborSampler
 from store import GraphStore, build_store
-from tests.common import _emulated, _graph
+from tests.common import _emulated, _frame, _graph
 
 
 def _plain_store(path):
@@ -88,7 +88,7 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
     s = NeighborSampler(graph.indptr, graph.indices, options["fanout"], backend="torch")
     without = of(0)
     for hops, width in ((2, 2 * 16), (3, 16)):
-        counted, frame = of(hops), _emulated(s, tmp_path).frame(10, hops=hops)
+        counted, frame = of(hops), _frame(_emulated(s, tmp_path), 10, hops)
         assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
         kept = (getattr(frame, name) for name in "memory given input sizes keys read".split())
         rows = frame.shape[0]

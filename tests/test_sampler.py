@@ -27,7 +27,7 @@ import sampler
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import Block, NeighborSampler
-from tests.common import HERE, _as_lists, _dgl, _emulated, _end, _fork, _mix, _random_graph
+from tests.common import HERE, _as_lists, _dgl, _emulated, _end, _fork, _frame, _mix, _random_graph
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
@@ -338,7 +338,7 @@ def test_cuda_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     backend = _emulated(s, tmp_path)
     rows, _ = backend.shapes(20)
     monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1]))
-    with pytest.raises(RuntimeError, match="batch of 20 seeds asked for more room 4 times"):
+    with pytest.raises(RuntimeError, match="20 seeds ask for ever more room"):
         backend.sample(torch.arange(20), 0)
 
 
@@ -376,7 +376,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tight, tmp_path):
         room = dict(rows=[12, 70, 80], places=[70, 300]) if method == "labor" else {}
         few = dict(rows=[12, 25, 50]), dict(places=[25, 300]), dict(places=[36, 150])
         backend = _emulated(s, tmp_path, seed=i, checked=tight and i < 2)
-        frame = backend.frame(12, hops=2, **(few[i % 3] if tight else room))
+        frame = _frame(backend, 12, 2, **(few[i % 3] if tight else room))
         blocks, steps, (rows, places, *_) = frame.blocks, frame.steps, frame.shape
         for step, S in enumerate((12, 8, 5, 1, 12)):
             seeds = torch.from_numpy(rng.permutation(80)[:S])
@@ -413,7 +413,7 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
         x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
         # and at an address that is no multiple of 16 bytes
         x = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape) if i % 4 == 1 else x
-        frame = _emulated(s, tmp_path, seed=i, checked=True).frame(10, hops=1)
+        frame = _frame(_emulated(s, tmp_path, seed=i, checked=True), 10, 1)
         out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
         assert frame.aggregate(x, out)
         for step, S in enumerate((10, 3)):
@@ -435,7 +435,7 @@ def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
     indptr = torch.cat([torch.zeros(far, dtype=torch.int64), 2 * torch.arange(n + 1)])
     indices = ((torch.arange(2 * n) + 2) % n + far).int()  # two seeds and their neighbours are all
     s = NeighborSampler(indptr, indices, [2, 2], backend="torch")
-    frame = _emulated(s, tmp_path, checked=True).frame(2, hops=1)
+    frame = _frame(_emulated(s, tmp_path, checked=True), 2, 1)
     out = torch.empty(frame.shape[0][1], 2 * width)
     assert frame.aggregate(x, out)
     frame.fill(torch.tensor([far, far + 1]), 0)
@@ -522,11 +522,11 @@ def _cuda_resources(source, arch, folder):
 def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
     dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
     of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
-    found = _cuda_resources(sampler_gpu.source("sampler.cu", dtype, **of_types), arch, tmp_path)
+    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
-    source, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found |= _cuda_resources(source, arch, tmp_path)
+    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
+    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
@@ -591,7 +591,7 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
                 with pytest.raises(IndexError, match="the graph is damaged"):
                     s.sample(seeds, 0, relabel_outer=relabel_outer)
         if way == "cuda" and method in sampler_gpu.COUNTED:
-            frame = _unchecked(way, tmp_path, graph, [1, 20], **options).frame(50, hops=1)
+            frame = _frame(_unchecked(way, tmp_path, graph, [1, 20], **options), 50, 1)
             assert frame.aggregate(torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8))
             frame.fill(seeds, 0)
             frame.start()
@@ -772,7 +772,7 @@ def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
 def _answer(how):
     """A library that answers 42, by way of the cache -> (its answer, its path)."""
     source = f"int answer(void) {{ return 42; }}  // {how}"
-    library = build.load_c("test", source, ["-shared", "-fPIC"], {})
+    library = build.load_c("test", source, ["-shared", "-fPIC"])
     return library.answer(), library._name
 
 
