@@ -36,7 +36,7 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
         columns: edge_weight, edge_time, edge_features as {type of edges: [M_r, ...]}; node_time as {type: [V_t]}, a type
             without has the latest time of the others.
     """
-    features, labels = features or {}, labels or {}
+    features, labels = ({} if of is None else of for of in (features, labels))
     columns = {name: values for name, values in columns.items() if values is not None}
     for what, of in {"features": features, "labels": labels, **columns}.items():
         if not isinstance(of, dict):
