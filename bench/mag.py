@@ -17,16 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.tools import (
-    descend,
-    in_memory,
-    interleave,
-    on_host,
-    opened,
-    prepared,
-    print_times,
-    settle,
-)
+from bench import tools
+from bench.tools import in_memory, interleave, on_host, opened, prepared
 from features import FeatureRing
 from loader import NodeLoader
 from model import GNN, gather_rows
@@ -48,32 +40,16 @@ def ours(args, store, seeds, learn):
     if not learn:
         return lambda i: counted(sampler.sample(seeds[i], i))
     ring = FeatureRing(store.features.tensor, store.labels, slots=1, gather=gather_rows)
-    loader = NodeLoader(
-        store,
-        torch.cat(seeds),
-        fanouts,
-        batch_size=len(seeds[0]),
-        shuffle=False,
-        depth=0,
-        sampler=sampler,
-        ring=ring,
-    )
-    node_types = [*store.node_types.values()]
-    net = GNN(
-        0,
-        args.hidden,
-        store.num_classes,
-        conv="rgcn",
-        num_types=types,
-        num_layers=LAYERS,
-        dropout=DROPOUT,
-        node_types=node_types,
-    )
+    given = dict(batch_size=len(seeds[0]), shuffle=False, depth=0, sampler=sampler, ring=ring)
+    loader = NodeLoader(store, torch.cat(seeds), fanouts, **given)
+    given = dict(conv="rgcn", num_types=types, num_layers=LAYERS, dropout=DROPOUT)
+    given["node_types"] = [*store.node_types.values()]
+    net = GNN(0, args.hidden, store.num_classes, **given)
     optimizer, batches = Adam(net.parameters(), lr=0.003), iter(loader)
 
     def step(i):
         batch = next(batches)
-        descend(optimizer, F.cross_entropy(net(batch.blocks, batch.x), batch.y))
+        tools.descend(optimizer, F.cross_entropy(net(batch.blocks, batch.x), batch.y))
         return counted(batch.blocks)
 
     return step
@@ -96,29 +72,20 @@ class Hetero(nn.Module):
         self.convs = nn.ModuleList(convs(*pair) for pair in pairs)
         self.own = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
         dense = [p for n, p in self.named_parameters() if not n.startswith("rows.")]
-        self.optimizers = (
-            torch.optim.Adam(dense, lr=0.003),
-            torch.optim.SparseAdam([*self.rows.parameters()], lr=0.003),
-        )
+        sparse = torch.optim.SparseAdam([*self.rows.parameters()], lr=0.003)
+        self.optimizers = torch.optim.Adam(dense, lr=0.003), sparse
 
     def inputs(self, nodes, x):
         """Rows of {type: ids} and {type: features}."""
-        return {
-            n: self.maps[n](x[n]) if n in x else self.rows[n](ids)
-            for n, ids in nodes.items()
-            if len(ids)
-        }
+        made = lambda n, ids: self.maps[n](x[n]) if n in x else self.rows[n](ids)  # noqa: E731
+        return {name: made(name, ids) for name, ids in nodes.items() if len(ids)}
 
     def finish(self, i, sent, h, counts):
         """Own rows of the destinations {type: count} added, and what stands between two layers."""
-        h = {
-            n: self.own[i](h[n][:count]) + sent.get(n, 0)
-            for n, count in counts.items()
-            if count and n in h
-        }
-        return (
-            h if i == LAYERS - 1 else {n: F.dropout(F.relu(rows), DROPOUT) for n, rows in h.items()}
-        )
+        there = {n: count for n, count in counts.items() if count and n in h}
+        h = {n: self.own[i](h[n][:count]) + sent.get(n, 0) for n, count in there.items()}
+        last = i == LAYERS - 1
+        return h if last else {n: F.dropout(F.relu(rows), DROPOUT) for n, rows in h.items()}
 
     def learn(self, logits, labels):
         for optimizer in self.optimizers:
@@ -150,10 +117,8 @@ def graphbolt(args, store, seeds, learn):
     batches, x = iter(pipe.sample_neighbor(graph, fanouts)), store.features.tensor
 
     def convs(a, b):
-        made = {
-            tuple(kind.split(":")): dgl.nn.GraphConv(a, b, norm="right", bias=False)
-            for kind in kinds
-        }
+        layer = lambda: dgl.nn.GraphConv(a, b, norm="right", bias=False)  # noqa: E731
+        made = {tuple(kind.split(":")): layer() for kind in kinds}
         return dgl.nn.HeteroGraphConv(made, aggregate="sum")
 
     net = Hetero(store, args.hidden, convs) if learn else None
@@ -167,11 +132,8 @@ def graphbolt(args, store, seeds, learn):
                 sizes = {name: block.num_dst_nodes(name) for name in block.dsttypes}
                 h = net.finish(i, net.convs[i](block, h), h, sizes)
             net.learn(h[target], batch.labels[target])
-        edges = sum(
-            csc.indices.numel()
-            for hop in batch.sampled_subgraphs
-            for csc in hop.sampled_csc.values()
-        )
+        hops = [csc for hop in batch.sampled_subgraphs for csc in hop.sampled_csc.values()]
+        edges = sum(csc.indices.numel() for csc in hops)
         return edges, sum(map(len, batch.input_nodes.values()))
 
     return step
@@ -194,16 +156,11 @@ def pyg(args, store, seeds, learn):
     kinds = [tuple(kind.split(",")) for kind in store.edge_types]
     for number, kind in enumerate(kinds):
         edges = store.edge_type == number
-        pair = torch.stack(
-            [store.indices[edges].long() - first[kind[0]], dst[edges] - first[kind[2]]]
-        )
-        data[kind].edge_index = pair
+        src, to = store.indices[edges].long() - first[kind[0]], dst[edges] - first[kind[2]]
+        data[kind].edge_index = torch.stack([src, to])
     target = next(iter(store.node_types))
-    neighbours = {kind: args.fanout for kind in kinds}
-    loader = NeighborLoader(
-        data, neighbours, input_nodes=(target, torch.cat(seeds)), batch_size=len(seeds[0])
-    )
-    batches = iter(loader)
+    given = dict(input_nodes=(target, torch.cat(seeds)), batch_size=len(seeds[0]))
+    batches = iter(NeighborLoader(data, {kind: args.fanout for kind in kinds}, **given))
 
     def convs(a, b):
         made = {kind: SAGEConv((a, a), b, root_weight=False, bias=False) for kind in kinds}
@@ -217,18 +174,12 @@ def pyg(args, store, seeds, learn):
             ids = {name: batch[name].n_id for name in batch.node_types}
             h = net.inputs(ids, {target: batch[target].x})
             for i in range(LAYERS):
-                h = net.finish(
-                    i,
-                    net.convs[i](h, batch.edge_index_dict),
-                    h,
-                    {n: len(rows) for n, rows in h.items()},
-                )
-            net.learn(
-                h[target][: batch[target].batch_size], batch[target].y[: batch[target].batch_size]
-            )
-        return sum(batch[kind].edge_index.shape[1] for kind in kinds), sum(
-            batch[n].num_nodes for n in batch.node_types
-        )
+                sent, counts = net.convs[i](h, batch.edge_index_dict), {n: len(h[n]) for n in h}
+                h = net.finish(i, sent, h, counts)
+            first = batch[target].batch_size
+            net.learn(h[target][:first], batch[target].y[:first])
+        edges = sum(batch[kind].edge_index.shape[1] for kind in kinds)
+        return edges, sum(batch[name].num_nodes for name in batch.node_types)
 
     return step
 
@@ -262,7 +213,7 @@ def elsewhere(args, name, learn):
 
 def serve(args):
     """The other end of `elsewhere`."""
-    settle(args.threads)
+    tools.settle(args.threads)
     keep_freed_memory()
     store = opened(args.dataset, args.root)
     step = CONTENDERS[args.name](args, store, some_seeds(args, store), args.learn)
@@ -292,7 +243,7 @@ def bench_mag(args):
         means = {name: [statistics.mean(c) for c in zip(*drawn[name])] for name in times}
         columns = {"edges": {n: m[0] for n, m in means.items()}}
         columns["nodes"] = {n: m[1] for n, m in means.items()}
-        figures[what] = print_times(what, times, **columns)
+        figures[what] = tools.print_times(what, times, **columns)
     return figures
 
 

@@ -59,16 +59,13 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
             raise StoreError(f"{what}: it is for all of them, or for none")
     if symmetrize:
         _add_reverses(edges, columns)
-    graph = {
-        name: np.concatenate([np.asarray(of[k]) for k in edges]) for name, of in columns.items()
-    }
+    graph = {n: np.concatenate([np.asarray(of[k]) for k in edges]) for n, of in columns.items()}
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate([np.empty((2, 0), np.int64), *moved], 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
     graph["edge_types"] = [_name(kind) for kind in edges]
-    tables = {
-        n: array_like(f"features of {n}", x) for n in names if (x := features.get(n)) is not None
-    }
+    tables = [(n, features[n]) for n in names if features.get(n) is not None]
+    tables = {name: array_like(f"features of {name}", x) for name, x in tables}
     graph["features"] = _joined(tables, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
@@ -77,12 +74,12 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
         latest = max((int(np.max(t)) for t in times.values() if len(t)), default=0)
         graph["node_time"] = spread("node_time", times, latest)
     if labels:
-        graph["labels"] = spread("labels", labels, -1)
-    if split:
-        start = first[next(iter(labels), names[0])]
-        single = isinstance(split, dict)
-        moved = [_shifted(part, start) for part in ([split] if single else split)]
-        graph["split"] = moved[0] if single else moved
+        graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
+        several = [split or {}] if isinstance(split or {}, dict) else split
+        moved = [_shifted(part, start) for part in several]
+        graph["split"] = moved if several is split else moved[0]
+    elif split:
+        raise StoreError("split is of nodes with labels, and no type of nodes has any")
     return graph
 
 

@@ -49,18 +49,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         instead = "give that argument a default to go without" if own else "gin is the same without"
         needs = f"--model {args.model} takes features of edges"
         raise StoreError(f"{needs}, and {store.path} has none; {instead}")
-    if store.edge_type is not None and (own or args.model in TYPE_CONVS):
-        count, names = store.num_edge_types, store.edge_types
-        used = used._replace(type=store.edge_type, num_types=count, type_names=names)
-        of = "each of them" if isinstance(hops(args.fanout, used)[0], list) else "all together"
-        lines.append(f"edges have {count} types; --fanout is for {of}, and the model sees them")
-    elif not all(isinstance(hop, int) for hop in args.fanout):
-        why = f"it is for rgcn, or a model of your own, and a graph with types, here {store.path}"
-        raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
-    elif store.edge_type is not None:
-        lines.append(f"types of edges are not used by --model {args.model}: rgcn takes them")
-    elif args.model in TYPE_CONVS:
-        raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
+    used, line = typed_edges(args, store, used, own)
+    lines += [line] if line else []
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
@@ -97,6 +87,22 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     elif store.edge_weight is not None:
         lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
     return used, lines
+
+
+def typed_edges(args, store, used, own) -> tuple[EdgeData, str]:
+    """What a run uses of the types of edges -> (EdgeData, a line about it)."""
+    if store.edge_type is not None and (own or args.model in TYPE_CONVS):
+        count, names = store.num_edge_types, store.edge_types
+        used = used._replace(type=store.edge_type, num_types=count, type_names=names)
+        of = "each of them" if isinstance(hops(args.fanout, used)[0], list) else "all together"
+        return used, f"edges have {count} types; --fanout is for {of}, and the model sees them"
+    if not all(isinstance(hop, int) for hop in args.fanout):
+        why = f"it is for rgcn, or a model of your own, and a graph with types, here {store.path}"
+        raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
+    if args.model in TYPE_CONVS:
+        raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
+    unused = f"types of edges are not used by --model {args.model}: rgcn takes them"
+    return used, unused if store.edge_type is not None else ""
 
 
 def hops(fanout, used):

@@ -186,6 +186,7 @@ def test_typed_files_refuse(change, said, tmp_path):
         ({"edge_index": {"writes": [[0], [0]]}}, "edges 'writes': .source type, name, destination"),
         ({"edge_index": np.zeros((2, 3), int)}, "node_types is for a graph that is given by type"),
         ({"split": {"train": [50]}}, "node 50, which has no label"),
+        ({"labels": None}, "split is of nodes with labels, and no type of nodes has any"),
         (
             {
                 "edge_index": dict(zip([*ENDS, ("paper", "rev_at", "author")], [[[0], [0]]] * 4)),
