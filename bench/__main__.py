@@ -11,7 +11,7 @@
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
-    python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's and PyG's
+    python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
@@ -76,7 +76,7 @@ def make_parser():
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
-    add("--graphbolt", metavar="PYTHON", help="store: train with GraphBolt in this interpreter too")
+    add("--graphbolt", metavar="PYTHON", help="store, mag: GraphBolt in this interpreter too")
     add("--graphs", type=int, default=50_000, help="store: number of small graphs")
     # accuracy, labor
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")

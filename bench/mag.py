@@ -2,7 +2,7 @@
 
 Contenders take the same seeds, draw as many neighbours of each type and have networks of the same widths: a mean and a
 matrix for each type, one for a node's own row, a linear map of the papers' features and learned rows, updated by batch, for
-the others. GraphBolt and PyG: DGL's HeteroGraphConv, PyG's HeteroConv, with SparseAdam beside Adam.
+the others. GraphBolt's is of DGL's HeteroGraphConv, with SparseAdam beside Adam.
 """
 
 import json
@@ -61,7 +61,7 @@ def counted(blocks):
 
 
 class Hetero(nn.Module):
-    """What DGL's and PyG's layers are put together to; convs: function of in and out width -> layer of dicts."""
+    """R-GCN of DGL's layers; convs: function of in and out width -> layer of dicts."""
 
     def __init__(self, store, hidden, convs):
         super().__init__()
@@ -139,54 +139,6 @@ def graphbolt(args, store, seeds, learn):
     return step
 
 
-def pyg(args, store, seeds, learn):
-    """Steps of PyG's NeighborLoader, which needs torch-sparse or pyg-lib."""
-    from torch_geometric.data import HeteroData
-    from torch_geometric.loader import NeighborLoader
-    from torch_geometric.nn import HeteroConv, SAGEConv
-
-    data, first = HeteroData(), {}
-    for name, (count, width) in store.node_types.items():
-        first[name] = sum(data[n].num_nodes for n in first)
-        data[name].num_nodes = count
-        if width:
-            data[name].x = store.features.tensor[first[name] : first[name] + count, :width]
-        data[name].y = store.labels[first[name] : first[name] + count]
-    dst = torch.arange(store.num_nodes).repeat_interleave(store.indptr.diff())
-    kinds = [tuple(kind.split(",")) for kind in store.edge_types]
-    for number, kind in enumerate(kinds):
-        edges = store.edge_type == number
-        src, to = store.indices[edges].long() - first[kind[0]], dst[edges] - first[kind[2]]
-        data[kind].edge_index = torch.stack([src, to])
-    target = next(iter(store.node_types))
-    given = dict(input_nodes=(target, torch.cat(seeds)), batch_size=len(seeds[0]))
-    batches = iter(NeighborLoader(data, {kind: args.fanout for kind in kinds}, **given))
-
-    def convs(a, b):
-        made = {kind: SAGEConv((a, a), b, root_weight=False, bias=False) for kind in kinds}
-        return HeteroConv(made, aggr="sum")
-
-    net = Hetero(store, args.hidden, convs) if learn else None
-
-    def step(i):
-        batch = next(batches)
-        if learn:
-            ids = {name: batch[name].n_id for name in batch.node_types}
-            h = net.inputs(ids, {target: batch[target].x})
-            for i in range(LAYERS):
-                sent, counts = net.convs[i](h, batch.edge_index_dict), {n: len(h[n]) for n in h}
-                h = net.finish(i, sent, h, counts)
-            first = batch[target].batch_size
-            net.learn(h[target][:first], batch[target].y[:first])
-        edges = sum(batch[kind].edge_index.shape[1] for kind in kinds)
-        return edges, sum(batch[name].num_nodes for name in batch.node_types)
-
-    return step
-
-
-CONTENDERS = {"GraphBolt": graphbolt, "PyG": pyg}
-
-
 def some_seeds(args, store):
     """The seeds of each round, the same in every process."""
     nodes, random = store.split["train"], torch.Generator().manual_seed(0)
@@ -195,9 +147,9 @@ def some_seeds(args, store):
     return nodes[torch.cat(epochs)[:count]].split(args.batch_size)
 
 
-def elsewhere(args, name, learn):
-    """Steps of a contender in the interpreter --graphbolt, which answers the number of a round by the step's seconds."""
-    options = vars(args) | {"json": None, "name": name, "learn": learn}
+def elsewhere(args, learn):
+    """Steps of GraphBolt in the interpreter --graphbolt, which answers the number of a round by the step's seconds."""
+    options = vars(args) | {"learn": learn}
     command = [args.graphbolt, "-m", "bench.mag", json.dumps(options)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes)
@@ -216,7 +168,7 @@ def serve(args):
     tools.settle(args.threads)
     keep_freed_memory()
     store = opened(args.dataset, args.root)
-    step = CONTENDERS[args.name](args, store, some_seeds(args, store), args.learn)
+    step = graphbolt(args, store, some_seeds(args, store), args.learn)
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(on_host(step, int(line))), flush=True)
@@ -231,7 +183,7 @@ def bench_mag(args):
     for what, learn in (("sampling", False), ("step", True)):
         makers = {"ringblock": partial(ours, args, store, seeds, learn)}
         if args.graphbolt:
-            makers |= {name: partial(elsewhere, args, name, learn) for name in CONTENDERS}
+            makers["GraphBolt"] = partial(elsewhere, args, learn)
         steps, drawn = prepared(makers), {}
 
         def timed(step, i):

@@ -32,14 +32,14 @@ BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activatio
 FLAGS = f"""
 data
 --task | {" ".join(TASKS)} | node: classes of nodes; link: edges; graph: targets of many small graphs
---dataset | NAME = synthetic | synthetic, synthetic:nodes=..., a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, ogbn-products, ogbn-papers100M (default: %(default)s)
+--dataset | NAME = synthetic | synthetic, synthetic:nodes=..., synthetic-mag, a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: %(default)s)
 --root | DIR = data | folder for downloads and built stores
 --backend | mmap lmdb | how a newly built store keeps features
 --split | N0 | which of several splits, from 0 (default: the first; --runs: each in turn)
 --symmetrize | | add the reverse of every edge of an .npz file
 --drop-duplicates | | keep one of equal edges of such a file
 sampling
---fanout | 15,10,5 | neighbours taken by each seed, then by each of those, ...; -1 takes all; PyG's order, DGL lists the same as 5,10,15. Of each type of edges; writes=10:cites=5,writes=5 of some, any=15,10 of all together (default: 10 a layer)
+--fanout | 15,10,5 | neighbours of each seed, of those, ...; -1: all; PyG's order (DGL: 5,10,15); of each type of edges, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)
 --sampler | uniform labor weighted latest | labor: seeds share neighbours where they can (arXiv 2210.13339); weighted: by edge weight; latest: the last before the seed's time
 --layer-dependency | | labor: all hops draw alike, so that a batch has fewer input rows
 --batch-dependency | N = 1 | labor: N steps in a row draw alike, so that rows are needed again

@@ -118,7 +118,7 @@ def build(run, optimizer):
     """
     ranks, args, model = run.ranks, run.args, run.model
     why = obstacle(ranks, args, run.sampler, run.ring)
-    why = why or ("nodes have types" if run.store.node_types else None)
+    why = why or ("nodes have types" if model.inputs is not None else None)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     if ranks.world > 1:

@@ -525,7 +525,7 @@ class LinkTask(Task):
     name, examples, temporal = "link", "edges", "off"
     timed_pairs = embeds = True
     metrics = "mrr", "hits@1", "hits@10", "roc_auc", "ap"
-    widths = "feature_dim", "edge_dim", "num_edge_types"
+    widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
@@ -536,6 +536,8 @@ class LinkTask(Task):
         store = open_graph(path, say)
         self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
         self.store.num_classes = args.hidden  # the width of embeddings
+        if store.node_types:
+            say("links   pairs are edges of all types, negatives nodes of all types")
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
         if args.pairs:

@@ -72,9 +72,11 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
 
 def _frozen(launch):
     """A launch with the arguments that it has now, as a CUDA graph keeps it."""
-    twin = copy.copy(launch)
-    twin._arguments = [type(value).from_buffer_copy(value) for value in launch._arguments]
-    twin._pointers = type(launch._pointers)(*map(ctypes.addressof, twin._arguments))
+    twin = build.Launch(launch._kernels, launch._name)
+    ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
+    for i, value in launch._structs.items():
+        twin._structs[i] = type(value).from_buffer_copy(value)
+        twin._pointers[i] = ctypes.addressof(twin._structs[i])
     return twin
 
 

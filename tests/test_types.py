@@ -62,12 +62,13 @@ def pointing(tmp_path_factory):
 FLAGS = "--gpus 0 --fanout 3,3 --hidden 16 --batch-size 50 --lr 0.02 --dropout 0"
 
 
-@pytest.mark.parametrize("bases", [0, 3])
-def test_rgcn_equals_pyg_and_dgl(bases):
-    """The layer and its gradients on random multigraphs; also where edges of a list are not in the order of types."""
+@pytest.mark.parametrize("bases, edges", [(0, 700), (3, 700), (0, 90)])
+def test_rgcn_equals_pyg_and_dgl(bases, edges):
+    """The layer and its gradients on random multigraphs, of few edges as well; also where edges of a list are not in the
+    order of types."""
     pyg = pytest.importorskip("torch_geometric.nn")
     rng = np.random.default_rng(bases)
-    indptr, indices, kind, (src, dst) = _typed_graph(rng)
+    indptr, indices, kind, (src, dst) = _typed_graph(rng, edges=edges)
     shuffled = torch.from_numpy(np.lexsort((rng.random(len(src)), dst)))
     x, results = torch.randn(60, 9), []
     ours, theirs = RGCNConv(9, 6, 5, bases), pyg.RGCNConv(9, 6, 5, num_bases=bases or None)
