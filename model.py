@@ -11,8 +11,8 @@ Copy this file into your own code: it needs torch only. A block is anything with
     logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
 
 With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
-CUDA, and runs repeat to the last bit. Torch operations, which R-GCN's means are, add with atomics on
-a GPU, so the last bits of gradients and of attention may then differ from run to run.
+CUDA, and runs repeat to the last bit. Torch operations, which R-GCN's sums over types are, add with
+atomics on a GPU, so the last bits of gradients and of attention may then differ from run to run.
 """
 
 import copy
@@ -507,7 +507,9 @@ class RGCNConv(Conv):
             ends = F.pad(counts.cumsum(0), (1, 0))
             moved = (starts - ends[:-1]).repeat_interleave(counts, output_size=len(indices))
             indices = indices[moved + torch.arange(len(indices), device=indices.device)]
-        means = mean_neighbours(ends.to(indices.dtype), indices, message)  # [G, F]
+        lists = ends.to(indices.dtype), indices, message
+        means = fused and fused.mean_neighbours(*lists)
+        means = mean_neighbours(*lists) if means is None else means  # [G, F]
         out = self.self_linear(h_dst)
         if few:
             sizes = torch.bincount(kinds, minlength=R).tolist()

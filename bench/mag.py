@@ -149,7 +149,7 @@ def some_seeds(args, store):
 
 def elsewhere(args, learn):
     """Steps of GraphBolt in the interpreter --graphbolt, which answers the number of a round by the step's seconds."""
-    options = vars(args) | {"learn": learn}
+    options = vars(args) | {"learn": learn, "root": str(Path(args.root).resolve())}
     command = [args.graphbolt, "-m", "bench.mag", json.dumps(options)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes)
@@ -177,7 +177,6 @@ def serve(args):
 def bench_mag(args):
     """Time all contenders in turn; returns the figures."""
     keep_freed_memory()
-    args.root = str(Path(args.root).resolve())
     store, figures = opened(args.dataset, args.root), {}
     seeds = some_seeds(args, store)
     for what, learn in (("sampling", False), ("step", True)):

@@ -116,13 +116,14 @@ class Code:
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
-        self, indptr, indices, grad, num_src, kept=None, scale=1.0, alpha=None, beta=None
+        self, indptr, indices, grad, num_src, kept=None, scale=1.0, alpha=None, beta=None, own=True
     ):
         """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, the
         gradient of their input."""
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
-        out, size = grad.new_empty(num_src, width), (S, num_src, width, _aligned(width, grad))
+        out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
+        size = S if own else 0, *size
         given = *lists.of_source, lists.share, grad, alpha, *size, kept, scale
         self.run("self_and_mean_grad", num_src * self.threads(width), *given, out)
         return out
@@ -226,12 +227,25 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None):
     return out
 
 
+def mean_neighbours(indptr, indices, h):
+    """See model.py."""
+    code, S = functions([indptr, indices], h, h), indptr.numel() - 1
+    if code is None:
+        return None
+    nobody = indptr.new_full((S,), -1)
+    zeros, ones = h.new_zeros(S, dtype=torch.float32), h.new_ones(S, dtype=torch.float32)
+    return _SelfAndMean.apply(indptr, indices, h, zeros, ones, code, nobody)
+
+
 class _SelfAndMean(torch.autograd.Function):
+    """nobody: [S] of -1 where destinations have no row of their own."""
+
     @staticmethod
-    def forward(ctx, indptr, indices, h, alpha, beta, code):
+    def forward(ctx, indptr, indices, h, alpha, beta, code, nobody=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
-        code.self_and_mean(indptr, indices, h, None, out, alpha, beta)
+        code.self_and_mean(indptr, indices, h, nobody, out, alpha, beta)
+        ctx.own = nobody is None
         own = h[:S] if ctx.needs_input_grad[3] else None
         ctx.save_for_backward(indptr, indices, alpha, beta, own)
         ctx.num_src, ctx.code = num_src, code
@@ -242,11 +256,11 @@ class _SelfAndMean(torch.autograd.Function):
         indptr, indices, alpha, beta, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
         if ctx.needs_input_grad[2]:
-            scales = {"alpha": alpha, "beta": beta}
+            scales = {"alpha": alpha, "beta": beta, "own": ctx.own}
             out = ctx.code.self_and_mean_grad(indptr, indices, grad, ctx.num_src, **scales)
         if own is not None:
             to_alpha = (grad * own).float().sum(1)
-        return None, None, out, to_alpha, None, None
+        return None, None, out, to_alpha, None, None, None
 
 
 def gather_rows(features, ids, out=None):

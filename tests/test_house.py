@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13370,
-    "lines of C and CUDA": 2080,
-    "lines of bench": 3100,
-    "lines of tests": 12280,
+    "lines of product Python": 13870,
+    "lines of C and CUDA": 2100,
+    "lines of bench": 3300,
+    "lines of tests": 12340,
     "lines of README": 200,
-    "longest file": 925,
-    "functions above 60 lines": 5,
+    "longest file": 1030,
+    "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,
-    "arrows": 145,
+    "arrows": 150,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
