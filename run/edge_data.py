@@ -61,6 +61,9 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
             why = "has lists by type, then time, and --model"
             instead = "take rgcn, or --temporal off"
             raise StoreError(f"{store.path} {why} {args.model} does not see types: {instead}")
+        if str(args.fanout[0]).startswith("any="):
+            why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
+            raise StoreError(f"--fanout any= draws from all types together, and {why}")
         used = used._replace(window=args.window)
         when = "at their own time or before it" if temporal == "at" else "before their own time"
         when += f", of the last {args.window}" if args.window else ""

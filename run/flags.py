@@ -318,12 +318,13 @@ def spelled_out(argv):
 
 def fanout(text):
     """Parse '15,10,5', or 'writes=10:cites=5,writes=5' by types of edges, which stays text."""
-    with suppress(ValueError):
-        hops = [part if "=" in part else int(part) for part in text.split(",")]
-        counts = [int(word.rpartition("=")[2]) for word in re.split("[,:]", text)]
-        if all(k > 0 or k == -1 for k in counts):
-            return hops
-    by_type = "by types of edges writes=10:cites=5,writes=5"
+    number = "(-1|0*[1-9][0-9]*)"
+    named = rf"(?!any=)[^=:,]+={number}(:(?!any=)[^=:,]+={number})*"
+    hop, rest = f"({number}|{named})", f"(,{number})*"
+    hops = re.sub(r"\s*,\s*", ",", text.strip())
+    if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
+        return [part if "=" in part else int(part) for part in hops.split(",")]
+    by_type = "by types of edges writes=10:cites=5,writes=5 or any=15,10"
     how = f"write numbers above 0, or -1 for all: 15,10,5, or {by_type}"
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 

@@ -319,6 +319,8 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
     _train(words, "--model rgcn", files[2])
     paths = [tmp_path / f"{name}.pt" for name in "abc"]
     assert _same_weights(*paths[1:]) and not _same_weights(*paths[:2])
+    said = _train(words, "--model rgcn --fanout any=3,3", code=2)
+    assert "--fanout any= draws from all types together, and lists are sorted by type" in said
     said = _train(words, "--model sage", code=2)
     assert "has lists by type, then time, and --model sage does not see types" in said
 
@@ -344,6 +346,21 @@ def test_aifb_is_read_as_its_paper_counts_it():
     [
         ("--model sage --bases 2", "--bases 2 is for --model rgcn, --model is sage"),
         ("--model rgcn", "--model rgcn takes types of edges, and .* has none"),
+        ("--fanout a=3,3", "--fanout a=3,3 names types: it is for rgcn"),
+        *(
+            (f"--fanout {text}", "write numbers above 0, or -1 for all: 15,10,5, or by types")
+            for text in (
+                "any=3,a=2",
+                "any=3:a=2",
+                "a=3:4",
+                "a=0",
+                "=3",
+                "3,,2",
+                "a=-2",
+                "1e3",
+                "3,any=2",
+            )
+        ),
         ("--window 5", "--window 5 is of times, and seeds of .* have none"),
         ("--window 5 --temporal off", "--window 5 is of times, --temporal is off"),
         ("--task link --window 5", "--window 5 is for --task node: embeddings of --task link"),
