@@ -36,6 +36,8 @@ from native import build, sampler_gpu
 from sources import prepare as datasets
 from store import build_store
 
+# the processes that share the tests have a core each; threads of OpenMP would not survive their fork
+torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would wait for runs that ignore it
 
 HERE = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13870,
     "lines of C and CUDA": 2100,
     "lines of bench": 3300,
-    "lines of tests": 12340,
+    "lines of tests": 12360,
     "lines of README": 200,
     "longest file": 1030,
     "functions above 60 lines": 3,
