@@ -81,8 +81,10 @@ class Ranks(NamedTuple):
     def average_rows(self, model):
         """Average sparse gradients over the ranks, which DistributedDataParallel on GPUs cannot: through host memory."""
         for weight in (m.weight for m in model.modules() if self.world > 1 and _is_sparse(m)):
-            grad = self.reduce(weight.grad.coalesce().cpu()).to(weight.device)
-            weight.grad = grad / self.world
+            if weight.requires_grad:
+                grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                grad = (grad.coalesce() if grad.is_sparse else grad.to_sparse(1)).cpu()
+                weight.grad = self.reduce(grad).to(weight.device) / self.world
 
     def exchange(self, parallel):
         """Average seconds a step in which gradients were exchanged and the backward pass was idle."""

@@ -539,6 +539,8 @@ class NodeInputs(nn.Module):
     def __init__(self, node_types, out_dim):
         super().__init__()
         counts, self.widths = zip(*node_types)
+        if sorted(map(bool, self.widths), reverse=True) != [*map(bool, self.widths)]:
+            raise ValueError(f"node_types {node_types}: types with features have to come first")
         self.out_dim = out_dim
         self.register_buffer("ends", torch.tensor(counts).cumsum(0), persistent=False)
         self.linears = nn.ModuleList(Linear(width, out_dim) for width in self.widths if width)
@@ -551,11 +553,9 @@ class NodeInputs(nn.Module):
     def forward(self, nodes, x):
         """nodes [N] ids; x [n, F] the features of those that have some, in the order of nodes -> [N, D]."""
         kinds, last = torch.bucketize(nodes, self.ends, right=True), len(self.linears)
-        parts, places, ids = (
-            [],
-            [(kinds == kind).nonzero().squeeze(1) for kind in range(last)],
-            None,
-        )
+        places, parts, ids = [(kinds == k).nonzero().squeeze(1) for k in range(last)], [], None
+        if last and len(x) != (count := sum(map(len, places))):
+            raise ValueError(f"x has {len(x)} rows: {count} of the nodes have features")
         if last > 1:  # their places among those with features
             of = kinds[kinds < last]
             rows = [(of == kind).nonzero().squeeze(1) for kind in range(last)]
@@ -881,7 +881,7 @@ def inference(
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
     inputs = getattr(model, "inputs", None)
-    if x.shape[0] != V and inputs is None:
+    if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):
         given = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
         raise ValueError(f"{given}: a row for each node is needed")
     training = model.training

@@ -53,7 +53,12 @@ def types_of(meta) -> tuple[dict, list | None]:
     types = {str(name): (int(count), int(width)) for name, count, width in entries}
     counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
     featured = [width > 0 for width in widths]
-    fits = min(counts) >= 0 and sum(counts) == meta["num_nodes"] and len(types) == len(entries)
+    fits = (
+        all(map(str.isprintable, [*types, *(names or [])]))
+        and min(counts) >= 0
+        and sum(counts) == meta["num_nodes"]
+        and len(types) == len(entries)
+    )
     if not fits or featured != sorted(featured)[::-1] or max(widths) > meta["feature_dim"]:
         raise ValueError(f"it has node_types = {entries!r:.200}, which are not those of its nodes")
     if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
@@ -85,6 +90,8 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
         keeps of them: the width and dtype of edge_features, the number of types and their names).
     """
     checked, widths = {}, {}
+    if edge_types is not None and columns.get("edge_type") is None:
+        raise StoreError("edge_types names types, and there is no edge_type")
     for name, values in columns.items():
         if values is None:
             continue

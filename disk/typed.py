@@ -44,6 +44,10 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
             raise StoreError(f"{what} is a {type(of).__name__}: {needed}")
     counts = integers("node_types", [*node_types.values()]).tolist()
     node_types, times = dict(zip(node_types, counts)), columns.pop("node_time", {})
+    if not edge_index:
+        raise StoreError("edge_index is empty: there are no types of edges")
+    if bad := [n for n in (*node_types, *map(_name, edge_index)) if not n.isprintable()]:
+        raise StoreError(f"the type {bad[0]!r} has no printable name")
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
     for what, of in {"features": features, "labels": labels, "node_time": times}.items():
@@ -53,13 +57,12 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
     columns = {name: dict(of) for name, of in columns.items()}
-    for name, of in columns.items():
-        if different := of.keys() ^ edges.keys():
-            what = f"{name} is there for some types of edges and not for {_name(min(different))}"
-            raise StoreError(f"{what}: it is for all of them, or for none")
+    _check_columns(columns, edges)
     if symmetrize:
         _add_reverses(edges, columns)
-    graph = {n: np.concatenate([np.asarray(of[k]) for k in edges]) for n, of in columns.items()}
+    graph = {
+        n: torch.cat([files.as_rows(n, of[k]) for k in edges]) for n, of in columns.items() if of
+    }
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate([np.empty((2, 0), np.int64), *moved], 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
@@ -76,7 +79,7 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     if labels:
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
         several = [split or {}] if isinstance(split or {}, dict) else split
-        moved = [_shifted(part, start) for part in several]
+        moved = [_shifted(part, start, node_types[next(iter(labels))]) for part in several]
         graph["split"] = moved if several is split else moved[0]
     elif split:
         raise StoreError("split is of nodes with labels, and no type of nodes has any")
@@ -85,13 +88,25 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
 
 def _name(kind):
     """The name of a type of edges, a triple."""
-    return ",".join(kind)
+    if not isinstance(kind, tuple) or len(kind) != 3:
+        raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
+    return ",".join(map(str, kind))
+
+
+def _check_columns(columns, edges):
+    """Raise StoreError unless {column: {type: values}} have a row for each edge of each type."""
+    for name, of in columns.items():
+        if different := of.keys() ^ edges.keys():
+            what = f"{name} is there for some types of edges and not for {_name(min(different))}"
+            raise StoreError(f"{what}: it is for all of them, or for none")
+        for kind, pairs in edges.items():
+            if (count := len(array_like(name, of[kind]))) != pairs.shape[1]:
+                needed = f"{pairs.shape[1]} are needed, one for each edge"
+                raise StoreError(f"{name} of {_name(kind)} has {count} rows: {needed}")
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
     """The edges of a type as int64 [2, M_r], checked."""
-    if not isinstance(kind, tuple) or len(kind) != 3:
-        raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
         known = ", ".join(node_types)
@@ -116,7 +131,7 @@ def _add_reverses(edges, columns):
             raise StoreError(f"edges {_name(reverse)} are there already: symmetrize would add them")
         edges[reverse] = np.concatenate(parts, 1)
         for of in columns.values():
-            of[reverse] = np.concatenate([np.asarray(of[kind])] * len(parts))
+            of[reverse] = torch.cat([files.as_rows("edges", of[kind])] * len(parts))
 
 
 def _joined(tables, node_types):
@@ -155,7 +170,12 @@ def _spread(first, node_types, name, values, rest) -> np.ndarray:
     return whole
 
 
-def _shifted(split, start) -> dict:
-    """Ids or masks of nodes of a type as ids of the whole graph, in which that type begins at `start`."""
+def _shifted(split, start, count) -> dict:
+    """Ids or masks of the `count` nodes of a type as ids of the whole graph, in which that type begins at `start`."""
     parts = {part: np.asarray(array_like(f"split {part!r}", v)) for part, v in split.items()}
-    return {p: start + (np.flatnonzero(v) if v.dtype == bool else v) for p, v in parts.items()}
+    for part, mask in parts.items():
+        if mask.dtype == bool and mask.shape != (count,):
+            raise StoreError(f"split {part!r} is a mask of shape {[*mask.shape]}, not [{count}]")
+        ids = np.flatnonzero(mask) if mask.dtype == bool else integers(f"split {part!r}", mask)
+        parts[part] = start + ids
+    return parts

@@ -48,7 +48,8 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
+    names = *TASKS[args.task].widths, "edge_types"
+    graph = {name: store.meta.get(name, 0) for name in names}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -140,7 +141,7 @@ def check_state(state):
     """Raise unless everything in a checkpoint has its type and the tensors are those of the network it describes."""
     flags, graph, best, weights = (state[name] for name in ("flags", "graph", "best", "model"))
     check_flags(flags)
-    for name in ("num_edge_types", "node_types"):  # as above
+    for name in ("num_edge_types", "node_types", "edge_types"):  # as above
         graph.setdefault(name, 0)
     types = graph["node_types"] or []
     if not all(type(name) is str and name.isprintable() for name, _, _ in types):
@@ -151,7 +152,12 @@ def check_state(state):
     counts += [number for _, *numbers in types for number in numbers]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
         raise ValueError("a count or a width in it is no whole number from 0 to 2^32 - 1")
-    words = [graph["path"], *graph["files"], *filter(None, graph["files"].values())]
+    words = [
+        *(graph["edge_types"] or []),
+        graph["path"],
+        *graph["files"],
+        *filter(None, graph["files"].values()),
+    ]
     if not all(type(word) is str and word.isprintable() for word in words):
         raise ValueError("the path, a file name or a digest of its graph is not printable text")
     moments = [tensor for of in state["optimizer"].values() for tensor in of.values()]
@@ -269,6 +275,10 @@ def check_graph(state, path, args, task):
             raise StoreError(f"{trained}, {store.path} has {there}")
         if lenient:
             setattr(store, name, was)
+    there, was = store.meta.get("edge_types"), graph["edge_types"]
+    if there and was and "num_edge_types" in task.compared(args) and was[: len(there)] != there:
+        order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"
+        raise StoreError(f"checkpoint {path} was trained on a graph whose {order}")
     if not args.trains:
         return
     files, was = digests(store), graph["files"]

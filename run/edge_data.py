@@ -97,7 +97,10 @@ def typed_edges(args, store, used, own) -> tuple[EdgeData, str]:
     if store.edge_type is not None and (own or args.model in TYPE_CONVS):
         count, names = store.num_edge_types, store.edge_types
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)
-        of = "each of them" if isinstance(hops(args.fanout, used)[0], list) else "all together"
+        lists = hops(args.fanout, used)
+        of = "each of them" if isinstance(lists[0], list) else "all together"
+        if isinstance(lists[0], list) and 0 in sum(lists, []):
+            of = "those it names, exact inference for all"
         return used, f"edges have {count} types; --fanout is for {of}, and the model sees them"
     if not all(isinstance(hop, int) for hop in args.fanout):
         why = f"it is for rgcn, or a model of your own, and a graph with types, here {store.path}"
@@ -124,6 +127,8 @@ def hops(fanout, used):
                 they = "; ".join(names)
                 raise StoreError(f"--fanout {word}: no such type of edges; they are {they}")
             for i in known:
+                if lists[-1][i]:
+                    raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
                 lists[-1][i] = int(k)
     return lists
 

@@ -41,6 +41,9 @@ def build_model(ranks, args, task, used):
     store, own, digest = task.store, None, None
     torch.manual_seed(args.seed)
     if own_model.is_own(args.model):
+        if store.features.shape[0] < store.num_nodes:
+            some = "nodes without features, for which rgcn and other built-in models learn rows"
+            raise StoreError(f"--model {args.model}: {store.path} has types of {some}")
         edge_dim = store.edge_dim if used.features is not None else 0
         sizes = store.feature_dim, store.num_classes, edge_dim
         own, digest = own_model.build(args.model, args.model_args or [], *sizes)

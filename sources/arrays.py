@@ -127,6 +127,7 @@ class Arrays:
 
     def __init__(self, source, values, ignore=()):
         self.source, self.classes, self._taken = str(source), None, set()
+        self.suffix = ""  # of a type's arrays
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
             self.find(name, needed=True)
@@ -144,7 +145,10 @@ class Arrays:
                     f"{name} has no type: where edge_index has some, arrays are called {how}"
                 )
             found.setdefault(kind, {})[base] = value
-        return {kind: Arrays(f"{self.source}: {kind}", of) for kind, of in found.items()}
+        arrays = {kind: Arrays(f"{self.source}: {kind}", of) for kind, of in found.items()}
+        for kind, of in arrays.items():
+            of.suffix = f":{kind}"
+        return arrays
 
     def error(self, text) -> StoreError:
         """An error that names the source."""
@@ -156,7 +160,9 @@ class Arrays:
 
     def _do_without(self, name):
         file = os.path.basename(self.source)
-        how = f"{file}:ignore={name}" if file.endswith(".npz") else f"ignore=[{name!r}]"
+        how = (
+            f"{file}:ignore={name}" if file.endswith(".npz") else f"ignore=[{name + self.suffix!r}]"
+        )
         return f"go on without it: {how}"
 
     def find(self, *names, needed=False):

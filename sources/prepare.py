@@ -246,7 +246,9 @@ def _draws(arrays, split=False) -> bool:
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
-    return not (arrays.of_types or arrays.find(*FEATURES)) or split and not train
+    if arrays.of_types:
+        return split and not any(of.find(*PARTS["train"]) for of in arrays.by_type().values())
+    return not arrays.find(*FEATURES) or split and not train
 
 
 def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
@@ -278,7 +280,7 @@ def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, *
         return build_graphs(path, graphs, split=split, progress=progress, source=source)
     options |= {"backend": backend, "progress": progress}
     if arrays.of_types:
-        return _build_typed(path, arrays, given, source, **options)
+        return _build_typed(path, arrays, given, seed, source, **options)
     if not drawn and not arrays.find(*PARTS["train"]) and arrays.find(*LABELS):
         source["split"] = DRAWN
     return _build_graph(path, arrays, given, seed or 0, source, **options)
@@ -324,7 +326,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
     return path
 
 
-def _build_typed(path, arrays, given, source, **options) -> Path:
+def _build_typed(path, arrays, given, seed, source, **options) -> Path:
     """Build a store of the `Arrays` of one graph whose nodes and edges have types."""
     graph = {"node_types": {}, "features": {}, "labels": {}, "edge_index": {}, "split": None}
     target, labelled, columns = given.get("target"), [], {}
@@ -356,13 +358,10 @@ def _build_typed(path, arrays, given, source, **options) -> Path:
         raise arrays.error(f"labels are there for {which}: {how}")
     for kind, labels in graph["labels"].items():
         if not graph["split"]:
-            graph["split"], source["split"] = (
-                drawn_per_class(labels, np.random.default_rng(0)),
-                DRAWN,
-            )
-            arrays.say(
-                f"it has no split: {DRAWN} are drawn from nodes of type {kind} (by --seed of train.py)"
-            )
+            graph["split"] = drawn_per_class(labels, np.random.default_rng(seed or 0))
+            source |= {"split": DRAWN} if seed is None else {}
+            by = "by --seed of train.py" if seed is None else f"seed {seed}"
+            arrays.say(f"it has no split: {DRAWN} are drawn from nodes of type {kind} ({by})")
     return build_store(path, **graph, **columns, source=source, **options)
 
 

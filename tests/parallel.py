@@ -65,6 +65,7 @@ def _replay(session, reader, running):
     hook.pytest_runtest_logreport(report=report)
     if report.when == "teardown":
         running[reader] = None
+        session.ended = getattr(session, "ended", 0) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,4 +92,6 @@ def pytest_runtestloop(session):
     finally:
         for process in processes:
             process.terminate() if running else process.join()
+    if getattr(session, "ended", 0) < len(session.items) and not session.shouldfail:
+        raise session.Failed("a process of the tests ended before its tests")
     return True

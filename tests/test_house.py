@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13870,
+    "lines of product Python": 13920,
     "lines of C and CUDA": 2100,
     "lines of bench": 3300,
-    "lines of tests": 12360,
+    "lines of tests": 12440,
     "lines of README": 200,
     "longest file": 1030,
     "functions above 60 lines": 3,

@@ -1,5 +1,7 @@
 """Tests: nodes of several types in one range of ids: stores, the input of the first layer, training."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,14 @@ from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from sources import prepare
 from store import GraphStore, build_store, info, verify
-from tests.common import _dgl, _log, _same_for_any_number_of_processes, _same_weights, _train
+from tests.common import (
+    OWN_LAYERS,
+    _dgl,
+    _log,
+    _same_for_any_number_of_processes,
+    _same_weights,
+    _train,
+)
 from tests.stores import _refuses, _rewrite_meta
 
 COUNTS = {"author": 30, "paper": 50, "place": 7}
@@ -186,6 +195,13 @@ def test_typed_files_refuse(change, said, tmp_path):
         ({"edge_index": {"writes": [[0], [0]]}}, "edges 'writes': .source type, name, destination"),
         ({"edge_index": np.zeros((2, 3), int)}, "node_types is for a graph that is given by type"),
         ({"split": {"train": [50]}}, "node 50, which has no label"),
+        ({"split": {"train": np.ones(30, bool)}}, r"a mask of shape \[30\], not \[50\]"),
+        ({"split": {"train": [0.5]}}, "split 'train' has dtype float64"),
+        (
+            {"edge_weight": dict(zip(ENDS, (np.ones(91), np.ones(89), np.ones(90))))},
+            "edge_weight of author,writes,paper has 91 rows: 90 are needed",
+        ),
+        ({"node_types": {**COUNTS, "a\x1b": 3}}, "has no printable name"),
         ({"labels": None}, "split is of nodes with labels, and no type of nodes has any"),
         (
             {
@@ -211,6 +227,50 @@ def test_typed_graphs_refuse(change, said, tmp_path):
         assert len(GraphStore.open(build_store(tmp_path / "g", **given)).edge_types) == 7
 
 
+def test_typed_graphs_keep_what_is_narrow(tmp_path):
+    """Ids of a byte where the labelled type begins behind them, features of edges in bfloat16, no edges at all."""
+    nodes = {"user": 300, "item": 5}
+    graph = dict(features={n: np.ones((count, 2)) for n, count in nodes.items()}, node_types=nodes)
+    graph |= dict(labels={"item": [0, 1, 0, 1, 0]}, split={"train": np.array([0, 1], np.uint8)})
+    values = {("user", "buys", "item"): torch.tensor([[1.5]], dtype=torch.bfloat16)}
+    edges = {("user", "buys", "item"): [[7], [1]]}
+    made = build_store(
+        tmp_path / "a", edge_index=edges, edge_features=values, symmetrize=True, **graph
+    )
+    stored = GraphStore.open(made)
+    assert stored.split["train"].tolist() == [300, 301] and verify(made) == []
+    assert stored.edge_features.tolist() == [[1.5], [1.5]]
+    _refuses("there are no types of edges", build_store, tmp_path / "b", edge_index={}, **graph)
+    made = build_store(tmp_path / "b", edge_index={("user", "buys", "item"): [[], []]}, **graph)
+    assert GraphStore.open(made).num_edges == 0
+    _refuses(
+        "edge_types names types, and there is no edge_type",
+        build_store,
+        tmp_path / "c",
+        edge_index=[[0], [0]],
+        features=np.ones((2, 1)),
+        edge_types=["a"],
+    )
+
+
+def test_a_drawn_split_of_a_typed_file_goes_by_the_seed(tmp_path):
+    given = _typed()
+    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
+    arrays |= {"x:paper": given["features"]["paper"], "y:paper": np.arange(50) % 2}
+    arrays |= {"num_nodes:author": 30, "num_nodes:place": 7}
+    np.savez(tmp_path / "t.npz", **arrays)
+
+    def build(seed):
+        made = prepare.build(tmp_path / "t.npz", tmp_path / f"g{seed}", seed=seed)
+        return GraphStore.open(made)
+
+    five, six, drawn = build(5), build(6), build(None)
+    assert five.split["train"].tolist() != six.split["train"].tolist()
+    assert "split" in drawn.meta["source"] and "split" not in five.meta["source"]
+    np.savez(tmp_path / "t.npz", **arrays, **{"train_idx:paper": [0, 1]})
+    _refuses("seed 7 has no effect: it has a split", build, 7)
+
+
 def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
     inputs, x = NodeInputs([(5, 3), (4, 2), (6, 0)], 7), torch.randn(9, 3)
     nodes = torch.tensor([8, 0, 14, 3, 9, 5, 4])
@@ -227,6 +287,11 @@ def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
     grad = inputs.embedding.weight.grad
     assert grad.is_sparse and sorted(grad.coalesce().indices()[0].tolist()) == [0, 5]
     assert inputs(nodes[:0], x[:0]).shape == (0, 7)
+    for rows in (torch.ones(7, 3), torch.ones(4, 3)):
+        with pytest.raises(ValueError, match="rows: 5 of the nodes have features"):
+            inputs(nodes, rows)
+    with pytest.raises(ValueError, match="types with features have to come first"):
+        NodeInputs([(5, 0), (4, 2)], 7)
 
 
 @pytest.mark.parametrize("conv", ["rgcn", "gat", "sage"])
@@ -243,6 +308,8 @@ def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
         net.eval(), graph.indptr, graph.indices, graph.features, types=graph.edge_type, chunk=11
     )
     torch.testing.assert_close(net(batch.blocks, batch.x), exact)
+    with pytest.raises(ValueError, match="x has 56 rows, indptr is of 87 nodes"):
+        inference(net, graph.indptr, graph.indices, torch.ones(56, 8), types=graph.edge_type)
 
 
 def test_adam_of_rows_is_sparse_adam_beside_adam():
@@ -292,6 +359,7 @@ def test_fanouts_by_name():
         ["cite=3"],
         used,
     )
+    _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], used)
     assert hops([4, 2], EdgeData()) == [4, 2]
 
 
@@ -335,6 +403,22 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
 def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_path):
     words = f"--dataset {mag} {FLAGS} {flags}"
     _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 2), (2, 60, 1)], epochs=2)
+
+
+def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
+    """The same relations in another order are another graph; a model of one's own sees features of every node."""
+    _train(f"--dataset {mag} {FLAGS} --epochs 1 --checkpoint {tmp_path}/c.pt")
+    meta = GraphStore.open(mag).meta
+    shutil.copytree(mag, tmp_path / "other")
+    _rewrite_meta(tmp_path / "other", **(meta | {"edge_types": meta["edge_types"][::-1]}))
+    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --dataset"
+    said = _train(f"{words} {tmp_path}/other", code=2)
+    assert "was trained on a graph whose types of edges are author,affiliated_with" in said
+    (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
+    said = _train(
+        f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2", code=2
+    )
+    assert "has types of nodes without features, for which rgcn" in said
 
 
 def test_a_synthetic_graph_with_types_is_drawn_alike(tmp_path):
