@@ -60,11 +60,9 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     _check_columns(columns, edges)
     if symmetrize:
         _add_reverses(edges, columns)
-    graph = {
-        n: torch.cat([files.as_rows(n, of[k]) for k in edges]) for n, of in columns.items() if of
-    }
+    graph = {n: torch.cat([files.as_rows(n, of[k]) for k in edges]) for n, of in columns.items()}
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
-    graph["edge_index"] = np.concatenate([np.empty((2, 0), np.int64), *moved], 1)
+    graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
     graph["edge_types"] = [_name(kind) for kind in edges]
     tables = [(n, features[n]) for n in names if features.get(n) is not None]
