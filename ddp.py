@@ -80,7 +80,9 @@ class Ranks(NamedTuple):
 
     def average_rows(self, model):
         """Average sparse gradients over the ranks, which DistributedDataParallel on GPUs cannot: through host memory."""
-        for weight in (m.weight for m in model.modules() if self.world > 1 and _is_sparse(m)):
+        if self.world == 1:
+            return
+        for weight in (module.weight for module in model.modules() if _is_sparse(module)):
             if weight.requires_grad:
                 grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 grad = (grad.coalesce() if grad.is_sparse else grad.to_sparse(1)).cpu()

@@ -538,12 +538,12 @@ class NodeInputs(nn.Module):
 
     def __init__(self, node_types, out_dim):
         super().__init__()
-        counts, self.widths = zip(*node_types)
-        if sorted(map(bool, self.widths), reverse=True) != [*map(bool, self.widths)]:
+        counts, widths = zip(*node_types)
+        if sorted(map(bool, widths), reverse=True) != [*map(bool, widths)]:
             raise ValueError(f"node_types {node_types}: types with features have to come first")
         self.out_dim = out_dim
         self.register_buffer("ends", torch.tensor(counts).cumsum(0), persistent=False)
-        self.linears = nn.ModuleList(Linear(width, out_dim) for width in self.widths if width)
+        self.linears = nn.ModuleList(Linear(width, out_dim) for width in widths if width)
         learned = sum(count for count, width in node_types if not width)
         self.first, self.embedding = sum(counts) - learned, None
         if learned:
@@ -578,7 +578,8 @@ class _Placed(torch.autograd.Function):
         ctx.sizes, count = [len(part) for part in parts], sum(map(len, parts))
         like = weight if parts == () else parts[0]
         made = like.new_empty(len(places), like.shape[1])
-        torch.cat(parts, out=made[:count]) if parts else None
+        if parts:
+            torch.cat(parts, out=made[:count])
         if ids is not None:
             gather_rows(weight, ids, made[count:])
         source = torch.empty_like(places)
@@ -729,8 +730,9 @@ class GNN(nn.Module):
 
         Args:
             blocks: one for each layer, outermost hop first.
-            x: [N, F] features of blocks[0].src_nodes, of any dtype; with node_types, of those that have some; or, with `aggregated` (for "sage"),
-                [S, 2F]: the result of `self_and_mean` for blocks[0], computed where the features are.
+            x: [N, F] features of blocks[0].src_nodes, of any dtype; with node_types of those that have
+                some; or, with `aggregated` (for "sage"), [S, 2F]: the result of `self_and_mean` for
+                blocks[0], computed where the features are.
             key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes
                 for a CUDA graph; from torch's CPU generator when None.
             edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
@@ -745,6 +747,9 @@ class GNN(nn.Module):
         if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
         x = self.embed(blocks[0].src_nodes, x)
+        count = blocks[0].src_nodes.numel()
+        if not aggregated and len(x) < count:  # C would read beyond its end
+            raise ValueError(f"x has {len(x)} rows: {count} are needed, one for each source node")
         if key is None and self.training:
             key = drawn_seed()
         if self.input_dropout and self.training:
@@ -898,16 +903,12 @@ def inference(
     h = x if hasattr(x, "gather") else torch.as_tensor(x)
     edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
     if inputs is not None:
-        rows, made = (
-            inputs.first,
-            _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim),
-        )
+        made = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
         for a in range(first, last, chunk):
-            b = min(a + chunk, last)
-            made[a:b] = inputs(
-                torch.arange(a, b, device=device), _rows(h, min(a, rows), min(b, rows), device)
-            )
-        barrier()
+            b, end = min(a + chunk, last), inputs.first  # of the nodes with features
+            nodes = torch.arange(a, b, device=device)
+            made[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
+        barrier()  # the rows of all processes are there
         h = made
     for i, layer in enumerate(model.layers[:layers]):
         width = layer.message_dim or h.shape[1]

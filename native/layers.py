@@ -316,12 +316,12 @@ class _ReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (h,), grad, code, (S, width) = ctx.saved_tensors, grad.contiguous(), ctx.code, grad.shape
+        (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
         given, out = (
             (h, grad, S, width, _aligned(width, h, grad), ctx.scale),
             torch.empty_like(grad),
         )
-        code.run("relu_dropout_grad", S * code.threads(width), *given, out)
+        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given, out)
         return out, None, None, None, None
 
 

@@ -108,9 +108,8 @@ class Backend:
             times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
         """
         if not seeds.numel():
-            none, long = (
-                self.task.indices.new_empty(0, dtype=dtype) for dtype in (None, torch.int64)
-            )
+            none = self.task.indices.new_empty(0)
+            long = none.long()
             ids, times = long if self.task.edge_ids else None, long if self.timed else None
             return [(none.new_zeros(1), none, none, ids, times)] * len(self.fanouts)
         if not self.num_nodes:

@@ -354,7 +354,9 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:
         which = ", ".join(labelled) or "no type"
-        how = f"{Path(arrays.source).name}:target={' or '.join(labelled)} takes those of one"
+        how = "keep those of one"
+        if arrays.source.endswith(".npz"):
+            how = f"{Path(arrays.source).name}:target={' or '.join(labelled)} takes those of one"
         raise arrays.error(f"labels are there for {which}: {how}")
     for kind, labels in graph["labels"].items():
         if not graph["split"]:

@@ -304,6 +304,9 @@ def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
     )
     (batch,) = loader
     assert batch.x.shape[0] == 57
+    plain = GNN(8, 16, 3, num_layers=2)
+    with pytest.raises(ValueError, match="x has 57 rows: 87 are needed"):
+        plain(batch.blocks, batch.x)
     exact = inference(
         net.eval(), graph.indptr, graph.indices, graph.features, types=graph.edge_type, chunk=11
     )
