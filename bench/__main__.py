@@ -1,17 +1,16 @@
 """Side-by-side measurement: every contender on the same graph, in one process, in turn.
 
-    python -m bench sampler                      # this sampler beside DGL's and GraphBolt's
+    python -m bench sampler                      # this sampler beside DGL's; GraphBolt's with --graphbolt PYTHON
     python -m bench step                         # a training step beside DGL's, and what each trick is worth; --model gat and others
     python -m bench layers --fanout 10,10,10 --hidden 128 --dataset synthetic    # every model's layers beside DGL's, PyG's
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
-    python -m bench features                     # the ring beside a plain copy; four processes on one store
     python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
-    python -m bench store                        # building, training from disk, many small graphs
+    python -m bench store                        # building, training from disk
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
-    python -m bench defaults --threads 1         # every model at its defaults beside other settings, on small graphs
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
-    python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's
+    python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
+    python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
@@ -20,8 +19,7 @@ Contenders that cannot be imported are left out, with the reason. GraphBolt need
 
     python3 -m venv graphbolt && graphbolt/bin/pip install torch==2.2.1 dgl==2.1.0 torchdata==0.7.1 "numpy<2" \\
         pandas pydantic pyyaml lmdb tqdm setuptools==69.5.1
-    graphbolt/bin/python -m bench sampler
-    python -m bench store --parts train --graphbolt graphbolt/bin/python
+    python -m bench sampler --graphbolt graphbolt/bin/python
 
 A time is the median over --rounds; results/README.md holds the figures of one machine.
 """
@@ -32,18 +30,19 @@ import sys
 
 import torch
 
-from bench.tools import hardware, keep_figures, settle
+from bench.tools import hardware, settle, write_figures
 from disk.files import StoreError
 from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
-MODELS = "mlp", *CONVS, "labels"
-SHARED = "synthetic:nodes=2500000,degree=1,features=400"
-NAMES = "sampler step store inference accuracy defaults types mag gpu attack picture"
-# command: the module with its bench_COMMAND
-MODULES = {name: name for name in NAMES.split()}
-MODULES |= {"link": "step", "features": "step", "scaling": "step"}
-MODULES |= {"labor": "accuracy", "layers": "inference"}
+MODELS = "mlp", *CONVS
+MODULES = {  # command: the module with its bench_COMMAND
+    **{name: name for name in ("sampler", "step", "store", "inference", "accuracy", "mag")},
+    **{name: name for name in ("gpu", "attack", "picture")},
+    **dict.fromkeys(("link", "scaling"), "step"),
+    **dict.fromkeys(("labor", "types"), "accuracy"),
+    "layers": "inference",
+}
 
 
 def numbers(text):
@@ -62,27 +61,24 @@ def make_parser():
     add("--fanout", default="15,10,5", type=numbers)
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
-    add("--threads", type=int, help="of every contender (default: 2; gpu: one for each core)")
+    add("--threads", type=int, help="of every contender (default: 2; gpu: one a core)")
     add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 of 4 epochs; gpu: 5)")
     add("--json", metavar="FILE", help="write the figures here as well")
-    # sampler, features, scaling, inference
-    add("--larger", metavar="DATASET", help="sampler: the cost of an edge on this larger graph too")
-    add("--shared", default=SHARED, metavar="DATASET", help="features: what four processes share")
+    # sampler, step, layers, link, inference, scaling, mag
+    add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt in this interpreter")
     add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
     add("--gpus", action="store_true", help="scaling: a GPU for each process")
     add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
+    add("--heads", type=int, default=1, help="step, layers: of gat")
     # store
     add("--edges", type=int, default=10_000_000, help="store: to build; their reverses are added")
     add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
     add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
     add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
-    add("--graphbolt", metavar="PYTHON", help="store, mag: GraphBolt in this interpreter too")
-    add("--graphs", type=int, default=50_000, help="store: number of small graphs")
-    # accuracy, labor
+    # accuracy, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--heads", type=int, default=1, help="step, layers: of gat")
-    add("--models", metavar="A,B", help=f"accuracy, defaults, layers: of {','.join(MODELS)}")
-    add("--runs", type=int, default=10, help="accuracy, labor: seeds, at least 2")
+    add("--models", metavar="A,B", help=f"accuracy, layers: of {','.join(MODELS)}")
+    add("--runs", type=int, default=10, help="accuracy and the like: seeds, at least 2")
     # gpu, attack, picture
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
     add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
@@ -113,17 +109,16 @@ def main(argv=None):
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
     settle(args.threads)
     on_gpu = torch.cuda.is_available() and (gpu or args.what == "scaling" and args.gpus)
-    here = hardware(on_gpu)
     if args.what != "picture" and (on_gpu or not gpu):
         where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
-        print(where, *(f"{name} {value}" for name, value in here.items()), sep="  ")
-    if args.what in ("sampler", "step", "layers", "link", "features", "inference", "mag"):
+        print(where, *(f"{name} {value}" for name, value in hardware(on_gpu).items()), sep="  ")
+    if args.what in ("sampler", "step", "layers", "link", "inference", "mag"):
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:
         module = importlib.import_module(f"bench.{MODULES[args.what]}")
         figures = getattr(module, f"bench_{args.what}")(args)
-        keep_figures(args, here, figures)
+        write_figures(args, figures)
     except (StoreError, ImportError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2

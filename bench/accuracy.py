@@ -1,22 +1,23 @@
-"""python -m bench accuracy | labor: every model on real graphs, ten seeds each, beside published figures and an MLP;
-GraphSAGE by the way neighbours are drawn."""
+"""python -m bench accuracy | labor | types: train.py with several seeds, beside published figures.
 
+Every row is trained with seeds 0 .. --runs - 1 on a graph of bench/py. --json FILE is written after each row, and rows of
+as many seeds that it has are not run again.
+"""
+
+import csv
+import gzip
 import itertools
-import statistics
+import re
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from bench import tools
 from bench.sampler import LABORS
-from bench.step import training_log
-from bench.tools import hardware, keep_figures, print_table, read_json
 from model import CONVS
-from sources import prepare
-from store import GraphStore
 
 # settings to choose from: (words of a bag of words, flags); row_normalize=0 leaves them 0 and 1
 WORDS = [
@@ -37,7 +38,7 @@ REAL = {
     "ogbn_arxiv_nofeat": (ARXIV, None, "--fanout 10,10,10 --batch-size 1024", LABELS),
 }
 FOR_MODEL = {"gat": "--heads 8", "gin": "--norm layer"}
-TRIAL_SEED, TRIAL_RUNS = 100, 2  # seeds, and so splits, that no row of the table uses
+TRIALS = "--seed 100 --runs 2"  # seeds, and so splits, that no row of a table uses
 # test accuracy in percent, and its standard deviation where there is one; sources in results/README.md
 PUBLISHED = {
     ("cora", "gcn"): (81.5, None),
@@ -48,127 +49,45 @@ PUBLISHED = {
     ("coauthor_cs", "gcn"): (91.1, 0.5),
     ("coauthor_cs", "sage"): (91.3, 2.8),
 }
+# of the paper: 16 wide, 50 epochs of one batch, no dropout; nothing was chosen by the test nodes
+TYPES = "--epochs 50 --lr 0.01 --weight-decay 0 --batch-size 140 --weights last"
+# fanout: published; the second: DGL's minibatches
+AIFB = {"all neighbours": ("-1,-1", 95.83), "20 of each type": ("20,20", 94.44)}
 
 
-def add(args, figures, key, figure):
-    """Print a figure, add it to the others and write them to --json, whose own are kept."""
-    figures[key] = figure
-    keep_figures(args, hardware(), {args.what: figures})
-    print(f"{key}  {figure['test']:.2f} +- {figure['std']:.2f}", flush=True)
+class Rows:
+    """The rows of a command, as they come."""
+
+    def __init__(self, args):
+        self.args, self.rows = args, tools.read_json(args.json).get(args.what, {})
+
+    def add(self, key, *work, **columns):
+        """Train, unless it was done, and add a row with further columns -> the row."""
+        if self.rows.get(key, {}).get("n") != self.args.runs:
+            row = trained(*work, f"--seed 0 --runs {self.args.runs}")
+            self.rows[key] = row | {"n": self.args.runs} | columns
+            tools.write_figures(self.args, {self.args.what: self.rows})
+            print(f"{key}  {row['test']:.2f} +- {row['std']:.2f}", flush=True)
+        return self.rows[key]
 
 
-def show(args, figures, columns):
-    """Print entries of all figures -> {command: figures}."""
-    names = columns.split()
-    print_table(args.what, {key: {n: row.get(n) for n in names} for key, row in figures.items()})
-    return {args.what: figures}
-
-
-def data_sets(args):
-    """Names of the real graphs that are there, or --dataset."""
-    there = [name for name in REAL if Path(args.data, f"{name}.npz").is_file()]
-    return [args.dataset] if args.dataset in REAL else there
-
-
-def bench_accuracy(args):
-    """Train by train.py with seeds 0 .. --runs - 1: every model on all neighbours, two of them sampled too, and an MLP.
-
-    A model is trained with those settings of its data set whose validation accuracy is highest over seeds of their own,
-    on all neighbours where these are run. The MLP is GraphSAGE on the graph without edges. Amazon Computers is its
-    largest connected component, as in the paper that published the figures (arXiv 1811.05868). --json FILE is written
-    after each row, and keeps the rows it had.
-    """
-    figures = read_json(args.json).get("accuracy", {})
-    models = args.models.split(",") if args.models else ["mlp", *CONVS, "labels"]
-    for name, conv in itertools.product(data_sets(args), models):
-        if conv == "labels":
-            if name == "ogbn_arxiv_nofeat":
-                # published: from the labels of all training nodes
-                figure = label_propagation(args, Path(args.data, f"{name}.npz"))
-                add(args, figures, f"{name}, label propagation", figure | {"published": 68.3})
-            continue
-        flags, full, sampled, settings = REAL[name]
-        run = partial(accuracy_of, args, name, edges=conv != "mlp")
-        common = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
-        how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
-        ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
-        trial = partial(run, f"{common} {full or sampled}", seed=TRIAL_SEED, runs=TRIAL_RUNS)
-        valid = {setting: trial(*setting)["valid"] for setting in settings}
-        best, (mean, std) = max(valid, key=valid.get), PUBLISHED.get((name, conv), (None, None))
-        trials = {" ".join(setting).strip(): accuracy for setting, accuracy in valid.items()}
-        for how, batches in ways.items():
-            figure = run(f"{common} {batches}", *best, runs=args.runs)
-            figure |= {"trials": trials, "published": mean, "published_std": std}
-            add(args, figures, f"{name}, {conv}, {how}", figure)
-    return show(args, figures, "test std n published published_std seconds")
-
-
-def bench_labor(args):
-    """Test accuracy of GraphSAGE by the way neighbours are drawn, with --fanout.
-
-    The flags of a data set are those of `python -m bench accuracy`, its first setting for all ways of drawing.
-    """
-    figures, hops = read_json(args.json).get("labor", {}), ",".join(map(str, args.fanout))
-    for name, (drawn, options) in itertools.product(data_sets(args), LABORS.items()):
-        common, _, sampled, settings = REAL[name]
-        flags = f"--model sage {common} --num-layers {len(args.fanout)} --fanout {hops}"
-        flags += f" --batch-size {sampled.split()[-1]}"
-        for option, value in options.items():
-            flag = option.replace("_", "-").replace("method", "sampler")
-            flags += f" --{flag}" + (f" {value}" if value is not True else "")
-        figure = accuracy_of(args, name, flags, *settings[0], runs=args.runs)
-        add(args, figures, f"{name}, {drawn}", figure)
-    return show(args, figures, "test std n")
-
-
-def label_propagation(args, file, alphas=(0.5, 0.6, 0.7, 0.8, 0.9), rounds=50):
-    """What the labels that the models see as features give without a model (Correct and Smooth, arXiv 2010.13993).
-
-    y <- alpha D^-1/2 A D^-1/2 y + (1 - alpha) y_0, clamped to 0 .. 1; alpha by validation accuracy.
-    """
-    tests = []
-    for seed in range(args.runs):
-        with tempfile.TemporaryDirectory() as scratch:
-            graph = GraphStore.open(prepare.prepare(file, scratch, seed=seed, progress=False))
-            known = graph.features.gather(torch.arange(graph.num_nodes))
-            csr = graph.indptr, graph.indices.long(), torch.ones(graph.num_edges)
-            matrix = torch.sparse_csr_tensor(*csr, (graph.num_nodes,) * 2)
-            scale, scores = graph.indptr.diff().clamp(min=1).rsqrt().unsqueeze(1), []
-            for alpha in alphas:
-                y = known
-                for _ in range(rounds):
-                    y = (alpha * scale * (matrix @ (scale * y)) + (1 - alpha) * known).clamp_(0, 1)
-                right = (y.argmax(1) == graph.labels).double()
-                score = {part: right[nodes].mean().item() for part, nodes in graph.split.items()}
-                scores.append((score["valid"], score["test"]))
-            tests.append(100 * max(scores, key=lambda pair: pair[0])[1])
-    return {"test": statistics.mean(tests), "std": statistics.stdev(tests), "n": args.runs}
-
-
-def accuracy_of(args, name, flags, words, settings, *, runs, seed=0, edges=True):
-    """Run train.py on a real graph -> its figures and flags."""
-    flags = f"{flags} {settings} --seed {seed} --runs {runs}"
+def trained(dataset, flags, *more):
+    """Run train.py on a name or on arrays, (either, words of --dataset) -> test (mean, std) and valid in percent."""
+    start, (data, words) = time.perf_counter(), dataset
+    flags = " ".join(f"{flags} {' '.join(more)}".split())
     with tempfile.TemporaryDirectory() as scratch:
-        data = Path(scratch, f"{name}.npz")
-        mask = largest_component if name == "amazon_computers" else None
-        graph = real_graph(Path(args.data, data.name), mask)
-        np.savez(data, **graph | ({} if edges else {"edge_index": graph["edge_index"][:, :0]}))
-        figure = trained(f"{data}{words}", scratch, flags)
-    return figure | {"flags": f"--dataset {name}.npz{words} {' '.join(flags.split())}", "n": runs}
-
-
-def trained(dataset, root, flags):
-    """Run train.py with --runs in this process -> test (mean, std) and valid in percent, seconds of all, norm, residual."""
-    start = time.perf_counter()
-    entries, _ = training_log(["--dataset", dataset, "--root", root, *flags.split()])
-    chosen, last = entries[0]["flags"], entries[-1]
+        if isinstance(data, dict):
+            np.savez(f"{scratch}/graph.npz", **data)
+            data = f"{scratch}/graph.npz"
+        line = ["--dataset", f"{data}{words}", "--root", scratch, *flags.split()]
+        entries, _ = tools.training_log(line)
+    mean, std = entries[-1]["mean"], entries[-1]["std"]
     return {
-        "test": 100 * last["mean"]["test"],
-        "std": 100 * last["std"]["test"],
-        "valid": 100 * last["mean"]["valid"],
+        "test": 100 * mean["test"],
+        "std": 100 * std["test"],
+        "valid": 100 * mean.get("valid", 0),
         "seconds": time.perf_counter() - start,
-        "norm": chosen["norm"],
-        "residual": chosen["residual"],
+        "flags": f"{words} {flags}".strip(),
     }
 
 
@@ -183,23 +102,125 @@ def largest_component(data):
     return label == np.bincount(label).argmax()
 
 
-def real_graph(file, mask=None, words=None):
-    """An .npz graph as a dict, cut down to the nodes of mask(graph) [V], the edges between them and the `words` (None: all)
-    that most of them have."""
+def real_graph(file, mask=None):
+    """An .npz graph as a dict, cut down to the nodes of mask(graph) [V] and the edges between them."""
     with np.load(file, allow_pickle=False) as found:
         data = dict(found)
     if mask is None:
         return data
     keep = mask(data)
-    number, edges, kept = np.cumsum(keep) - 1, data["edge_index"], int(keep.sum())
+    number, edges = np.cumsum(keep) - 1, data["edge_index"]
     part = {"edge_index": number[edges[:, keep[edges].all(0)]], "labels": data["labels"][keep]}
     if "feat_indptr" in data:
-        lengths, width = np.diff(data["feat_indptr"]), int(data["feat_shape"][1])
-        column = data["feat_indices"][np.repeat(keep, lengths)]
-        row, often = np.repeat(np.arange(kept), lengths[keep]), np.zeros(width, bool)
-        often[np.argsort(-np.bincount(column, minlength=width), kind="stable")[:words]] = True
-        row, column = row[often[column]], (np.cumsum(often) - 1)[column[often[column]]]
-        part["feat_indptr"] = np.searchsorted(row, np.arange(kept + 1))
-        part |= {"feat_indices": column, "feat_shape": np.array([kept, often.sum()])}
+        lengths = np.diff(data["feat_indptr"])
+        part["feat_indptr"] = np.append(0, np.cumsum(lengths[keep]))
+        part["feat_indices"] = data["feat_indices"][np.repeat(keep, lengths)]
+        part["feat_shape"] = np.array([keep.sum(), data["feat_shape"][1]])
     masks = {name: ids for name, ids in data.items() if name.endswith("_idx")}
     return part | {name: number[ids[keep[ids]]] for name, ids in masks.items()}
+
+
+def read_triples(folder):
+    """AIFB's N-Triples and the persons with their affiliation -> the arrays of an .npz file; a reverse of a relation is a
+    type of its own."""
+    nodes, relations, classes = {}, {}, {}
+    number = lambda known, name: known.setdefault(name, len(known))  # noqa: E731
+    with gzip.open(folder / "aifb.nt.gz", "rt") as file:
+        lines = (line.strip().removesuffix(".").strip() for line in file)
+        lines = [line.split(maxsplit=2) for line in lines if line]
+    triples = [(number(nodes, s), number(relations, r), number(nodes, o)) for s, r, o in lines]
+    source, relation, target = np.array(triples).T
+    labels, split = np.full(len(nodes), -1), {}
+    for part in ("train", "test"):
+        with open(folder / f"aifb_{part}.tsv", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        split[f"{part}_idx"] = np.array([nodes[f"<{row['person']}>"] for row in rows])
+        labels[split[f"{part}_idx"]] = [number(classes, row["label_affiliation"]) for row in rows]
+    return {
+        "edge_index": np.stack([[*source, *target], [*target, *source]]),
+        "edge_type": np.concatenate([relation, relation + len(relations)]),
+        "features": np.zeros((len(nodes), 1), np.float32),
+        "labels": labels,
+        **split,
+    }
+
+
+def real(args, name, edges=True):
+    """The arrays of a real graph; Amazon Computers as its largest connected component, as in the paper that published the
+    figures (arXiv 1811.05868)."""
+    mask = largest_component if name == "amazon_computers" else None
+    graph = real_graph(Path(args.data, f"{name}.npz"), mask)
+    return graph if edges else graph | {"edge_index": graph["edge_index"][:, :0]}
+
+
+def data_sets(args):
+    """Names of the real graphs that are there, or --dataset."""
+    there = [name for name in REAL if Path(args.data, f"{name}.npz").is_file()]
+    return [args.dataset] if args.dataset in REAL else there
+
+
+def accuracy(args, rows):
+    """Every model on all neighbours, two of them sampled too, and an MLP: GraphSAGE on the graph without edges.
+
+    A model is trained with those settings of its data set whose validation accuracy is highest over seeds of their own, on
+    all neighbours where these are run.
+    """
+    models = args.models.split(",") if args.models else ["mlp", *CONVS]
+    for name, conv in itertools.product(data_sets(args), models):
+        flags, full, sampled, settings = REAL[name]
+        graph = real(args, name, edges=conv != "mlp")
+        flags = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
+        trials = {
+            f"{words} {setting}".strip(): trained(
+                (graph, words), flags, full or sampled, setting, TRIALS
+            )["valid"]
+            for words, setting in settings
+        }
+        words, setting = max(settings, key=lambda pair: trials[" ".join(pair).strip()])
+        how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
+        ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
+        mean, std = PUBLISHED.get((name, conv), (None, None))
+        for how, batches in ways.items():
+            columns = {"published": mean, "published_std": std, "trials": trials}
+            key = f"{name}, {conv}, {how}"
+            rows.add(key, (graph, words), f"{flags} {batches} {setting}", **columns)
+
+
+def labor(args, rows):
+    """GraphSAGE by the way neighbours are drawn, with --fanout, in the first setting of each data set."""
+    hops = f"--num-layers {len(args.fanout)} --fanout {','.join(map(str, args.fanout))}"
+    for name, (drawn, options) in itertools.product(data_sets(args), LABORS.items()):
+        common, _, sampled, [(words, setting), *_] = REAL[name]
+        flags = f"--model sage {common} {hops} --batch-size {sampled.split()[-1]} {setting}"
+        for option, value in options.items():
+            flag = option.replace("_", "-").replace("method", "sampler")
+            flags += f" --{flag}" + (f" {value}" if value is not True else "")
+        rows.add(f"{name}, {drawn}", (real(args, name), words), flags)
+
+
+def types(args, rows):
+    """docs/types.md's R-GCN of nodes without features, on AIFB (arXiv 1703.06103)."""
+    graph, page = read_triples(Path(args.data)), Path(__file__).parents[1] / "docs/types.md"
+    sizes = f"num_nodes={len(graph['labels'])},num_types={graph['edge_type'].max() + 1}"
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "mykg.py")
+        code = re.search(r"```python\n(# mykg.py\n.*?)```", page.read_text(), re.DOTALL)[1]
+        file.write_text(code)
+        for name, (fanout, published) in AIFB.items():
+            flags = f"{TYPES} --model {file}:Net --model-args {sizes} --fanout {fanout}"
+            rows.add(name, (graph, ""), flags, published=published)
+
+
+def run(args, experiment):
+    """Run an experiment -> {command: its rows}."""
+    rows = Rows(args)
+    experiment(args, rows)
+    columns = ("test", "std", "n", "published", "published_std", "seconds")
+    shown = {key: {c: row[c] for c in columns if c in row} for key, row in rows.rows.items()}
+    tools.print_table(args.what, shown)
+    return {args.what: rows.rows}
+
+
+bench_accuracy = partial(run, experiment=accuracy)
+bench_labor = partial(run, experiment=labor)
+bench_types = partial(run, experiment=types)

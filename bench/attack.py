@@ -7,9 +7,8 @@ A case is made from (seed, kind, number) alone and runs in a forked process with
 
     mmap, lmdb, changed, graphs        a store with one thing wrong is verified, read and trained on; `changed` is one
                                        in LMDB some rows of which were put, `graphs` holds many small graphs
-    npz, csv, molecules, crystals      a file with one thing wrong is built into a store, which is trained on
-    damaged, forged                    a run, of nodes or links by turns, goes on from a checkpoint with other bytes,
-                                       or with other things in it
+    npz, csv                           a file with one thing wrong is built into a store, which is trained on
+    damaged, forged                    a run goes on from a checkpoint with other bytes, or with other things in it
     build, put, append, train          kill -9 at some moment; what is there is looked at, and then brought to its end
 
 A case ends well in one of three ways: fine (the result is what it is without damage; or, where something else was
@@ -20,8 +19,6 @@ crash, a traceback, a hang, memory beyond the bound, a silent difference, no sen
 
 import contextlib
 import ctypes
-import functools
-import gzip
 import hashlib
 import itertools
 import json
@@ -43,10 +40,10 @@ import torch
 import store
 import train
 from bench.harm import harm_bytes, harm_store, harm_values, pick
-from bench.tools import exit_code, in_groups, print_table
+from bench.tools import exit_code, limited, print_table
 from disk import graphs
 from disk.files import StoreError
-from disk.graphs import GraphDataset
+from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from run import plan
 from sources import arrays
 from store import GraphStore, build_store
@@ -56,15 +53,15 @@ OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
 MEMORY = 3 << 28  # bytes beyond those of a case without damage; and what is free, as a case is told
 ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve some that they never take
-OURS = "notes printed victim store built plain bad.pt out.pt out.npy csv npz.npz molecules.npz crystals.npz"
+OURS = set("notes printed victim store built bad.pt out.pt out.npy csv npz.npz".split())
 NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
 SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # and printable
-# by turns: they differ in what they read before, while and after they are trained
-MODELS = "sage", "gcn", "gat --heads 2", "sage --cache 2000 --sample-threads 2"
 NODES, WIDTH = 160, 40
 PARTS = {"train": "train_idx", "valid": "val_idx", "test": "test_idx"}
 TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **PARTS}
-MANY = "graphs", "molecules", "crystals", "append"  # kinds with many small graphs
+NODE = "--fanout 3,3 --cache 2000 --sample-threads 2".split()
+PREDICT = "--predict out.npy --predict-what scores".split()
+GRAPH = "--task graph --num-layers 2".split()
 
 
 class Case(NamedTuple):
@@ -82,10 +79,6 @@ class Case(NamedTuple):
         key = [self.seed, zlib.crc32(self.kind.encode()), self.number]
         return np.random.default_rng(key) if self.number >= 0 else None
 
-    def model(self):
-        """Number of its entry in MODELS."""
-        return self.number % len(MODELS)
-
     def note(self, **facts):
         """Write down what is known, in case this process ends."""
         with open(self.folder / "notes", "a") as file:
@@ -96,7 +89,7 @@ class Case(NamedTuple):
         notes = {"printed": (self.folder / "printed").read_text(errors="replace")}
         for line in (self.folder / "notes").read_text().splitlines():
             notes |= json.loads(line)
-        strewn = {file.name for file in self.folder.iterdir()} - set(OURS.split())
+        strewn = {file.name for file in self.folder.iterdir()} - OURS
         victim = self.folder / "victim"
         if not victim.is_file() or victim.read_bytes() != b"untouched":
             strewn.add("victim")
@@ -127,11 +120,8 @@ def inside(case):
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESSES,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    make_good(case) if case.kind == "good" else ATTACKS[case.kind][1](case)
+    ATTACKS[case.kind][1](case)
     case.note(peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
-run_all = functools.partial(in_groups, inside, seconds=lambda case: SECONDS)
 
 
 def judge(case, code, good, usual):
@@ -183,28 +173,13 @@ def make_good(case):
     for name, entry in TABLES.items():
         rows = graph[entry].T if name == "edges" else graph[entry]
         np.savetxt(base / "csv" / f"{name}.csv", rows, "%.9g", ",")
-    # far more than such a file is large
-    np.savez_compressed(base / "bomb.npz", **graph | {"labels": np.zeros(1 << 27)})
-    (base / "bomb.csv.gz").write_bytes(gzip.compress(b"1,2\n" * (1 << 24), 1))
-    nodes, bonds, cells = (random.integers(a, b, 40) for a, b in ((2, 9), (0, 9), (1, 5)))
-    np.savez(
-        base / "molecules.npz",
-        node_offsets=np.append(0, nodes.cumsum()),
-        bond_offsets=np.append(0, bonds.cumsum()),
-        atom_feat=random.integers(0, 9, (nodes.sum(), 3), np.uint8),
-        bond_feat=random.random((bonds.sum(), 2), np.float32),
-        bond_index_local=random.integers([[0], [1]], [[1] * bonds.sum(), nodes.repeat(bonds)]),
-        targets=nodes.astype(np.float32),
-    )
-    np.savez(
-        base / "crystals.npz",
-        atom_offsets=np.append(0, cells.cumsum()),
-        Z=random.integers(1, 80, cells.sum()),
-        frac_coords=random.random((cells.sum(), 3)),
-        lattice=4 * np.eye(3) + 0.5 * random.random((40, 3, 3)),
-        energy=random.standard_normal(40) * cells,
-    )
-    exit_code(store.main, ["build", base / "molecules.npz", base / "graphs"])
+    nodes = random.integers(2, 9, 40)
+    ends = random.integers(0, nodes.repeat(nodes), (2, nodes.sum()))
+    x, e = random.integers(0, 9, (nodes.sum(), 3), np.uint8), random.random((nodes.sum(), 2))
+    y = nodes[:, None].astype(np.float32)
+    made = block_diagonal(nodes, nodes, ends, x, e.astype(np.float32), y)
+    split = {"train": range(24), "valid": range(24, 32), "test": range(32, 40)}
+    build_graphs(base / "graphs", [made], split=split)
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
     build_in(base / "mmap", graph, "mmap")
@@ -215,9 +190,7 @@ def make_good(case):
         features.put_rows(torch.arange(0, NODES, 7), torch.full((23, WIDTH), float(number)))
     for lock in base.glob("*/*-lock"):
         lock.unlink()
-    for task, words in {"node": [], "link": ["--scorer", "mlp", "--early-stop", 5]}.items():
-        words += ["--checkpoint", base / f"{task}.pt"]
-        run_train(case, base / "mmap", 1, *words, task=task)
+    run_train(case, base / "mmap", 1, *NODE, "--checkpoint", base / "good.pt")
 
 
 def build_in(path, arrays, backend="lmdb", block_rows=None):
@@ -245,43 +218,33 @@ def attack_store(case):
 
 
 def attack_input(case):
-    """Build a store from files, verify it and train on it. What is read of damaged tables is compared in
-    tests/test_tables.py, of arrays here."""
-    table = case.kind == "csv"
-    source = "csv" if table else f"{case.kind}.npz"
+    """Build a store from files, verify it and train on it. That it holds what the files do is compared in
+    tests/test_sources.py and tests/test_tables.py."""
 
     def harm(path, random):
-        file, how = path / f"{pick(list(TABLES), random)}.csv" if table else path, random.random()
-        if how < 0.05:
-            file.unlink()
-            bomb = "bomb.csv.gz" if table else "bomb.npz"
-            shutil.copyfile(case.base / bomb, f"{file}.gz" if table else file)
-            return f"{bomb} for {file.name}", table
-        if not table and how >= 0.5:
-            return harm_values(file, random)
-        what, forged = harm_bytes(file, random)
-        return what, forged or table
+        if case.kind == "csv":
+            return harm_bytes(path / f"{pick(list(TABLES), random)}.csv", random)[0], True
+        return (harm_bytes if random.random() < 0.5 else harm_values)(path, random)
 
-    words, written = [source, "built"], take(case, source, source, harm)
-    if table:
-        edges, *others = (next(Path("csv").glob(f"{name}.csv*")) for name in TABLES)
-        pairs = zip([f"--{name}" for name in list(TABLES)[1:]], others)
-        words = [edges, "built", *(word for pair in pairs for word in pair)]
-    code = exit_code(store.main, ["build", *words])
+    source = "csv" if case.kind == "csv" else "npz.npz"
+    take(case, source, source, harm)
+    words = ["build", source, "built"]
+    if case.kind == "csv":
+        words[1] = "csv/edges.csv"
+        for name in list(TABLES)[1:]:
+            words += [f"--{name}", f"csv/{name}.csv"]
+    code = exit_code(store.main, words)
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
-        many = case.kind in MANY
-        wrong = (graphs if many else store).verify("built")
-        case.note(wrong=wrong or (isinstance(written, dict) and not many and differs(written)))
+        case.note(wrong=store.verify("built"))
         train_on(case, "built")
 
 
 def attack_checkpoint(case):
     """Go on from a checkpoint."""
-    task = ("node", "link")[case.model() % 2]
-    take(case, f"{task}.pt", "bad.pt", harm_values if case.kind == "forged" else harm_bytes)
+    take(case, "good.pt", "bad.pt", harm_values if case.kind == "forged" else harm_bytes)
     words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
-    run_train(case, case.base / "mmap", 2, *words, task=task)
+    run_train(case, case.base / "mmap", 2, *NODE, *words)
 
 
 def attack_process(case):
@@ -334,7 +297,7 @@ def append_it(case):
 def train_it(case):
     """Train, or go on with it, with a checkpoint after every step."""
     words = ["--checkpoint", "out.pt", "--checkpoint-every", 1, "--resume", "auto"]
-    run_train(case, case.base / "mmap", 4, *words)
+    run_train(case, case.base / "mmap", 4, *NODE, *words)
 
 
 def torn():
@@ -353,26 +316,22 @@ WORK = {  # what is killed, what is wrong with what it left, and the store that 
 ATTACKS = {  # kind: (cases in a round, what one does)
     **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), (5, attack_store)),
     **dict.fromkeys(("npz", "csv"), (3, attack_input)),
-    **dict.fromkeys(("molecules", "crystals"), (2, attack_input)),
     **dict.fromkeys(("damaged", "forged"), (5, attack_checkpoint)),
     **dict.fromkeys(WORK, (1 / 4, attack_process)),
+    "good": (0, make_good),
 }
 
 
 def train_on(case, dataset):
     """Train on a store, and note what came of it."""
-    task, words = "graph", ["--checkpoint", "out.pt"]
-    if case.kind not in MANY:
-        task, scores = "node", ["--predict", "out.npy", "--predict-what", "scores"]
-        words += [*scores, "--model", *MODELS[case.model()].split()]
-    run_train(case, dataset, 1, *words, task=task)
+    words = GRAPH if case.kind in ("graphs", "append") else [*NODE, *PREDICT]
+    run_train(case, dataset, 1, *words, "--checkpoint", "out.pt")
 
 
-def run_train(case, dataset, epochs, *words, task="node"):
+def run_train(case, dataset, epochs, *words):
     """Run train.py and note its exit code and a digest of what it left: the weights, and the scores of all nodes."""
-    layers = ["--num-layers", 2] if task == "graph" else ["--fanout", "3,3"]
-    sizes = [*layers, "--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
-    code = exit_code(train.main, ["--task", task, "--dataset", dataset, *sizes, *words])
+    sizes = ["--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
+    code = exit_code(train.main, ["--dataset", dataset, *sizes, *words])
     case.note(code=code)
     if code == 0 and Path("out.pt").exists():
         weights = torch.load("out.pt", weights_only=True)["model"].values()
@@ -381,22 +340,12 @@ def run_train(case, dataset, epochs, *words, task="node"):
         case.note(result=digest.hexdigest())
 
 
-def differs(arrays):
-    """The files of the store `built` that are not those of one from the arrays themselves."""
-    try:
-        build_in("plain", arrays, "mmap")
-    except (StoreError, KeyError, TypeError, ValueError):
-        return []
-    built, plain = (GraphStore.open(path).meta["files"] for path in ("built", "plain"))
-    files = ("indptr.npy", "indices.npy", "labels.npy", "features.npy")
-    return [name for name in files if built[name] != plain[name]]
-
-
-def undamaged(make, kinds, workers):
-    """Run the kinds of cases without damage, with every model -> {(kind, model): notes}."""
-    good, first = {}, [make(kind, -1 - i) for kind in kinds for i in range(len(MODELS))]
-    for case, code in itertools.chain(run_all([make("good", -1)]), run_all(first, workers)):
-        good[case.kind, case.model()] = notes = case.notes()
+def undamaged(make, kinds):
+    """Run the kinds of cases without damage -> {kind: notes}."""
+    good = {}
+    for case in map(make, ["good", *kinds], itertools.repeat(-1)):
+        code = limited(inside, case, SECONDS)
+        good[case.kind] = notes = case.notes()
         if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
             raise RuntimeError(f"{case.kind} fails without damage: {notes}")
     return good
@@ -408,32 +357,31 @@ def bench_attack(args):
 
     if args.only and args.only not in ATTACKS or args.case is not None and not args.only:
         raise StoreError(f"--only {args.only}: one of {', '.join(ATTACKS)}; --case N needs it")
-    began, workers = time.monotonic(), len(os.sched_getaffinity(0))
-    kinds, failed = [args.only] if args.only else list(ATTACKS), []
+    end, failed = time.monotonic() + 60 * args.minutes, []
+    kinds = [args.only] if args.only else [kind for kind in ATTACKS if kind != "good"]
     rows, good = {kind: dict.fromkeys(("tried", *OUTCOMES), 0) for kind in kinds}, {}
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         place = Path(place)
         (place / "base").mkdir()
 
         def make(kind, number):
-            usual = good.get((kind, number % len(MODELS)), {}).get("seconds", 0.0)
-            paths = place / "base", place / f"{kind}{number}"
-            return Case(kind, number, *paths, args.seed, usual)
+            usual = good.get(kind, {}).get("seconds", 0.0)
+            return Case(kind, number, place / "base", place / f"{kind}{number}", args.seed, usual)
 
         def in_rounds():
             for turn in itertools.count():
-                if turn == args.rounds or time.monotonic() > began + 60 * args.minutes:
+                if turn == args.rounds or time.monotonic() > end:
                     return
                 for kind in kinds:
                     share = ATTACKS[kind][0]
                     for number in range(int(turn * share), int((turn + 1) * share)):
                         yield make(kind, number)
 
-        good |= undamaged(make, kinds, workers)
+        good |= undamaged(make, kinds)
         usual = max(notes["peak"] for notes in good.values())
         cases = in_rounds() if args.case is None else [make(args.only, args.case)]
-        for case, code in run_all(cases, workers):
-            outcome, line = judge(case, code, good[case.kind, case.model()], usual)
+        for case in cases:
+            outcome, line = judge(case, limited(inside, case, SECONDS), good[case.kind], usual)
             rows[case.kind]["tried"] += 1
             rows[case.kind][outcome] += 1
             notes = case.notes()
@@ -446,4 +394,4 @@ def bench_attack(args):
                 print(notes.pop("printed"), notes)
             shutil.rmtree(case.folder, ignore_errors=True)
     print_table("kind", rows)
-    return {"attack_seconds": time.monotonic() - began, "outcomes": rows, "failed": failed}
+    return {"outcomes": rows, "failed": failed}

@@ -8,7 +8,7 @@
     transfer   the ring's copies, and rows, first hops and neighbour lists read in place, beside a copy of pinned memory
     trace      a Chrome trace (Perfetto opens it) and the picture of the stages, for each mode
     tests      the tests that need a GPU, counted
-    sanitizer  compute-sanitizer's memcheck on the sampler, the layers and a step as CUDA graphs, where it is installed
+    sanitizer  compute-sanitizer's memcheck on sampler, layers and steps as CUDA graphs, where it is installed
 
 Every part is a process that writes its figures into gpu.json under --out as they come; pictures and traces are in
 gpu-pictures.zip beside it. What fails in a part, be it an exception, a crash or the time limit, is written there and
@@ -37,8 +37,7 @@ import torch
 from torch.nn import functional as F
 
 from bench import tools
-from bench.step import training_log
-from bench.tools import interleave, opened, print_table, read_json, turned, write_json
+from bench.tools import opened, print_table, read_json, training_log, write_json
 from disk.files import StoreError
 from features import MODES, FeatureRing, gpu_view, place, share
 from model import CONVS, SAGE, gather_rows, self_and_mean
@@ -125,7 +124,7 @@ def run_part(record, seconds):
         record.fail(f"no time left of --minutes {record.args.minutes:g}")
         return record.figures
     start = time.time()
-    [(_, code)] = tools.in_groups(work, [record], seconds=lambda record: seconds, context=START)
+    code = tools.limited(work, record, seconds, START)
     record.figures = read_json(record.file)["parts"][record.part]
     if code is None:
         record.fail(f"stopped after {seconds:.0f} s")
@@ -159,11 +158,10 @@ def on_gpu(step, i):
     return start.elapsed_time(end) / 1e3, result
 
 
-def median_ms(steps, rounds, record, **options):
-    """Time contenders in turn, after a round that does not count -> {name: median in ms}; failures are recorded."""
+def compare(what, contenders, rounds, record):
+    """Time contenders on the GPU in turn, after a round that does not count; what fails is recorded -> figures by name."""
     how = {"warmup": 1, "timed": on_gpu, "attempt": record.attempt}
-    times = interleave(steps, rounds, **how, **options)
-    return {name: 1e3 * max(seconds, 1e-9) for name, seconds in tools.medians(times).items()}
+    return tools.compare(what, contenders, rounds, **how)
 
 
 def graph_name(args, size):
@@ -194,36 +192,38 @@ def sampling(args, record):
     store = opened(graph_name(args, "products"), args.root)
     seeds = store.split["train"].split(args.batch_size)
     host, device = [store.indptr, store.indices], [store.indptr.cuda(), store.indices.cuda()]
-    blocks = {}
+    moved = {}
 
-    def ours(graph, relabel_outer=True, backend="native"):
+    def ours(name, graph, relabel_outer=True, backend="native"):
         draw = NeighborSampler(*graph, args.fanout, backend=backend, check=False)
         if draw.backend != backend:
             raise RuntimeError(f"there is no {backend} backend here")
-        return lambda i: draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)
+        step = lambda i: draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)  # noqa: E731
+        moved[name] = bytes_of_batch(step(0))
+        return step
 
-    contenders = {
-        "native": partial(ours, device),
-        "native, outermost hop in global ids": partial(ours, device, relabel_outer=False),
-        PINNED: lambda: ours([gpu_view(array, "cuda") for array in share(host)]),
-        "torch operations": partial(ours, device, backend="torch"),
-        ON_CPU: partial(ours, host),
-    }
-    steps = tools.prepared(contenders, record.attempt)
-    source = torch.ones(1 << (20 if args.quick else 30), dtype=torch.uint8, device="cuda")
+    outer = "native, outermost hop in global ids"
+    source = torch.ones(1 << (18 if args.quick else 28), device="cuda")
     target = torch.empty_like(source)
-    steps["device copy"] = lambda i: target.copy_(source)
-    ms = median_ms(steps, 4 * args.rounds, record, note=blocks.__setitem__)
-    bandwidth = 2 * source.numel() / ms.pop("device copy")  # bytes a millisecond
-    moved = {name: bytes_of_batch(blocks[name]) for name in ms}
-    of_copy = {name: moved[name] / ms[name] / bandwidth for name in ms.keys() - {PINNED, ON_CPU}}
-    figures = {"median_ms": ms, "bytes": moved, "share_of_copy": of_copy}
-    print_table("sampling a batch", turned(figures))
-    record.keep(**figures, copy_gb_per_s=bandwidth / 1e6)
-    ratio = ms["torch operations"] / ms["native"]
-    summary = f"native {ms['native']:.3f} ms, {ratio:.2f} times as fast as torch operations (goal: "
-    summary += f"2; the paper: 1.52), {100 * of_copy['native']:.0f} % of copy bandwidth"
-    record.keep(ratio_to_torch=ratio, summary=summary)
+    contenders = {
+        "native": partial(ours, "native", device),
+        outer: partial(ours, outer, device, relabel_outer=False),
+        PINNED: lambda: ours(PINNED, [gpu_view(array, "cuda") for array in share(host)]),
+        "torch operations": partial(ours, "torch operations", device, backend="torch"),
+        ON_CPU: partial(ours, ON_CPU, host),
+        "device copy": lambda: lambda i: target.copy_(source),
+    }
+    rows = compare("sampling a batch", contenders, 4 * args.rounds, record)
+    bandwidth = 2 * source.nbytes / rows.pop("device copy")["median_ms"]  # bytes a millisecond
+    for name, row in rows.items():
+        row["bytes"] = moved[name]
+        if name not in (PINNED, ON_CPU):
+            row["share_of_copy"] = moved[name] / row["median_ms"] / bandwidth
+    record.keep(contenders=rows, copy_gb_per_s=bandwidth / 1e6)
+    native, plain = rows["native"], rows["torch operations"]
+    summary = f"native {native['median_ms']:.3f} ms, {plain['time / native']:.2f} times as fast as torch operations (goal: "
+    summary += f"2; the paper: 1.52), {100 * native['share_of_copy']:.0f} % of copy bandwidth"
+    record.keep(summary=summary)
 
 
 def bytes_of_batch(blocks):
@@ -259,16 +259,14 @@ def plain(args, size, mode):
             y = labels.index_select(0, seeds.to(labels.device)).cuda()
             blocks = [block.to("cuda") for block in blocks]
             h = tools.forward(net.layers, blocks, h, 0.5)
-            optimizer.zero_grad()
-            F.cross_entropy(h, y).backward()
-            optimizer.step()
+            tools.descend(F.cross_entropy(h, y), optimizer)
 
     layers.use_native(False)
     try:
         seconds = [on_gpu(window, i)[0] for i in range(4)][1:]
     finally:
         layers.use_native(True)
-    return {"step_ms": 1e3 * statistics.median(seconds) / WINDOW}
+    return {"median_ms": 1e3 * statistics.median(seconds) / WINDOW}
 
 
 def epochs(words, steps):
@@ -276,7 +274,7 @@ def epochs(words, steps):
     entries = epochs_of(words)[1:]
     median = statistics.median(entry["seconds"] for entry in entries)
     stall = statistics.median(entry.get("stall", 0) / entry["seconds"] for entry in entries)
-    figures = {"step_ms": 1e3 * median / steps, "epoch_s": median, "stall_share": stall}
+    figures = {"median_ms": 1e3 * median / steps, "epoch_s": median, "stall_share": stall}
     return figures | {"stages": entries[-1]}
 
 
@@ -300,13 +298,13 @@ def training(args, record, size):
             before = torch.cuda.memory_allocated()
             row = run() | {"peak_bytes": torch.cuda.max_memory_allocated() - before}
             if beside := figures.get(f"{name.split()[0]} fp32 plain"):
-                row["plain fp32 / this"] = beside["step_ms"] / row["step_ms"]
+                row["plain fp32 / this"] = beside["median_ms"] / row["median_ms"]
             figures[name] = row
             like = {n: f.get("plain fp32 / this", 1) for n, f in figures.items() if "fp32" in n}
             best = max(like, key=like.get, default=name)
             summary = f"fp32 {like.get(best, 1):.2f} times as fast as plain ({best}; goal: 3; the "
             record.keep(contenders=figures, summary=f"{summary}paper: 1.80)")
-            print(f"{name}: {row['step_ms']:.2f} ms", flush=True)
+            print(f"{name}: {row['median_ms']:.2f} ms", flush=True)
     print_table("training", figures)
 
 
@@ -321,16 +319,18 @@ def transfer(args, record):
     options = {"slots": 1, "device": "cuda", "gather": gather_rows, "log": lambda line: None}
     ring = FeatureRing(features, store.labels, **options)
     pinned = torch.empty(ids.numel() * row, dtype=torch.uint8, pin_memory=True)
-    device, copies = torch.empty_like(pinned, device="cuda"), []
+    device = torch.empty_like(pinned, device="cuda")
 
     def fetch(i):
         batch = ring.fetch(0, blocks)
         batch.ready.synchronize()
-        copies.append(batch.began.elapsed_time(batch.ready))
+        return {"copy_ms": batch.began.elapsed_time(batch.ready)}
 
     link = "page-locked copy"
-    copy = lambda i: device.copy_(pinned, non_blocking=True)  # noqa: E731
-    steps = {link: copy, "ring: gather and copy": fetch}
+    steps = {
+        link: lambda i: device.copy_(pinned, non_blocking=True),
+        "ring: gather and copy": fetch,
+    }
     with record.attempt("reads in place"):
         arrays = [gpu_view(a, "cuda") for a in share([store.indptr, store.indices, features])]
         *graph, table = arrays
@@ -339,19 +339,17 @@ def transfer(args, record):
         steps["rows in place"] = lambda i: gather_rows(table, ids)
         steps["first hop in place"] = lambda i: self_and_mean(hop.indptr, hop.indices, table, own)
         steps["sampling in place"] = lambda i: over_link.sample(drawn, i)
-    ms = median_ms(steps, 2 * args.rounds, record)
-    if copies[1:]:
-        ms["ring: copy alone"] = statistics.median(copies[1:])
-    size = dict.fromkeys(ms, pinned.nbytes) | {
+    contenders = {name: lambda step=step: step for name, step in steps.items()}
+    rows = compare("from host memory", contenders, 2 * args.rounds, record)
+    size = dict.fromkeys(rows, pinned.nbytes) | {
         "first hop in place": row * (hop.num_edges + hop.num_dst),
         "sampling in place": 32 * sum(block.num_dst + block.num_edges for block in blocks),
     }
-    rate = {name: size[name] / 1e6 / t for name, t in ms.items()}
-    share_of_link = {name: speed / rate[link] for name, speed in rate.items()}
-    figures = {"median_ms": ms, "bytes": size, "gb_per_s": rate, "share_of_link": share_of_link}
-    print_table("from host memory", turned(figures))
-    parts = [f"{name} {100 * p:.0f} %" for name, p in share_of_link.items() if name != link]
-    record.keep(**figures, summary=f"of the link's speed: {', '.join(parts)}")
+    for name, figures in rows.items():
+        figures["gb_per_s"] = size[name] / 1e6 / figures["median_ms"]
+        figures["share_of_link"] = figures["gb_per_s"] / rows[link]["gb_per_s"]
+    parts = [f"{n} {100 * f['share_of_link']:.0f} %" for n, f in rows.items() if n != link]
+    record.keep(contenders=rows, summary=f"of the link's speed: {', '.join(parts)}")
 
 
 def losses(args, record):
@@ -406,21 +404,17 @@ def tests(args, record):
 
 
 def sanitizer(args, record):
-    """memcheck on the checks below, of them two without torch's cache of memory, which hides what is out of bounds; capture
-    of CUDA graphs needs it. (racecheck looks at shared memory, which no kernel uses.)"""
+    """memcheck on `check_steps`, without CUDA graphs also without torch's cache of memory, which hides what is out of bounds
+    and which capture needs. (racecheck looks at shared memory, which no kernel uses.)"""
     toolkit, said = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"), {}
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=toolkit)
     if not program:
         return record.keep(summary="not installed; it comes with the CUDA toolkit")
-    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    checks = {
-        "sampler": (f"check_sampler({args.root!r})", uncached),
-        "layers": (f"check_steps({args.root!r}, 'off')", uncached),
-        "graphs": (f"check_steps({args.root!r}, 'on')", {}),
-    }
-    for name, (call, environment) in checks.items():
-        words = [sys.executable, "-c", f"from bench import gpu; gpu.{call}"]
-        code, lines = output_of([program, "--error-exitcode", "9", *words], **environment)
+    for graphs, environment in {"off": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "on": {}}.items():
+        name = f"CUDA graphs {graphs}"
+        call = f"from bench import gpu; gpu.check_steps({args.root!r}, {graphs!r})"
+        words = [program, "--error-exitcode", "9", sys.executable, "-c", call]
+        code, lines = output_of(words, **environment)
         said[name] = ([line.strip("= ") for line in lines if "SUMMARY" in line] or lines)[-1]
         record.keep(said=said, summary=str(said))
         if code:
@@ -434,24 +428,12 @@ def output_of(command, **environment):
     return done.returncode, done.stdout.strip().splitlines() or [""]
 
 
-def check_sampler(root):
-    """Sample a small graph on the GPU, also from pinned memory, and on the CPU: the same blocks."""
-    store = opened(QUICK, root)
-    graph, seeds = [store.indptr, store.indices], store.split["train"].split(64)
-    graphs = graph, [a.cuda() for a in graph], [gpu_view(a, "cuda") for a in share(graph)]
-    for method, step in itertools.product(("uniform", "labor"), range(2)):
-        options = {"method": method, "check": False}
-        drawn = [NeighborSampler(*arrays, [15, 10, 5], **options) for arrays in graphs]
-        host, *others = [draw.sample(seeds[step], step) for draw in drawn]
-        for a, b in (pair for found in others for pair in zip(host, found)):
-            assert all(torch.equal(x, y.cpu()) for x, y in zip(a[:3], b[:3])), method
-
-
 def check_steps(root, graphs):
-    """Four steps and the validation of every model in both precisions; graphs: "on" or "off"."""
+    """An epoch and the validation of every model in both precisions, and of LABOR; graphs: "on" or "off"."""
     args = argparse.Namespace(quick=True, root=root, batch_size=64, fanout=[5, 4, 3], hidden=16)
     for conv, precision in itertools.product(CONVS, ("fp32", "bf16")):
         words = ["--epochs", "1", "--model", conv, "--cuda-graph", graphs]
+        words += ["--sampler", "labor"] if conv == "gcn" else []
         epochs_of(flags_of(args, "small", "cuda-cuda", precision, *words))
 
 

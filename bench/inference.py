@@ -2,8 +2,6 @@
 forward, backward and Adam of every model on the same sampled blocks, beside DGL's and PyG's layers, and the matrix
 products alone."""
 
-import statistics
-import time
 from functools import partial
 
 import torch
@@ -12,7 +10,7 @@ from torch.nn import functional as F
 
 import model
 from bench import tools
-from bench.tools import in_memory, interleave, medians, opened, prepared
+from bench.tools import in_memory, opened
 from native.layers import product
 from run.allocator import keep_freed_memory
 from sampler import NeighborSampler, import_dgl
@@ -92,25 +90,35 @@ def bench_inference(args):
     store = opened(args.dataset, args.root)
     graph, x = (in_memory(store.indptr), in_memory(store.indices)), in_memory(store.features.tensor)
     torch.manual_seed(0)
-    widths = x.shape[1], args.hidden, store.num_classes
+    widths, logits = (x.shape[1], args.hidden, store.num_classes), {}
     net = model.GNN(*widths, conv=args.model, num_layers=len(args.fanout), heads=4).eval()
-    steps = {
-        "ours": lambda i: model.inference(net, *graph, x),
-        "ours, tables in files": lambda i: model.inference(net, *graph, x, memory=0),
+
+    def keeping(name, infer, *words, **options):
+        def step(i):
+            logits[name] = infer(*words, **options)
+
+        return step
+
+    exact = partial(model.inference, net, *graph, x)
+    in_files = "ours, tables in files"
+    contenders = {
+        "ours": lambda: keeping("ours", exact),
+        in_files: lambda: keeping(in_files, exact, memory=0),
     }
-    theirs = {} if args.model == "gcn" else {"DGL": lambda: dgl_inference(net, *graph, x)}
-    for infer in prepared(theirs).values():
-        for n in (4096, 65536):
-            steps[f"DGL, {n} nodes at a time"] = lambda i, infer=infer, n=n: infer(n)
-    logits = {}
-    times = interleave(steps, args.rounds, warmup=1, note=logits.__setitem__)
-    apart = {name: (out - logits["ours"]).abs().max().item() for name, out in logits.items()}
-    return tools.turned(tools.print_times("inference", times, "s", logits_apart=apart))
+    for nodes in (4096, 65536) if args.model != "gcn" else ():
+        name = f"DGL, {nodes} nodes at a time"
+        contenders[name] = lambda name=name, nodes=nodes: keeping(
+            name, dgl_inference(net, *graph, x), nodes
+        )
+    rows = tools.compare("inference", contenders, args.rounds, warmup=1)
+    apart = {name: (logits[name] - logits["ours"]).abs().max().item() for name in rows}
+    print(f"logits at most {max(apart.values()):.1e} apart")
+    return {"contenders": rows, "logits_apart": apart}
 
 
 def bench_layers(args):
-    """Median ms of a step whose inputs were gathered before, dropout 0, and of its forward pass -> {"layers": {model:
-    {contender: ms, "DGL / ours": ratio, "DGL forward": ms, ...}}}."""
+    """Time a step of every model's layers, whose inputs were gathered before, dropout 0 -> {"layers": {model: {contender:
+    figures}}}."""
     keep_freed_memory()
     store, seeds = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, threads=args.threads)
@@ -120,34 +128,19 @@ def bench_layers(args):
     widths = [x.shape[1], *[args.hidden] * (len(blocks) - 1), store.num_classes]
     degrees, figures = model.graph_degrees(store.indptr, store.indices), {}
     for conv in args.models.split(",") if args.models else model.CONVS:
-        heads, passes = args.heads if conv == "gat" else 1, {}
-        shape, contenders = (conv, widths, heads, blocks), {}
-        for name, make in {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}.items():
-            passes[name] = []
-            contenders[name] = partial(training, partial(make, *shape), x, y, passes[name])
+        shape = conv, widths, args.heads if conv == "gat" else 1, blocks
+        makers = {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}
+        contenders = {n: partial(training, partial(m, *shape), x, y) for n, m in makers.items()}
         contenders["products"] = partial(products, *shape)
-        times = interleave(prepared(contenders), args.rounds, twice=True)
-        row = figures[conv] = {name: 1e3 * median for name, median in medians(times).items()}
-        for name in filter(times.get, passes):
-            row[f"{name} forward"] = 1e3 * statistics.median(passes[name])
-            if name != "ours":
-                row[f"{name} / ours"] = row[name] / row["ours"]
-    tools.print_table("ms", figures)
+        figures[conv] = tools.compare(conv, contenders, args.rounds, twice=True)
     return {"layers": figures}
 
 
-def training(make, x, y, passes):
-    """Prepare steps of a network; the seconds of forward passes go to a list."""
+def training(make, x, y):
+    """Prepare steps of a network."""
     net, apply = make()
     optimizer = torch.optim.Adam(net.parameters(), fused=True)
-
-    def step(i):
-        start = time.perf_counter()
-        loss = F.cross_entropy(apply(x), y)
-        passes.append(time.perf_counter() - start)
-        return tools.descend(optimizer, loss)
-
-    return step
+    return lambda i: tools.descend(F.cross_entropy(apply(x), y), optimizer)
 
 
 def products(conv, widths, heads, blocks):

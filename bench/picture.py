@@ -6,12 +6,12 @@ from pathlib import Path
 from disk.files import StoreError
 
 DRAWN = [f"results/{name}.json" for name in ("sampler-cpu", "step-cpu", "inference-cpu", "gpu")]
-CHARTS = {  # command, or part of gpu: (title, entry with the times)
-    "sampler": ("sampling a batch", "contenders"),
-    "step": ("a training step, dropout 0.5", "median_ms"),
-    "inference": ("exact inference, all nodes", "median_s"),
-    "sampling": ("sampling a batch", "median_ms"),
-    "products": ("a training step, dropout 0.5", "contenders"),
+CHARTS = {  # command, or part of gpu: title
+    "sampler": "sampling a batch",
+    "step": "a training step, dropout 0.5",
+    "inference": "exact inference, all nodes",
+    "sampling": "sampling a batch",
+    "products": "a training step, dropout 0.5",
 }
 LABELS = {  # contenders that are drawn, beside DGL's and those in GPU memory
     "native": "ringblock",
@@ -30,15 +30,13 @@ def times_in(content):
     entries, where, charts = {content.get("arguments", {}).get("what"): content}, "", {}
     if "parts" in content:
         entries, where = content["parts"], f", {content['machine'].get('gpu')}"
-    for what, (title, entry) in CHARTS.items():
+    for what, title in CHARTS.items():
         times = {}
-        for name, ms in entries.get(what, {}).get(entry, {}).items():
-            theirs = name.startswith("DGL") and "no dropout" not in name
+        for name, row in entries.get(what, {}).get("contenders", {}).items():
+            theirs = name.startswith(("DGL ", "DGL, ")) and "no dropout" not in name
             if theirs or name in LABELS or name.startswith("cuda-cuda"):
-                if isinstance(ms, dict):
-                    ms = ms.get("median_ms") or ms["step_ms"]
                 label = LABELS.get(name, name.replace("cuda-cuda ", "ringblock, "))
-                times[label] = 1000 * ms if entry == "median_s" else ms
+                times[label] = row["median_ms"]
         if times:
             charts[title + where] = dict(sorted(times.items(), key=lambda pair: pair[1]))
     return charts

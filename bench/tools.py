@@ -2,22 +2,23 @@
 
 import contextlib
 import functools
+import importlib
+import io
 import json
-import math
 import mmap
 import multiprocessing
-import multiprocessing.connection
 import os
+import pickle
 import platform
 import re
 import signal
 import statistics
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,15 +78,6 @@ def without_others(name):
         print(f"left out: {name} ({reason[:120]})")
 
 
-def prepared(contenders, attempt=without_others):
-    """Call {name: function that prepares a contender and returns its step} -> {name: step}."""
-    steps = {}
-    for name, prepare_step in contenders.items():
-        with attempt(name):
-            steps[name] = prepare_step()
-    return steps
-
-
 def on_host(step, i):
     """Take a step -> (seconds, what it returned)."""
     # the OpenMP threads of the step before spin for a while and would slow this one down
@@ -95,41 +87,46 @@ def on_host(step, i):
     return time.perf_counter() - start, result
 
 
-def interleave(
-    steps, rounds, *, warmup=2, twice=False, note=None, timed=on_host, attempt=without_others
+def compare(
+    what, contenders, rounds, *, warmup=2, twice=False, timed=on_host, attempt=without_others
 ):
-    """Time contenders {name: step, a function of the round's number}, once a round each, in turn -> {name: [seconds]}.
+    """Prepare {name: function that returns a step, i -> figures}, take a step of each in every round, in turn, and print them.
 
-    The first `warmup` rounds do not count. With `twice`, an untimed run precedes each timed one, so that a contender
-    finds memory and caches as it left them itself. note(name, result) is called with what each run returned; a
-    contender that raises in the context attempt(name) takes part no longer, if that context goes on.
+    The first `warmup` rounds do not count. With `twice`, an untimed step precedes each timed one, so that a contender finds
+    memory and caches as it left them itself. A contender that raises in the context attempt(name) takes part no longer, if
+    that context goes on.
+
+    Returns:
+        {name: {"median_ms", "min_ms", "time / FIRST", means of the figures where steps return a dict}}.
     """
-    times = {name: [] for name in steps}
+    steps, taken, rows = {}, {}, {}
+    for name, prepare_step in contenders.items():
+        with attempt(name):
+            steps[name], taken[name] = prepare_step(), []
     for i in range(warmup + rounds):
-        for name in list(times):
+        for name in list(steps):
             with attempt(name):
                 if twice:
                     steps[name](i)
-                seconds, result = timed(steps[name], i)
-                if note:
-                    note(name, result)
-                times[name] += [seconds] * (i >= warmup)
+                taken[name].append(timed(steps[name], i))
                 continue
-            del times[name]
-    return times
-
-
-def medians(times):
-    """{name: [seconds]} -> {name: median}."""
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+            del steps[name]
+    for name in steps:
+        seconds, figures = zip(*taken[name][warmup:])
+        median = 1e3 * statistics.median(seconds)
+        first = next(iter(rows.values()))["median_ms"] if rows else median
+        rows[name] = {"median_ms": median, "min_ms": 1e3 * min(seconds)}
+        rows[name][f"time / {next(iter(rows))}"] = median / first
+        for key in figures[0] if isinstance(figures[0], dict) else ():
+            rows[name][key] = statistics.mean(figure[key] for figure in figures)
+    return print_table(what, rows)
 
 
 def figure_text(value):
-    """A number with four digits and k, M or G; anything else as it is, None as nothing."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return "" if value is None else str(value)
-    thousands = min(max(0, len(str(abs(round(value)))) - 2) // 3, 3)
-    return f"{value / 1000**thousands:.4g}{('', ' k', ' M', ' G')[thousands]}"
+    """A number with four digits; anything else as it is, None as nothing."""
+    if isinstance(value, int | float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def print_table(what, rows):
@@ -145,25 +142,6 @@ def print_table(what, rows):
     return rows
 
 
-def turned(rows):
-    """{row: {column: figure}} <-> {column: {row: figure}}; the first has all entries of the others."""
-    first = next(iter(rows.values()))
-    return {column: {name: row.get(column) for name, row in rows.items()} for column in first}
-
-
-def print_times(what, times, unit="ms", **columns):
-    """Print a row for each contender {name: [seconds]}, with further columns {name: figure} -> {name: its row}.
-
-    The ratio is to the median of the first contender.
-    """
-    factor, rows, first = {"ms": 1e3, "s": 1}[unit], {}, next(iter(times))
-    for name, median in medians(times).items():
-        rows[name] = {f"median_{unit}": factor * median, f"min_{unit}": factor * min(times[name])}
-        rows[name][f"time / {first}"] = factor * median / rows[first][f"median_{unit}"]
-        rows[name] |= {column: figures.get(name) for column, figures in columns.items()}
-    return print_table(what, rows)
-
-
 def read_json(file):
     """The content of a JSON file; {} where there is none."""
     return json.loads(Path(file).read_text()) if Path(file or "").is_file() else {}
@@ -176,10 +154,10 @@ def write_json(file, content):
     write_whole(Path(file), lambda out: out.write(text.encode()))
 
 
-def keep_figures(args, machine, figures):
-    """Write the figures to --json, with the machine (`hardware`) and the arguments."""
+def write_figures(args, figures):
+    """Write the figures to --json, with the machine and the arguments."""
     if args.json:
-        write_json(args.json, {"machine": machine, "arguments": vars(args), **figures})
+        write_json(args.json, {"machine": hardware(args.gpus), "arguments": vars(args), **figures})
 
 
 def chosen_parts(args, parts):
@@ -209,55 +187,68 @@ def dgl_graph(indptr, indices):
     return import_dgl().graph(("csc", (indptr, indices, [])), num_nodes=indptr.numel() - 1)
 
 
-def own_process(threads):
-    """An executor of one process with memory of its own."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, initializer=settle, initargs=(threads,))
+class Elsewhere:
+    """A contender in a process of its own, with memory of its own: call it to take a step there.
+
+    Args:
+        make: a function of a module of this package, which returns the step.
+        args: of the command line, and the first that `make` is called with; `words` and `options` follow.
+        python: another interpreter, perhaps with another torch; None: this one.
+    """
+
+    def __init__(self, make, args, *words, python=None, **options):
+        command = [python or sys.executable, "-c", "from bench.tools import serve; serve()"]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+        self(make.__module__, make.__name__, args, words, options)
+
+    def __call__(self, *words):
+        pickle.dump(words, self.process.stdin)
+        self.process.stdin.flush()
+        error, result = pickle.load(self.process.stdout)
+        if error:
+            raise RuntimeError(error)
+        return result
+
+    def close(self):
+        """End the process, and wait for that."""
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def alone(threads, function, *args):
-    """What function(*args) returns, called in a process of its own, which has ended then."""
-    with own_process(threads) as process:
-        return process.submit(function, *args).result()
+def serve():
+    """The other end of `Elsewhere`: prepare a contender, then take its steps, as standard input asks for."""
+    answers, step = os.fdopen(os.dup(1), "wb", buffering=0), None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what steps print
+    with contextlib.suppress(EOFError):
+        while words := pickle.load(sys.stdin.buffer):
+            try:
+                if step:
+                    answer = step(*words)
+                else:
+                    module, name, args, words, options = words
+                    settle(args.threads)
+                    make = getattr(importlib.import_module(module), name)
+                    step, answer = make(args, *words, **options), None
+            except Exception as error:
+                answers.write(pickle.dumps((f"{type(error).__name__}: {error}", None)))
+            else:
+                answers.write(pickle.dumps((None, answer)))
 
 
-def in_own_process(threads, prepare_step, *args, **options):
-    """Prepare a contender in a process of its own -> its step, which is taken there."""
-    process = own_process(threads)
-    process.submit(_prepare, partial(prepare_step, *args, **options)).result()
-    return lambda *words: process.submit(_take, words).result()
-
-
-def _prepare(prepare_step):
-    _take.step = prepare_step()
-
-
-def _take(words):
-    return _take.step(*words)
-
-
-def in_groups(function, jobs, workers=1, *, seconds, context="fork"):
-    """Call function(job) for every job in a process that leads a group, some at a time, for at most seconds(job); yield
-    (job, exit code; None: it took too long) as they end. The groups are killed."""
-    running, jobs, start = {}, iter(jobs), multiprocessing.get_context(context).Process
+def limited(function, job, seconds, context="fork"):
+    """Call function(job) in a process that leads a group -> its exit code; None: it was killed after so many seconds."""
+    process = multiprocessing.get_context(context).Process(target=_in_group, args=(function, job))
+    process.start()
     try:
-        while True:
-            while len(running) < workers and (job := next(jobs, None)):
-                process = start(target=_in_group, args=(function, job))
-                process.start()
-                running[process] = job, time.monotonic() + seconds(job)
-            if not running:
-                return
-            multiprocessing.connection.wait([process.sentinel for process in running], 1)
-            for process, (job, end) in list(running.items()):
-                code = process.exitcode
-                if code is not None or time.monotonic() > end:
-                    del running[process]
-                    _kill_group(process)
-                    yield job, code
+        process.join(seconds)
+        return process.exitcode
     finally:
-        for process in running:
-            _kill_group(process)
+        with contextlib.suppress(ProcessLookupError):  # it may not lead a group yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
 
 
 def _in_group(function, job):
@@ -265,33 +256,18 @@ def _in_group(function, job):
     function(job)
 
 
-def _kill_group(process):
-    # it may not lead a group yet
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
-
-
-def memory_of_process(file):
-    """Figures of this process from /proc/self/`file` ("status" or "smaps_rollup") -> {field: bytes}."""
-    lines = [line.split() for line in Path("/proc/self", file).read_text().splitlines()]
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
-
-
 @contextlib.contextmanager
 def watch():
     """Watch this process while the body runs; yields a dict, which is filled when the body ends.
 
-    seconds; peak_anonymous and grown, bytes of anonymous memory; mapped, bytes of files; from_disk, bytes read.
+    seconds; peak_anonymous, bytes of memory; mapped, bytes of files in memory; from_disk, bytes read.
     """
-    memory, done = lambda: memory_of_process("status"), threading.Event()
-    read = lambda: int(Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0])  # noqa: E731
-    seen, before, first, peaks = {}, memory(), read(), [0]
+    memory = lambda field: int(_field("status", field).split()[0]) * 1024  # noqa: E731
+    seen, done, peaks, read = {}, threading.Event(), [0], int(_field("io", "read_bytes"))
 
     def sample():
         while not done.wait(0.02):
-            peaks.append(memory()["RssAnon"])
+            peaks.append(memory("RssAnon"))
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -302,19 +278,25 @@ def watch():
     finally:
         done.set()
         thread.join()
-    after = memory()
-    seen |= {"peak_anonymous": max(peaks), "grown": after["RssAnon"] - before["RssAnon"]}
-    seen |= {"mapped": after["RssFile"], "from_disk": read() - first}
+    seen |= {"peak_anonymous": max(peaks), "mapped": memory("RssFile")}
+    seen["from_disk"] = int(_field("io", "read_bytes")) - read
 
 
-def watched_rounds(step, rounds, each):
-    """Take `each` steps a round -> what `watch` sees of every round, with batches_per_s and losses."""
-    figures = []
-    for _ in range(rounds):
+def _field(file, name):
+    """The text of a field of /proc/self/`file`."""
+    return Path("/proc/self", file).read_text().split(f"\n{name}:")[1].partition("\n")[0]
+
+
+def watched(step, each):
+    """A function that takes `each` steps -> what `watch` sees of them, with batches_per_s and last_loss."""
+
+    def steps(i):
         with watch() as seen:
-            losses = [step() for _ in range(each)]
-        figures.append(seen | {"batches_per_s": each / seen["seconds"], "losses": losses})
-    return figures
+            for number in range(each):
+                last = step(number)
+        return seen | {"batches_per_s": each / seen["seconds"], "last_loss": last["loss"]}
+
+    return steps
 
 
 def forget_pages(path):
@@ -333,12 +315,37 @@ def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: l
     return h
 
 
-def descend(optimizer, loss):
-    """Backward and a step of the optimizer -> the loss."""
-    optimizer.zero_grad()
+def descend(loss, *optimizers):
+    """Backward and a step of the optimizers -> the loss, a tensor."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
-    return loss.item()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss
+
+
+def counted(blocks):
+    """What was drawn, as blocks of ours or of DGL -> figures: edges of all hops, sources of the outermost."""
+    if hasattr(blocks[0], "num_src"):
+        return {"edges": sum(block.num_edges for block in blocks), "sources": blocks[0].num_src}
+    edges = sum(block.num_edges() for block in blocks)
+    return {"edges": edges, "sources": blocks[0].num_src_nodes()}
+
+
+def training_log(words):
+    """Run train.py's command line in this process -> (entries of its log, what it printed)."""
+    import train
+
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = exit_code(train.main, [*words, "--log", f"{folder}/log"])
+        if code:
+            last = printed.getvalue().strip().rpartition("\n")[2]
+            raise StoreError(f"train.py ended with exit code {code}: {last}")
+        lines = Path(folder, "log").read_text().splitlines()
+    return [json.loads(line) for line in lines], printed.getvalue()
 
 
 def exit_code(main, words):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.types import read_triples
+from bench.accuracy import read_triples
 from loader import Graph, NodeLoader
 from model import GNN, RGCNConv, inference
 from sampler import NeighborSampler
