@@ -62,7 +62,11 @@ def make_parser():
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
     add("--threads", type=int, help="of every contender (default: 2; gpu: one a core)")
-    add("--rounds", type=int, help="timed rounds (default: 20; scaling: 5 of 4 epochs; gpu: 5)")
+    add(
+        "--rounds",
+        type=int,
+        help="timed rounds (default: 20; scaling: 5 of 4 epochs; gpu: 5); attack: cases of each kind",
+    )
     add("--json", metavar="FILE", help="write the figures here as well")
     # sampler, step, layers, link, inference, scaling, mag
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt in this interpreter")

@@ -120,7 +120,7 @@ def inside(case):
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESSES,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ATTACKS[case.kind][1](case)
+    ATTACKS.get(case.kind, make_good)(case)
     case.note(peak=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
@@ -313,12 +313,11 @@ WORK = {  # what is killed, what is wrong with what it left, and the store that 
     "append": (append_it, lambda: graphs.verify("store"), "graphs"),
     "train": (train_it, list, None),  # going on from the checkpoint says more
 }
-ATTACKS = {  # kind: (cases in a round, what one does)
-    **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), (5, attack_store)),
-    **dict.fromkeys(("npz", "csv"), (3, attack_input)),
-    **dict.fromkeys(("damaged", "forged"), (5, attack_checkpoint)),
-    **dict.fromkeys(WORK, (1 / 4, attack_process)),
-    "good": (0, make_good),
+ATTACKS = {
+    **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), attack_store),
+    **dict.fromkeys(("npz", "csv"), attack_input),
+    **dict.fromkeys(("damaged", "forged"), attack_checkpoint),
+    **dict.fromkeys(WORK, attack_process),
 }
 
 
@@ -340,17 +339,6 @@ def run_train(case, dataset, epochs, *words):
         case.note(result=digest.hexdigest())
 
 
-def undamaged(make, kinds):
-    """Run the kinds of cases without damage -> {kind: notes}."""
-    good = {}
-    for case in map(make, ["good", *kinds], itertools.repeat(-1)):
-        code = limited(inside, case, SECONDS)
-        good[case.kind] = notes = case.notes()
-        if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
-            raise RuntimeError(f"{case.kind} fails without damage: {notes}")
-    return good
-
-
 def bench_attack(args):
     """Run rounds of cases until --minutes are over -> figures; prints every failing case and a table."""
     import torch._dynamo  # noqa: F401  Adam does it: once here instead of in every case
@@ -358,34 +346,29 @@ def bench_attack(args):
     if args.only and args.only not in ATTACKS or args.case is not None and not args.only:
         raise StoreError(f"--only {args.only}: one of {', '.join(ATTACKS)}; --case N needs it")
     end, failed = time.monotonic() + 60 * args.minutes, []
-    kinds = [args.only] if args.only else [kind for kind in ATTACKS if kind != "good"]
+    kinds = [args.only] if args.only else list(ATTACKS)
     rows, good = {kind: dict.fromkeys(("tried", *OUTCOMES), 0) for kind in kinds}, {}
+    numbers = itertools.count() if args.case is None else [args.case]
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
-        place = Path(place)
-        (place / "base").mkdir()
-
-        def make(kind, number):
-            usual = good.get(kind, {}).get("seconds", 0.0)
-            return Case(kind, number, place / "base", place / f"{kind}{number}", args.seed, usual)
-
-        def in_rounds():
-            for turn in itertools.count():
-                if turn == args.rounds or time.monotonic() > end:
-                    return
-                for kind in kinds:
-                    share = ATTACKS[kind][0]
-                    for number in range(int(turn * share), int((turn + 1) * share)):
-                        yield make(kind, number)
-
-        good |= undamaged(make, kinds)
-        usual = max(notes["peak"] for notes in good.values())
-        cases = in_rounds() if args.case is None else [make(args.only, args.case)]
-        for case in cases:
-            outcome, line = judge(case, limited(inside, case, SECONDS), good[case.kind], usual)
-            rows[case.kind]["tried"] += 1
-            rows[case.kind][outcome] += 1
+        base = Path(place, "base")
+        base.mkdir()
+        for kind in ["good", *kinds]:  # without damage
+            case = Case(kind, -1, base, Path(place, kind))
+            code = limited(inside, case, SECONDS)
+            good[kind] = notes = case.notes()
+            if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
+                raise RuntimeError(f"{kind} fails without damage: {notes}")
+        peak = max(notes["peak"] for notes in good.values())
+        for number, kind in ((number, kind) for number in numbers for kind in kinds):
+            if number == args.rounds or time.monotonic() > end:
+                break
+            usual = good[kind].get("seconds", 0.0)
+            case = Case(kind, number, base, Path(place, f"{kind}{number}"), args.seed, usual)
+            outcome, line = judge(case, limited(inside, case, SECONDS), good[kind], peak)
+            rows[kind]["tried"] += 1
+            rows[kind][outcome] += 1
             notes = case.notes()
-            entry = [case.kind, case.number, outcome, notes.get("what"), line[:300]]
+            entry = [kind, number, outcome, notes.get("what"), line[:300]]
             if outcome in FAILURES:
                 failed.append(entry)
             if outcome in FAILURES or args.case is not None:
