@@ -36,13 +36,10 @@ from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS
-MODULES = {  # command: the module with its bench_COMMAND
-    **{name: name for name in ("sampler", "step", "store", "inference", "accuracy", "mag")},
-    **{name: name for name in ("gpu", "attack", "picture")},
-    **dict.fromkeys(("link", "scaling"), "step"),
-    **dict.fromkeys(("labor", "types"), "accuracy"),
-    "layers": "inference",
-}
+NAMES = "sampler step store inference accuracy mag gpu attack picture"
+# command: the module with its bench_COMMAND
+MODULES = {name: name for name in NAMES.split()} | {"layers": "inference"}
+MODULES |= {"link": "step", "scaling": "step", "labor": "accuracy", "types": "accuracy"}
 
 
 def numbers(text):

@@ -61,33 +61,33 @@ class Rows:
     def __init__(self, args):
         self.args, self.rows = args, tools.read_json(args.json).get(args.what, {})
 
-    def add(self, key, *work, **columns):
-        """Train, unless it was done, and add a row with further columns -> the row."""
-        if self.rows.get(key, {}).get("n") != self.args.runs:
-            row = trained(*work, f"--seed 0 --runs {self.args.runs}")
-            self.rows[key] = row | {"n": self.args.runs} | columns
-            tools.write_figures(self.args, {self.args.what: self.rows})
-            print(f"{key}  {row['test']:.2f} +- {row['std']:.2f}", flush=True)
-        return self.rows[key]
+    def has(self, key):
+        """Whether a row of as many seeds is there."""
+        return self.rows.get(key, {}).get("n") == self.args.runs
+
+    def add(self, key, graph, flags, words="", **columns):
+        """Train, unless it was done, and add a row with further columns."""
+        if self.has(key):
+            return
+        row = trained(graph, f"{flags} --seed 0 --runs {self.args.runs}", words)
+        self.rows[key] = row | {"n": self.args.runs} | columns
+        tools.write_figures(self.args, {self.args.what: self.rows})
+        print(f"{key}  {row['test']:.2f} +- {row['std']:.2f}", flush=True)
 
 
-def trained(dataset, flags, *more):
-    """Run train.py on a name or on arrays, (either, words of --dataset) -> test (mean, std) and valid in percent."""
-    start, (data, words) = time.perf_counter(), dataset
-    flags = " ".join(f"{flags} {' '.join(more)}".split())
+def trained(graph, flags, words=""):
+    """Run train.py on arrays, with words of --dataset -> test (mean, std) and valid in percent, seconds, flags."""
+    start, flags = time.perf_counter(), flags.split()
     with tempfile.TemporaryDirectory() as scratch:
-        if isinstance(data, dict):
-            np.savez(f"{scratch}/graph.npz", **data)
-            data = f"{scratch}/graph.npz"
-        line = ["--dataset", f"{data}{words}", "--root", scratch, *flags.split()]
-        entries, _ = tools.training_log(line)
-    mean, std = entries[-1]["mean"], entries[-1]["std"]
+        np.savez(f"{scratch}/graph.npz", **graph)
+        line = ["--dataset", f"{scratch}/graph.npz{words}", "--root", scratch]
+        last = tools.training_log([*line, *flags])[0][-1]
     return {
-        "test": 100 * mean["test"],
-        "std": 100 * std["test"],
-        "valid": 100 * mean.get("valid", 0),
+        "test": 100 * last["mean"]["test"],
+        "std": 100 * last["std"]["test"],
+        "valid": 100 * last["mean"].get("valid", 0),
         "seconds": time.perf_counter() - start,
-        "flags": f"{words} {flags}".strip(),
+        "flags": " ".join([words, *flags]).strip(),
     }
 
 
@@ -168,22 +168,21 @@ def accuracy(args, rows):
     models = args.models.split(",") if args.models else ["mlp", *CONVS]
     for name, conv in itertools.product(data_sets(args), models):
         flags, full, sampled, settings = REAL[name]
-        graph = real(args, name, edges=conv != "mlp")
-        flags = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
-        trials = {
-            f"{words} {setting}".strip(): trained(
-                (graph, words), flags, full or sampled, setting, TRIALS
-            )["valid"]
-            for words, setting in settings
-        }
-        words, setting = max(settings, key=lambda pair: trials[" ".join(pair).strip()])
         how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
         ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
+        keys = {f"{name}, {conv}, {how}": batches for how, batches in ways.items()}
+        if all(map(rows.has, keys)):
+            continue
+        graph, trials = real(args, name, edges=conv != "mlp"), {}
+        flags = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
+        for words, setting in settings:
+            figures = trained(graph, f"{flags} {full or sampled} {setting} {TRIALS}", words)
+            trials[f"{words} {setting}".strip()] = figures["valid"]
+        words, setting = max(settings, key=lambda pair: trials[" ".join(pair).strip()])
         mean, std = PUBLISHED.get((name, conv), (None, None))
-        for how, batches in ways.items():
-            columns = {"published": mean, "published_std": std, "trials": trials}
-            key = f"{name}, {conv}, {how}"
-            rows.add(key, (graph, words), f"{flags} {batches} {setting}", **columns)
+        columns = {"published": mean, "published_std": std, "trials": trials}
+        for key, batches in keys.items():
+            rows.add(key, graph, f"{flags} {batches} {setting}", words, **columns)
 
 
 def labor(args, rows):
@@ -195,7 +194,7 @@ def labor(args, rows):
         for option, value in options.items():
             flag = option.replace("_", "-").replace("method", "sampler")
             flags += f" --{flag}" + (f" {value}" if value is not True else "")
-        rows.add(f"{name}, {drawn}", (real(args, name), words), flags)
+        rows.add(f"{name}, {drawn}", real(args, name), flags, words)
 
 
 def types(args, rows):
@@ -208,7 +207,7 @@ def types(args, rows):
         file.write_text(code)
         for name, (fanout, published) in AIFB.items():
             flags = f"{TYPES} --model {file}:Net --model-args {sizes} --fanout {fanout}"
-            rows.add(name, (graph, ""), flags, published=published)
+            rows.add(name, graph, flags, published=published)
 
 
 def run(args, experiment):
