@@ -49,16 +49,16 @@ def network(args, store, links, dropout):
     return net
 
 
-def training(args, store, sampler, net, nodes, *, links=None, bf16=False, **options):
+def training(
+    args, store, sampler, net, nodes, *, links=None, bf16=False, depth=0, features=None, **options
+):
     """The steps of a loop like train.py's, one after the other, over epochs of `nodes`, or of the pairs of `links`.
 
-    Options are those of a FeatureRing, and `depth`, the number of batches prepared ahead.
+    depth: batches prepared ahead. features: used instead of the store's. options: of a FeatureRing.
     """
-    depth, features = options.pop("depth", 0), options.pop("features", store.features)
-    dtype = torch.bfloat16 if bf16 else None
-    options = {"dtype": dtype, "slots": depth + 1, "log": lambda line: None} | options
-    features = getattr(features, "tensor", features)
-    ring = FeatureRing(features, store.labels, gather=gather_rows, **options)
+    features = store.features.tensor if features is None else features
+    options |= {"dtype": torch.bfloat16 if bf16 else None, "log": lambda line: None}
+    ring = FeatureRing(features, store.labels, slots=depth + 1, gather=gather_rows, **options)
     options = {"batch_size": args.batch_size, "draw": links and links.draw, "depth": depth}
     loader = NodeLoader(store, nodes, args.fanout, sampler=sampler, ring=ring, **options)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch

@@ -66,21 +66,22 @@ def train_from_disk(args, path, each, how, cached, drawn):
     if how != "map":
         beside = math.inf if how == "past" else table.beside + cache
         table = MmapFeatures(rows, True, store.path, array.offset, beside)
-    if cache:
-        visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
-        if how in ("lookahead", "past"):
-            table = LookaheadCache(table, cache, None, visits)
-        else:
-            table = CachedFeatures(table, visits, cache)
-        del visits
-        trim_memory(1)  # what that took, as train.py does
+    with watch() as made:
+        if cache:
+            visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
+            if how in ("lookahead", "past"):
+                table = LookaheadCache(table, cache, None, visits)
+            else:
+                table = CachedFeatures(table, visits, cache)
+            del visits
+            trim_memory(1)  # what that took, as train.py does
     options = {**LABORS[drawn], "check": False, "threads": args.threads}
     sampler, net = NeighborSampler(*csc, args.fanout, **options), network(args, store, None, 0.5)
     options = {"features": table, "aggregate": self_and_mean, "depth": 2}
     step = training(args, store, sampler, net, nodes, **options)
     array._mmap.madvise(mmap.MADV_DONTNEED)
     forget_pages(path)
-    return tools.watched(step, each)
+    return tools.watched(step, each, made["peak_anonymous"])
 
 
 def part_build(args, folder):
@@ -107,22 +108,23 @@ def part_train(args, folder):
         runs["GraphBolt, mmap advised"] = (ROUNDS, partial(theirs, ROUNDS, each, advised=True))
         runs["GraphBolt, three batches"] = (1, partial(theirs, 1, 3, advised=False))
     for name, (count, start) in runs.items():
-        process = start()
-        rounds = [process(i) for i in range(count)]
-        process.close()
-        rates = [figure["batches_per_s"] for figure in rounds[count // 4 :]]
-        figures[name] = {
-            "batches_per_s": statistics.median(rates),
-            "rates": rates,
-            "seconds": sum(figure["seconds"] for figure in rounds),
-            "peak_anonymous": max(figure["peak_anonymous"] for figure in rounds),
-            "mapped": rounds[-1]["mapped"],
-            "from_disk": sum(figure["from_disk"] for figure in rounds),
-            # the same for all that draw uniformly
-            "last_loss": rounds[-1]["last_loss"],
-        }
-        rate = figures["mmap"]["batches_per_s"]
-        figures[name]["rate / mmap"] = figures[name]["batches_per_s"] / rate
+        with tools.without_others(name):
+            process = start()
+            rounds = [process(i) for i in range(count)]
+            process.close()
+            rates = [figure["batches_per_s"] for figure in rounds[count // 4 :]]
+            figures[name] = {
+                "batches_per_s": statistics.median(rates),
+                "rates": rates,
+                "seconds": sum(figure["seconds"] for figure in rounds),
+                "peak_anonymous": max(figure["peak_anonymous"] for figure in rounds),
+                "mapped": rounds[-1]["mapped"],
+                "from_disk": sum(figure["from_disk"] for figure in rounds),
+                # the same for all that draw uniformly
+                "last_loss": rounds[-1]["last_loss"],
+            }
+            rate = figures["mmap"]["batches_per_s"]
+            figures[name]["rate / mmap"] = figures[name]["batches_per_s"] / rate
     return tools.print_table(f"{args.features_gb:g} GB of features", figures)
 
 

@@ -221,20 +221,25 @@ def serve():
     """The other end of `Elsewhere`: prepare a contender, then take its steps, as standard input asks for."""
     answers, step = os.fdopen(os.dup(1), "wb", buffering=0), None
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what steps print
-    with contextlib.suppress(EOFError):
-        while words := pickle.load(sys.stdin.buffer):
-            try:
-                if step:
-                    answer = step(*words)
-                else:
-                    module, name, args, words, options = words
-                    settle(args.threads)
-                    make = getattr(importlib.import_module(module), name)
-                    step, answer = make(args, *words, **options), None
-            except Exception as error:
-                answers.write(pickle.dumps((f"{type(error).__name__}: {error}", None)))
+    while True:
+        try:
+            words = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            if step:
+                answer = None, step(*words)
             else:
-                answers.write(pickle.dumps((None, answer)))
+                step, answer = prepared(*words), (None, None)
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}", None
+        answers.write(pickle.dumps(answer))
+
+
+def prepared(module, name, args, words, options):
+    """The step that a function of a module returns."""
+    settle(args.threads)
+    return getattr(importlib.import_module(module), name)(args, *words, **options)
 
 
 def limited(function, job, seconds, context="fork"):
@@ -263,7 +268,12 @@ def watch():
     seconds; peak_anonymous, bytes of memory; mapped, bytes of files in memory; from_disk, bytes read.
     """
     memory = lambda field: int(_field("status", field).split()[0]) * 1024  # noqa: E731
-    seen, done, peaks, read = {}, threading.Event(), [0], int(_field("io", "read_bytes"))
+    seen, done, peaks, read = (
+        {},
+        threading.Event(),
+        [memory("RssAnon")],
+        int(_field("io", "read_bytes")),
+    )
 
     def sample():
         while not done.wait(0.02):
@@ -287,13 +297,15 @@ def _field(file, name):
     return Path("/proc/self", file).read_text().split(f"\n{name}:")[1].partition("\n")[0]
 
 
-def watched(step, each):
-    """A function that takes `each` steps -> what `watch` sees of them, with batches_per_s and last_loss."""
+def watched(step, each, peak=0):
+    """A function that takes `each` steps -> what `watch` sees of them, with batches_per_s and last_loss; peak: bytes of memory
+    that it took to prepare them."""
 
     def steps(i):
         with watch() as seen:
             for number in range(each):
                 last = step(number)
+        seen["peak_anonymous"] = max(peak, seen["peak_anonymous"])
         return seen | {"batches_per_s": each / seen["seconds"], "last_loss": last["loss"]}
 
     return steps

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parents[1]
 LIMITS = {
     "lines of product Python": 13920,
     "lines of C and CUDA": 2100,
-    "lines of bench": 2690,
+    "lines of bench": 2700,
     "lines of tests": 12440,
     "lines of README": 200,
     "longest file": 1030,
