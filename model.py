@@ -60,20 +60,21 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     return out
 
 
-def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None):
+def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     """alpha times every destination's own row plus beta times the mean of its neighbours' rows.
 
     Args:
         indptr, indices, h [N, F], self_rows: as for `self_and_mean`.
-        alpha, beta: [S].
+        alpha, beta: [S]. gamma: [N] that the rows of neighbours are multiplied by; without a gradient.
 
     Returns:
         [S, F].
     """
-    done = fused and fused.own_plus_mean(indptr, indices, h, alpha, beta, self_rows)
+    done = fused and fused.own_plus_mean(indptr, indices, h, alpha, beta, self_rows, gamma)
     if done is not None:
         return done
-    own, mean = self_and_mean(indptr, indices, h, self_rows).chunk(2, 1)
+    own = h[: len(alpha)] if self_rows is None else h.index_select(0, self_rows)
+    mean = mean_neighbours(indptr, indices, h if gamma is None else h * gamma.unsqueeze(1))
     return (alpha.unsqueeze(1) * own + beta.unsqueeze(1) * mean).to(h.dtype)
 
 
@@ -321,6 +322,15 @@ class GCNConv(Conv):
         self.project_first = in_dim > out_dim
         self.message_dim = min(in_dim, out_dim)
 
+    def forward(self, block, h, degree=None, seed=None, edges=None):
+        """h [N, F] of the block's sources -> [S, D] of its destinations."""
+        degree = block_degrees(block) if degree is None else degree
+        S, gamma = block.indptr.numel() - 1, (degree[:, 0] + 1).rsqrt()
+        scale = (degree[:S, 1] + 1).rsqrt()
+        h = self.linear(h) if self.project_first else h
+        factors = {"alpha": scale * gamma[:S], "beta": scale * degree[:S, 1], "gamma": gamma}
+        return self.project(own_plus_mean(block.indptr, block.indices, h, **factors))
+
     def message(self, h, degree):
         """W h or h, whichever is narrower, over the square root of the out-degree."""
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
@@ -328,7 +338,12 @@ class GCNConv(Conv):
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         """See `Conv`."""
         scale = (degree[:, 1] + 1).rsqrt()
-        total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
+        return self.project(
+            own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
+        )
+
+    def project(self, total):
+        """The sum over neighbours [S, min(F, D)] -> [S, D]."""
         if self.project_first:
             return total + self.bias
         return (fused or F).linear(total, self.linear.weight, self.bias)

@@ -262,9 +262,10 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
 }
 
 // Own row beside the mean of the neighbours' rows, out [S, 2 width]; or, with alpha and beta [S],
-// alpha own + beta mean, out [S, width].
+// alpha own + beta mean, out [S, width], where the mean is of rows times gamma [N] if that is given.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
-                     const float *alpha, const float *beta, int S, int width, int whole, OUT *out) {
+                     const float *alpha, const float *beta, const float *gamma, int S, int width,
+                     int whole, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
@@ -277,6 +278,7 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
     UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
+      if (gamma && u >= 0) v[j] = v[j] * gamma[u];
       count += u >= 0;
     }
     UNROLL for (int j = 0; j < GROUP; j++) sum = sum + v[j];
@@ -291,13 +293,15 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   store(target + width, whole, left, mean);
 }
 
-// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. kept: what ReLU and dropout left of the layer below, or null; what they did not leave has no
-// gradient.
+// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. kept: what ReLU and dropout
+// left of the layer below, or null; what they did not leave has no gradient.
 KERNEL self_and_mean_grad(const int *start, const int *size, const int *destination,
-                          const float *share, const IN *grad, const float *alpha, int S, int N,
-                          int width, int whole, const IN *kept, float scale, OUT *out) {
+                          const float *share, const IN *grad, const float *alpha,
+                          const float *gamma, int S, int N, int width, int whole, const IN *kept,
+                          float scale, OUT *out) {
   ROW_AND_COLUMN(N);
   const i64 u = row;
+  const float by = gamma ? gamma[u] : 1.0f;
   const int stride = alpha ? width : 2 * width;
   const IN *of_mean = grad + stride - width;
   const int first = start[u], last = first + size[u];
@@ -309,7 +313,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
     UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) {
       v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
     }
-    UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) sum = sum + v[j] * share[q + j];
+    UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) sum = sum + v[j] * (share[q + j] * by);
   }
   if (kept) sum = keep(load(kept + row * width + column, whole, left), sum, scale);
   store(out + row * width + column, whole, left, sum);

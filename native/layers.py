@@ -109,22 +109,31 @@ class Code:
         """Threads of a row."""
         return -(-width // self.columns)
 
-    def self_and_mean(self, indptr, indices, h, self_rows, out, alpha=None, beta=None):
-        """h [N, F] -> out [S, 2F], or [S, F] with alpha and beta [S]."""
-        S, width = out.shape[0], h.shape[1]
-        given = indptr, indices, h, self_rows, alpha, beta, S, width, _aligned(width, h, out)
+    def self_and_mean(self, indptr, indices, h, self_rows, out, scales=(None, None, None)):
+        """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None."""
+        (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
+        given = indptr, indices, h, self_rows, *scales, S, width, whole
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
-        self, indptr, indices, grad, num_src, kept=None, scale=1.0, alpha=None, beta=None, own=True
+        self,
+        indptr,
+        indices,
+        grad,
+        num_src,
+        kept=None,
+        scale=1.0,
+        scales=(None, None, None),
+        own=True,
     ):
-        """grad [S, 2F], or [S, F] with alpha and beta -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, the
-        gradient of their input."""
+        """grad [S, 2F], or [S, F] with scales -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, the gradient
+        of their input."""
+        alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
         size = S if own else 0, *size
-        given = *lists.of_source, lists.share, grad, alpha, *size, kept, scale
+        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, kept, scale
         self.run("self_and_mean_grad", num_src * self.threads(width), *given, out)
         return out
 
@@ -209,21 +218,21 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     if code is None:
         return None
     if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
-        return _SelfAndMean.apply(indptr, indices, h, None, None, code)
+        return _SelfAndMean.apply(indptr, indices, h, None, None, None, code)
     code.self_and_mean(indptr, indices, h, self_rows, target)
     return target
 
 
-def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None):
+def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     """See model.py."""
     code = functions([indptr, indices, self_rows], h, h)
     if code is None or alpha.dtype != torch.float32:
         return None
-    alpha, beta = alpha.contiguous(), beta.contiguous()
+    scales = alpha.contiguous(), beta.contiguous(), gamma
     if self_rows is None:
-        return _SelfAndMean.apply(indptr, indices, h, alpha, beta, code)
+        return _SelfAndMean.apply(indptr, indices, h, *scales, code)
     out = h.new_empty(len(alpha), h.shape[1])
-    code.self_and_mean(indptr, indices, h, self_rows, out, alpha, beta)
+    code.self_and_mean(indptr, indices, h, self_rows, out, scales)
     return out
 
 
@@ -234,33 +243,33 @@ def mean_neighbours(indptr, indices, h):
         return None
     nobody = indptr.new_full((S,), -1)
     zeros, ones = h.new_zeros(S, dtype=torch.float32), h.new_ones(S, dtype=torch.float32)
-    return _SelfAndMean.apply(indptr, indices, h, zeros, ones, code, nobody)
+    return _SelfAndMean.apply(indptr, indices, h, zeros, ones, None, code, nobody)
 
 
 class _SelfAndMean(torch.autograd.Function):
     """nobody: [S] of -1 where destinations have no row of their own."""
 
     @staticmethod
-    def forward(ctx, indptr, indices, h, alpha, beta, code, nobody=None):
+    def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, nobody=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
-        code.self_and_mean(indptr, indices, h, nobody, out, alpha, beta)
+        code.self_and_mean(indptr, indices, h, nobody, out, (alpha, beta, gamma))
         ctx.own = nobody is None
         own = h[:S] if ctx.needs_input_grad[3] else None
-        ctx.save_for_backward(indptr, indices, alpha, beta, own)
+        ctx.save_for_backward(indptr, indices, alpha, beta, gamma, own)
         ctx.num_src, ctx.code = num_src, code
         return out
 
     @staticmethod
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
-        indptr, indices, alpha, beta, own = ctx.saved_tensors
+        indptr, indices, *scales, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
         if ctx.needs_input_grad[2]:
-            scales = {"alpha": alpha, "beta": beta, "own": ctx.own}
-            out = ctx.code.self_and_mean_grad(indptr, indices, grad, ctx.num_src, **scales)
+            given = indptr, indices, grad, ctx.num_src
+            out = ctx.code.self_and_mean_grad(*given, scales=scales, own=ctx.own)
         if own is not None:
             to_alpha = (grad * own).float().sum(1)
-        return None, None, out, to_alpha, None, None, None
+        return None, None, out, to_alpha, None, None, None, None
 
 
 def gather_rows(features, ids, out=None):

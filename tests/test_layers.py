@@ -94,7 +94,7 @@ def _shifted(t):
     return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
 
 
-def _row_operations(indptr, indices, h, own, pair, best, alpha, beta):
+def _row_operations(indptr, indices, h, own, pair, best, alpha, beta, gamma):
     """Outputs and gradients of what is done with rows h of a block's sources."""
     block, width = (indptr, indices), h.shape[1]
     tables = (torch.empty(len(own), 2 * width, dtype=t) for t in (torch.float32, torch.bfloat16))
@@ -102,6 +102,7 @@ def _row_operations(indptr, indices, h, own, pair, best, alpha, beta):
         *_with_grads(lambda x: model.self_and_mean(*block, x), pair, h),
         *_with_grads(lambda x: model.max_neighbours(*block, x), best, h),
         *_with_grads(lambda x, a: model.own_plus_mean(*block, x, a, beta), best, h, alpha),
+        *_with_grads(lambda x: model.own_plus_mean(*block, x, alpha, beta, gamma=gamma), best, h),
         *(model.self_and_mean(*block, h, own, out) for out in tables),
         model.own_plus_mean(*block, h, alpha, beta, own),
         model.gather_rows(h, own),
@@ -119,7 +120,7 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
         h = torch.randn(N, width).to(dtype)
         h = _shifted(h) if width == 8 else h
         pair, best = torch.randn(S, 2 * width).to(dtype), torch.randn(S, width).to(dtype)
-        given, results = (h, own, pair, best, *torch.rand(2, S)), []
+        given, results = (h, own, pair, best, *torch.rand(2, S), torch.rand(N)), []
         for functions in (kernels, None, kernels):  # twice: threads in another order
             monkeypatch.setattr(model, "fused", functions)
             results.append(_row_operations(indptr, indices, *given))
@@ -128,7 +129,8 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
             assert torch.equal(ours, again)
         assert ("list_in_order" in cuda_layers) == (kernels is layers_gpu)
         if width == 36 and kernels is layers_gpu:  # padding changes nothing
-            more = _more_rows(h, 9), _more_rows(own, 3, -1), *(_more_rows(t, 3) for t in given[2:])
+            more = _more_rows(h, 9), _more_rows(own, 3, -1), *(_more_rows(t, 3) for t in given[2:6])
+            more += (_more_rows(given[6], 9),)
             padded = _row_operations(*_padded(indptr, indices, 7, S + 3), *more)
             for ours, all_rows in zip(results[0], padded):
                 assert torch.equal(all_rows[: len(ours)], ours)
@@ -169,7 +171,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
     lists = torch.arange(N).int(), torch.ones(N).int(), torch.arange(far, far + N).int()
     share, out = torch.ones(N), torch.empty(N, width // 2, dtype=dtype)
     pair, sizes = _behind(far, h), (0, N, width // 2, 1)
-    given = *lists, share, pair, None, *sizes, None, 1.0
+    given = *lists, share, pair, None, None, *sizes, None, 1.0
     code.run("self_and_mean_grad", N * width // 8, *given, out)
     assert torch.equal(out, h[:, width // 2 :])
     winner = torch.arange(N).int()[:, None].expand(N, width).contiguous()
