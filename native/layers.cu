@@ -51,6 +51,7 @@ OPERATOR(ints_t, floats_t, <, float, [q], )
 OPERATOR(ints_t, ints_t, <, int, [q], )
 OPERATOR(ints_t, ints_t, ==, int, [q], )
 OPERATOR(ints_t, ints_t, |, ints_t, [q], [q])
+OPERATOR(ints_t, ints_t, &, int, [q], )
 template <class T> __device__ __forceinline__ T choose(ints_t where, T yes, T no) {
   EACH if (where[q]) no[q] = yes[q];
   return no;
@@ -125,6 +126,10 @@ FN float total(floats_t v) {
 }
 FN floats_t leaky(floats_t z) { return choose(z > 0.0f, z, z * 0.2f); }
 FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2f)); }
+// Slopes of `width` columns, a bit each: a bit of COLUMNS words for a thread's columns.
+#define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
+#define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
+#define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
 // The gradient g of what ReLU and dropout made v.
 FN floats_t keep(floats_t v, floats_t g, float scale) {
   return choose(v > 0.0f, g * scale, all_of(0));
@@ -449,7 +454,7 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
 KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows, const int *dst,
                         int S, int E, int K, int D, int whole, const IN *source, const IN *target,
                         const float *attn, const float *edges, int wide, const float *by,
-                        float *scores) {
+                        float *scores, int *slopes) {
   THREAD((i64)(E + S) * K);
   const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);
@@ -458,11 +463,18 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
     FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
   const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
   floats_t sum = all_of(0);
+  ints_t bits = all_of_int(0);
   for (int c = 0; c < D; c += COLUMNS) {
     const floats_t z =
         load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
         of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
+    if (!slopes) continue;
+    bits = bits | choose(z > 0.0f, all_of_int(SLOPE_BIT(c)), all_of_int(0));
+    if (SLOPE_BIT(c) > 0 && c + COLUMNS < D) continue;  // not the last of 32
+    int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D);
+    store_ints(words + SLOPE_WORD(c), 1, COLUMNS, bits);
+    bits = all_of_int(0);
   }
   scores[place.at * K + head] = total(sum);
 }
@@ -531,30 +543,25 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, 
 }
 // The gradient of source: by way of the scores, and of the weighted sum.
 KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
-                             const int *destination, const int *edge, int S, int N, int E, int K,
-                             int width, int whole, const IN *source, const IN *target,
-                             const float *attn, const float *edges, int wide, const float *by,
+                             const int *destination, const int *edge, int S, int N, int K,
+                             int width, int whole, const int *slopes, const float *attn,
                              const float *weights, const float *to_scores, const IN *grad,
                              OUT *out) {
   ROW_AND_COLUMN((i64)N * K);
   const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  FETCH_DESTINATIONS(target + head * width + column, (i64)K * width);
   FETCH_DESTINATIONS(grad + head * width + column, (i64)K * width);
-  const floats_t own = load(source + row * width + column, whole, left);
   const int first = start[u], count = size[u];
-  floats_t slopes = all_of(0), sum = all_of(0);
+  floats_t sums = all_of(0), sum = all_of(0);
   for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
-    const i64 s = q < 0 ? u : destination[first + q], e = q < 0 ? E + u : edge[first + q];
-    const i64 at = s + (q < 0 ? (i64)indptr[u] : e + 1);
-    const i64 to = (s * K + head) * width + column;
-    const floats_t z = load(target + to, whole, left) + own +
-                       of_edge(edges + e * wide, wide, by + head * width + column,
-                               (i64)K * width, whole, left);
-    slopes = slopes + slope(z) * to_scores[at * K + head];
-    sum = sum + load(grad + to, whole, left) * ROUND(weights[at * K + head]);
+    const i64 s = q < 0 ? u : destination[first + q];
+    const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
+    const int *words = slopes + at * SLOPE_WORDS(width) + SLOPE_WORD(column);
+    const ints_t on = (load_ints(words, 1, COLUMNS) & SLOPE_BIT(column)) == SLOPE_BIT(column);
+    sums = sums + choose(on, all_of(1.0f), all_of(0.2f)) * to_scores[at];
+    sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
   }
   const floats_t a = load_floats(attn + head * width + column, whole, left);
-  store(out + row * width + column, whole, left, sum + a * slopes);
+  store(out + row * width + column, whole, left, sum + a * sums);
 }
 
 // GINE: the sum of relu(h + edges by) over a destination's edges, h [N, width], edges [E, wide], by

@@ -439,19 +439,23 @@ class _Attend(torch.autograd.Function):
         weights, out = attn.new_empty(E + S, K), torch.empty_like(target)
         dropped, dst = torch.empty_like(weights) if drop else None, destinations(code, *block)
         given = *block, self_rows, dst, S, E, K, D, aligned, *rows, edges, len(by), by
-        code.run("attention_scores", (E + S) * K, *given, weights)
+        slopes = None  # of leaky ReLU, a bit each, for the backward pass
+        if any(ctx.needs_input_grad):
+            words = code.columns * -(-D // (32 * code.columns))
+            slopes = dst.new_empty(E + S, K, words)
+        code.run("attention_scores", (E + S) * K, *given, weights, slopes)
         size, random = (S, K), (*_on_device(seed), drop, scale)
         code.run("attention_softmax", S * K, *block, nodes, *size, *random, weights, dropped)
         size, used = (S, K, D, aligned), weights if dropped is None else dropped
         threads = S * K * code.threads(D)
         code.run("attention_sum", threads, *block, self_rows, *size, used, source, out)
         ctx.scale, ctx.code = scale, code
-        ctx.save_for_backward(indptr, indices, dst, *rows, edges, by, weights, dropped)
+        ctx.save_for_backward(indptr, indices, dst, *rows, edges, by, weights, dropped, slopes)
         return out
 
     @staticmethod
     def backward(ctx, grad):  # [S, K D]
-        *block, dst, source, target, attn, edges, by, weights, dropped = ctx.saved_tensors
+        *block, dst, source, target, attn, edges, by, weights, dropped, slopes = ctx.saved_tensors
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
         (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
         aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
@@ -468,9 +472,9 @@ class _Attend(torch.autograd.Function):
             given = E + S, K, D, aligned, *rows, *extra, to_scores
             to_by = code.edge_matrix_grad((*block, dst), *given)
         lists = Lists(code, *block, N, dst, edges=True)
-        listed, size = (*lists.of_source, lists.edge), (S, N, E, K, D, aligned)
+        listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
         used = weights if dropped is None else dropped
-        given = *size, *rows, *extra, used, to_scores, grad
+        given = *size, slopes, attn, used, to_scores, grad
         code.run("attention_source_grad", N * threads, indptr, *listed, *given, to_source)
         to_attn = to_attn.sum(0).view(K, D)
         return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
