@@ -244,7 +244,10 @@ class NeighborSampler:
         return blocks if self.edge_type is None else list(map(self._with_types, blocks))
 
     def _with_types(self, block):
-        types = _as_signed(self.edge_type.index_select(0, block.edge_ids))
+        types = block.edge_type
+        if types is None:  # drawn by the C code they are there
+            types = self.edge_type.index_select(0, block.edge_ids)
+        types = _as_signed(types)
         return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):

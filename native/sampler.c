@@ -41,6 +41,7 @@ typedef struct {
   ID *offsets;          // [S+1] the block's indptr
   ID *local;            // [E] the block's indices: global ids until they are relabelled
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
+  void *edge_type;      // TYPE [E]
   ID *src;              // [S+E+1] the block's src_nodes
   ID *src_when;         // [S+E+1] numbers of the times of src; it and the next two with PAIRS only
   const ID *dst_when;   // [S]
@@ -192,6 +193,15 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   }
 }
 
+// Where the search for the types of a list begins is on its way to the cache.
+static inline void fetch_types(const job_t *job, i64 row) {
+#ifdef TYPE
+  const TYPE *types = (const TYPE *)job->hop.types + job->start[row];
+  __builtin_prefetch(types);
+  __builtin_prefetch(types + job->degree[row] / 2);
+#endif
+}
+
 static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   (void)scratch;  // it needs none
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
@@ -211,6 +221,7 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   for (i64 row = first; row < end; row++) {
     if (job->hop.rule == LABOR)
       __builtin_prefetch(&job->hop.indices[job->start[MIN(row + 4, end - 1)]]);
+    fetch_types(job, MIN(row + 8, end - 1));
     row_t list = row_of(job, row);
     i64 count = count_row(&job->hop, &list);
     job->offsets[row + 1] = (ID)count;
@@ -301,6 +312,35 @@ static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restri
   }
 }
 
+// Lists that floyd() draws side by side: k edges of each, which are written from `at` on.
+typedef struct {
+  i64 n, k, at[ROWS], start[ROWS];
+  uint32_t degree[ROWS], picks[VECTOR_K][ROWS];
+  u64 hash[ROWS];
+} wide_t;
+static void draw_wide(wide_t *wide, i64 *positions) {
+  if (wide->n) floyd(wide->n, wide->k, wide->hash, wide->degree, wide->picks);
+  for (i64 i = 0; i < wide->n; i++)
+    for (i64 pick = 0; pick < wide->k; pick++)
+      positions[wide->at[i] + pick] = wide->start[i] + wide->picks[pick][i];
+  wide->n = 0;
+}
+// pick_list(), now or with others.
+static inline void pick_soon(wide_t *wide, const hop_t *hop, u64 v, const row_t *list, i64 n, i64 at,
+                             scratch_t *scratch) {
+  int fits = hop->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
+  if (!fits || (wide->n && hop->k != wide->k)) {
+    if (n) pick_list(hop, v, list, n, scratch->positions + at, scratch->best + at);
+    return;
+  }
+  wide->k = hop->k;
+  wide->at[wide->n] = at;
+  wide->start[wide->n] = list->start;
+  wide->degree[wide->n] = (uint32_t)list->degree;
+  wide->hash[wide->n++] = mix(hop->key ^ v);
+  if (wide->n == ROWS) draw_wide(wide, scratch->positions);
+}
+
 static int make_room(scratch_t *scratch, i64 edges) {  // nonzero: no memory
   if (edges <= scratch->room) return 0;
   free(scratch->positions);
@@ -324,42 +364,40 @@ static int within(const ID *nodes, i64 n, i64 V) {
 }
 
 static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
-  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), k = job->hop.k;
+  i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S);
   i64 base = job->offsets[first], E = job->offsets[end] - base;  // this chunk's edges in the block
   if (make_room(scratch, E)) return NO_MEMORY;
   i64 *positions = scratch->positions;
-
-  i64 wide = 0;  // rows that floyd() draws side by side
-  uint32_t wide_row[ROWS], wide_degree[ROWS], picks[VECTOR_K][ROWS];
-  u64 wide_hash[ROWS];
+  wide_t wide;
+  wide.n = 0;
   for (i64 row = first; row < end; row++) {
+    fetch_types(job, MIN(row + 8, end - 1));
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
-    if (job->hop.rule == UNIFORM && count < job->degree[row] && k <= VECTOR_K && !job->hop.types) {
-      wide_row[wide] = (uint32_t)row;
-      wide_degree[wide] = (uint32_t)job->degree[row];
-      wide_hash[wide] = mix(job->hop.key ^ v);
-      wide++;
-    } else {
-      row_t list = row_of(job, row);
-      pick_row(&job->hop, v, &list, count, positions + at, scratch->best + at);
+    row_t list = row_of(job, row);
+#ifdef TYPE
+    hop_t one;
+    row_t rest = list;
+    for (i64 last = at + count, n; at < last; at += n) {
+      list = next_type(&job->hop, &rest, &one);
+      n = count_list(&one, &list);
+      pick_soon(&wide, &one, v, &list, n, at, scratch);
     }
+#else
+    pick_soon(&wide, &job->hop, v, &list, count, at, scratch);
+#endif
   }
-  if (wide) floyd(wide, k, wide_hash, wide_degree, picks);
-  for (i64 i = 0; i < wide; i++) {
-    i64 row = wide_row[i], at = job->offsets[row] - base;
-    for (i64 pick = 0; pick < k; pick++) positions[at + pick] = job->start[row] + picks[pick][i];
-    if (job->num_excluded && job->num_gaps[row]) {
-      row_t list = row_of(job, row);
-      for (i64 pick = 0; pick < k; pick++) positions[at + pick] = edge_at(&list, picks[pick][i]);
-    }
-  }
+  draw_wide(&wide, positions);
 
   for (i64 e = 0; e < E; e++) {  // gather
     __builtin_prefetch(&job->hop.indices[positions[MIN(e + AHEAD, E - 1)]]);
     job->local[base + e] = job->hop.indices[positions[e]];
   }
   if (!within(job->local + base, E, job->V)) return DAMAGED;
+#ifdef TYPE
+  for (i64 e = 0; e < E; e++)
+    ((TYPE *)job->edge_type)[base + e] = ((const TYPE *)job->hop.types)[positions[e]];
+#endif
 #ifdef PAIRS
   for (i64 row = first; row < end; row++)
     for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++)

@@ -101,12 +101,12 @@ class Backend:
             return None
         src, src_times, blocks = seeds, None, []
         for hop in hops:
-            *fields, when = self._hop(work, src, when, hop, excluded)
+            *fields, kinds, when = self._hop(work, src, when, hop, excluded)
             src = fields[2]
             if times is not None:
                 one = when is None
                 src_times = times.expand(src.numel()) if one else times.index_select(0, when)
-            blocks.append((*fields, src_times))
+            blocks.append((*fields, src_times, kinds))
         self.slots = work.slots
         self.idle.append(work)
         return blocks
@@ -149,7 +149,8 @@ class Backend:
         local, src, src_when = dst.new_empty(E), dst, when
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
         edge_when = None if when is None else dst.new_empty(E)
-        build.fill(job, local=local, edges=edges, edge_when=edge_when)
+        kinds = None if task.edge_type is None else task.edge_type.new_empty(E)
+        build.fill(job, local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
         if hop.relabel:
             most = min(S + E, V if when is None else V * len(work.times))
             slots = (2 if when is None else 4) * most  # half full, or less, it is quickly searched
@@ -160,7 +161,7 @@ class Backend:
             table = dict(table=work.table, bits=work.bits, edge_home=homes)
             build.fill(job, src=src, src_when=src_when, **table)
         N = self._checked(self.library.rb_pick(job), S)
-        return offsets, local, src[:N], edges, None if when is None else src_when[:N]
+        return offsets, local, src[:N], edges, kinds, None if when is None else src_when[:N]
 
     @staticmethod
     def _checked(result, S):

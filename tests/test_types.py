@@ -142,6 +142,15 @@ def test_each_type_has_its_share_and_all_together_none():
     assert (taken[:3] == rows).all() and not taken[43:].any()
     z = (taken[3:43] - rows / 4) / (rows * 0.25 * 0.75) ** 0.5
     assert z.abs().max() < 5 and 0.4 < z.square().mean() < 1.8
+    for numbers in ([2, 2, 2], [2, 5, 2]):  # more lists than rows are drawn side by side
+        same = {"edge_type": kinds.to(torch.uint16), "edge_ids": True}
+        samplers = (
+            NeighborSampler(*graph, [numbers], **same, backend=b) for b in ("auto", "torch")
+        )
+        ours, law = (s.sample(torch.arange(rows), 0)[0] for s in samplers)
+        assert ours.edge_type.dtype == torch.uint16
+        assert all(map(torch.equal, ours[:4], law[:4]))
+        assert ours.edge_type.tolist() == law.edge_type.tolist()
     plain = NeighborSampler(*graph, [10], edge_ids=True).sample(torch.arange(rows), 0)[0]
     mixed = NeighborSampler(*graph, [10], edge_type=kinds, by_type=False)
     (mixed,) = mixed.sample(torch.arange(rows), 0)
