@@ -111,7 +111,6 @@ BAD_FLAGS = r"""
 --gpus 64 => --gpus 64 (is more than|needs CUDA)
 --mode cuda-cuda --gpus 0 => --mode cuda-cuda needs a CUDA GPU
 --fanout 15,x => --fanout.*15,x.*15,10,5
---fanout 15,0 => --fanout.*15,0
 --fanout 5,5 --num-layers 3 => --fanout 5,5 has 2 hops, --num-layers is 3
 --batch-size 0 => --batch-size.*'0'
 --lr nan => --lr.*'nan'
@@ -153,11 +152,22 @@ BAD_FLAGS = r"""
 --bogus => --bogus
 --layer-dependency => --layer-dependency is for --sampler labor, --sampler is uniform
 --sampler weighted --batch-dependency 2 => --batch-dependency 2 is for --sampler labor, --sampler is weighted
+--model sage --bases 2 => --bases 2 is for --model rgcn, --model is sage
+--model rgcn => --model rgcn takes types of edges, and .* has none
+--fanout a=3,3 => --fanout a=3,3 names types: it is for rgcn
+--window 5 => --window 5 is of times, and seeds of .* have none
+--window 5 --temporal off => --window 5 is of times, --temporal is off
+--task link --window 5 => --window 5 is for --task node: embeddings of --task link
+--task graph --window 5 => --window 5 is for --task node
 """
 BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
     f"--task graph {flag} => {flag} has no effect with --task graph: leave it out"
     for flag in "--fanout 3,3;--model gin;--norm layer;--input-dropout 0.2;--cache 1000;--lookahead 3;"
     "--mode cpu-cpu;--backend lmdb;--residual".split(";")
+]
+BAD_FLAGS += [
+    f"--fanout {text} => write numbers above 0, or -1 for all: 15,10,5, or by types"
+    for text in "any=3,a=2;any=3:a=2;a=3:4;a=0;=3;3,,2;a=-2;1e3;3,any=2".split(";")
 ]
 
 

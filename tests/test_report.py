@@ -134,3 +134,10 @@ def test_tensorboard_gets_the_validation_figures_of_every_task(tmp_path, monkeyp
     told.tell("", {"epoch": 2, "loss": 0.25, "valid": {"mrr": 0.75}})
     told.tell("", {"epoch": 3, "valid": None})
     assert shown == {"loss": (0.25, 2), "valid_sampled": (0.9, 1), "valid/mrr": (0.75, 2)}
+
+
+def test_bf16_without_hardware_is_said(tiny, tmp_path, monkeypatch, capsys):
+    for vectors, slow in (("AVX2", True), ("AVX512", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+        _run_here(tmp_path, f"--dataset {tiny} --gpus 0 --precision bf16 --epochs 1 --fanout 2,2")
+        assert ("bf16 is slower than fp32 on this processor" in capsys.readouterr().out) == slow
