@@ -41,6 +41,16 @@ def _typed(seed=0):
     }
 
 
+def _npz(file, **changes):
+    """Write the graph of `_typed` as a file, but for the features of places; None leaves an array out."""
+    given = _typed()
+    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
+    arrays |= {"x:paper": given["features"]["paper"], "y:paper": given["labels"]["paper"]}
+    arrays |= {"num_nodes:author": 30, "num_nodes:place": 7} | changes
+    np.savez(file, **{name: values for name, values in arrays.items() if values is not None})
+    return file
+
+
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     given, rng = _typed(), np.random.default_rng(1)
@@ -67,9 +77,7 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
         pairs = [(src, dst)] if "rev_" not in name else [(dst, src)]
         pairs += [(dst, src)] if name == "cites" else []
         wanted = [edge for s, d in pairs for edge in zip(s + first[a], d + first[b], *columns)]
-        assert sorted(found[kind]) == sorted(
-            (int(s), int(d), float(w), int(t)) for s, d, w, t in wanted
-        )
+        assert sorted(found[kind]) == sorted(wanted)
     rows = graph.features.gather(torch.arange(57))
     assert torch.equal(rows[:50], torch.from_numpy(given["features"]["paper"]))
     assert torch.equal(rows[50:, :3], torch.from_numpy(given["features"]["place"]).float())
@@ -79,13 +87,8 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     assert graph.split["train"].tolist() == given["split"]["train"].tolist()
     assert graph.split["valid"].tolist() == np.flatnonzero(given["split"]["valid"]).tolist()
     assert (graph.node_time[50:] == graph.node_time[:50].max()).all()
-    for wrong in (
-        [["paper", 50, 8]],
-        [["a", 7, 0], ["b", 80, 8]],
-        [["a", 87, 9]],
-        5,
-        [["a", -1, 1], ["b", 88, 1]],
-    ):
+    two = [["a", 7, 0], ["b", 80, 8]], [["a", -1, 1], ["b", 88, 1]]
+    for wrong in (*two, [["paper", 50, 8]], [["a", 87, 9]], 5):
         _rewrite_meta(path, **(graph.meta | {"node_types": wrong}))
         _refuses("node_types = |not enough values|not iterable", GraphStore.open, path)
     _rewrite_meta(path, **(graph.meta | {"edge_types": ["a"]}))
@@ -98,10 +101,8 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     x, y = given["features"]["paper"], given["labels"]["paper"]
     parts = {"train_mask": np.isin(np.arange(50), given["split"]["train"])}
     parts["val_mask"] = given["split"]["valid"]
-    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
-    arrays |= {"x:paper": x, "y:paper": y, "num_nodes:author": 30, "num_nodes:place": 7}
-    np.savez(tmp_path / "typed.npz", **arrays, **{f"{n}:paper": v for n, v in parts.items()})
-    dgl, sources = _dgl(), {"npz": tmp_path / "typed.npz"}
+    masks = {f"{name}:paper": mask for name, mask in parts.items()}
+    dgl, sources = _dgl(), {"npz": _npz(tmp_path / "typed.npz", **masks)}
     sources["dgl"] = dgl.heterograph({k: tuple(e) for k, e in given["edge_index"].items()}, COUNTS)
     data = sources["dgl"].nodes["paper"].data
     data["feat"], data["label"] = torch.from_numpy(x), torch.from_numpy(y)
@@ -117,11 +118,8 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     reference = GraphStore.open(build_store(tmp_path / "g", **given, drop_duplicates=True))
     for name, source in sources.items():
         graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
-        assert (
-            graph.node_types
-            == reference.node_types
-            == {"paper": (50, 8), "author": (30, 0), "place": (7, 0)}
-        )
+        assert graph.node_types == {"paper": (50, 8), "author": (30, 0), "place": (7, 0)}
+        assert graph.node_types == reference.node_types
         kinds = torch.tensor([reference.edge_types.index(kind) for kind in graph.edge_types])
         for v in range(87):
             a, b = (slice(*g.indptr[v : v + 2].tolist()) for g in (graph, reference))
@@ -134,97 +132,57 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
             assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (
-            {"num_nodes:author": None},
-            "join author: types of nodes are .*, and the number of author is not given",
-        ),
-        ({"x:venue": np.zeros((3, 2))}, None),
-        ({"edge_index:author,writes,book": np.zeros((2, 1), int)}, "join book: types of nodes are"),
-        (
-            {"edge_index:author,writes,paper": np.full((2, 1), 60)},
-            r"ids of author lie in \[0, 30\)",
-        ),
-        ({"edge_index:author,writes,paper": np.zeros((3, 2), int)}, r"are \[3, 2\]: \[2, M\]"),
-        (
-            {"y:author": np.zeros(30, int)},
-            "labels are there for paper, author: t.npz:target=paper or author takes",
-        ),
-        ({"edge_weight:author,writes,paper": np.ones(90)}, "edge_weight is there for some types"),
-        ({"edge_weight:author,writes,paper": np.ones(9)}, "edge_weight has 9 rows"),
-        ({"labels": np.zeros(50)}, "labels has no type"),
-        ({"train_idx:author": np.arange(3)}, "train_idx is not used"),
-    ],
-)
-def test_typed_files_refuse(change, said, tmp_path):
-    given = _typed()
-    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
-    arrays |= {"x:paper": given["features"]["paper"], "y:paper": given["labels"]["paper"]}
-    arrays |= {"num_nodes:author": 30, "num_nodes:place": 7} | change
-    np.savez(tmp_path / "t.npz", **{n: v for n, v in arrays.items() if v is not None})
-    if said:
-        _refuses(said, prepare.build, tmp_path / "t.npz", tmp_path / "g")
-        assert not (tmp_path / "g").exists()
-    else:  # a type that no edge joins
-        assert (
-            "venue" in GraphStore.open(prepare.build(tmp_path / "t.npz", tmp_path / "g")).node_types
-        )
+REFUSED_FILES = [  # what is said, changes of the arrays of a file
+    ("join author: types .*, and the number of author is not", {"num_nodes:author": None}),
+    ("join book: types of nodes are", {"edge_index:author,writes,book": [[0], [0]]}),
+    (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
+    (r"are \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
+    ("there for paper, author: t.npz:target=paper or author takes", {"y:author": [0] * 30}),
+    ("edge_weight is there for some types", {"edge_weight:author,writes,paper": np.ones(90)}),
+    ("edge_weight has 9 rows", {"edge_weight:author,writes,paper": np.ones(9)}),
+    ("labels has no type", {"labels": np.zeros(50)}),
+    ("train_idx is not used", {"train_idx:author": np.arange(3)}),
+]
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"edge_type": [0]}, "edge_type is not for a graph that is given by type"),
-        ({"node_names": ["a"] * 87}, "node_names is not for a graph that is given by type"),
-        ({"features": np.zeros((87, 2))}, "features is a ndarray: \\{type: values\\} is needed"),
-        ({"edge_weight": np.ones(270)}, "edge_weight is a ndarray: {type: values} is needed"),
-        ({"features": {"book": np.zeros((1, 2))}}, "features of book: types of nodes are author"),
-        (
-            {"features": {"paper": np.zeros((49, 2))}},
-            r"features of paper have shape \[49, 2\]: \[50, F\]",
-        ),
-        ({"labels": {"paper": [0] * 49}}, r"labels of paper has shape \[49\]: \[50\] is needed"),
-        ({"labels": {"paper": [0] * 50, "author": [0] * 30}}, "paper and author have labels"),
-        ({"node_types": {**COUNTS, "paper": 50.5}}, "node_types has dtype float64"),
-        (
-            {"node_types": {"paper": 50, "place": 7}, "features": {}},
-            "number of author is not given",
-        ),
-        ({"edge_index": {"writes": [[0], [0]]}}, "edges 'writes': .source type, name, destination"),
-        ({"edge_index": np.zeros((2, 3), int)}, "node_types is for a graph that is given by type"),
-        ({"split": {"train": [50]}}, "node 50, which has no label"),
-        ({"split": {"train": np.ones(30, bool)}}, r"a mask of shape \[30\], not \[50\]"),
-        ({"split": {"train": [0.5]}}, "split 'train' has dtype float64"),
-        (
-            {"edge_weight": dict(zip(ENDS, (np.ones(91), np.ones(89), np.ones(90))))},
-            "edge_weight of author,writes,paper has 91 rows: 90 are needed",
-        ),
-        ({"node_types": {**COUNTS, "a\x1b": 3}}, "has no printable name"),
-        ({"labels": None}, "split is of nodes with labels, and no type of nodes has any"),
-        (
-            {
-                "edge_index": dict(zip([*ENDS, ("paper", "rev_at", "author")], [[[0], [0]]] * 4)),
-                "symmetrize": True,
-            },
-            None,
-        ),
-        (
-            {
-                "edge_index": dict(zip([*ENDS, ("place", "rev_at", "author")], [[[0], [0]]] * 4)),
-                "symmetrize": True,
-            },
-            "edges place,rev_at,author are there already",
-        ),
-    ],
-)
-def test_typed_graphs_refuse(change, said, tmp_path):
-    given = {**_typed(), **change}
-    if said:
-        _refuses(said, build_store, tmp_path / "g", **given)
-    else:
-        assert len(GraphStore.open(build_store(tmp_path / "g", **given)).edge_types) == 7
+@pytest.mark.parametrize("said, change", REFUSED_FILES)
+def test_typed_files_refuse(said, change, tmp_path):
+    _refuses(said, prepare.build, _npz(tmp_path / "t.npz", **change), tmp_path / "g")
+    assert not (tmp_path / "g").exists()
+
+
+def _reverse(start):
+    """One more type of edges, which is called as a reverse one, and all reverses."""
+    named = [*ENDS, (start, "rev_at", "author")]
+    return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
+
+
+REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
+    ("edge_type is not for a graph that is given by type", {"edge_type": [0]}),
+    ("node_names is not for a graph that is given by type", {"node_names": ["a"] * 87}),
+    ("features is a ndarray: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
+    ("edge_weight is a ndarray: {type: values} is needed", {"edge_weight": np.ones(270)}),
+    ("features of book: types of nodes are author", {"features": {"book": np.zeros((1, 2))}}),
+    (r"paper have shape \[49, 2\]: \[50, F\]", {"features": {"paper": np.zeros((49, 2))}}),
+    (r"labels of paper has shape \[49\]: \[50\] is needed", {"labels": {"paper": [0] * 49}}),
+    ("paper and author have labels", {"labels": {"paper": [0] * 50, "author": [0] * 30}}),
+    ("node_types has dtype float64", {"node_types": {**COUNTS, "paper": 50.5}}),
+    ("author is not given", {"node_types": {"paper": 50, "place": 7}, "features": {}}),
+    ("edges 'writes': .source type, name, dest", {"edge_index": {"writes": [[0], [0]]}}),
+    ("node_types is for a graph that is given by type", {"edge_index": np.zeros((2, 3), int)}),
+    ("node 50, which has no label", {"split": {"train": [50]}}),
+    (r"a mask of shape \[30\], not \[50\]", {"split": {"train": np.ones(30, bool)}}),
+    ("split 'train' has dtype float64", {"split": {"train": [0.5]}}),
+    ("author,writes,paper has 91 rows: 90", {"edge_weight": {k: np.ones(91) for k in ENDS}}),
+    ("has no printable name", {"node_types": {**COUNTS, "a\x1b": 3}}),
+    ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
+    ("edges place,rev_at,author are there already", _reverse("place")),
+]
+
+
+@pytest.mark.parametrize("said, change", REFUSED_GRAPHS)
+def test_typed_graphs_refuse(said, change, tmp_path):
+    _refuses(said, build_store, tmp_path / "g", **{**_typed(), **change})
 
 
 def test_typed_graphs_keep_what_is_narrow(tmp_path):
@@ -234,40 +192,33 @@ def test_typed_graphs_keep_what_is_narrow(tmp_path):
     graph |= dict(labels={"item": [0, 1, 0, 1, 0]}, split={"train": np.array([0, 1], np.uint8)})
     values = {("user", "buys", "item"): torch.tensor([[1.5]], dtype=torch.bfloat16)}
     edges = {("user", "buys", "item"): [[7], [1]]}
-    made = build_store(
-        tmp_path / "a", edge_index=edges, edge_features=values, symmetrize=True, **graph
-    )
-    stored = GraphStore.open(made)
+    more = {"edge_index": edges, "edge_features": values, "symmetrize": True}
+    stored = GraphStore.open(made := build_store(tmp_path / "a", **more, **graph))
     assert stored.split["train"].tolist() == [300, 301] and verify(made) == []
     assert stored.edge_features.tolist() == [[1.5], [1.5]]
     _refuses("there are no types of edges", build_store, tmp_path / "b", edge_index={}, **graph)
     made = build_store(tmp_path / "b", edge_index={("user", "buys", "item"): [[], []]}, **graph)
     assert GraphStore.open(made).num_edges == 0
-    _refuses(
-        "edge_types names types, and there is no edge_type",
-        build_store,
-        tmp_path / "c",
-        edge_index=[[0], [0]],
-        features=np.ones((2, 1)),
-        edge_types=["a"],
-    )
+    plain = {"edge_index": [[0], [0]], "features": np.ones((2, 1)), "edge_types": ["a"]}
+    said = "edge_types names types, and there is no edge_type"
+    _refuses(said, build_store, tmp_path / "c", **plain)
+    reversed_ = GraphStore.open(build_store(tmp_path / "d", **{**_typed(), **_reverse("paper")}))
+    assert len(reversed_.edge_types) == 7
+    _npz(tmp_path / "t.npz", **{"x:venue": np.zeros((3, 2))})  # a type that no edge joins
+    assert "venue" in GraphStore.open(prepare.build(tmp_path / "t.npz", tmp_path / "e")).node_types
 
 
 def test_a_drawn_split_of_a_typed_file_goes_by_the_seed(tmp_path):
-    given = _typed()
-    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
-    arrays |= {"x:paper": given["features"]["paper"], "y:paper": np.arange(50) % 2}
-    arrays |= {"num_nodes:author": 30, "num_nodes:place": 7}
-    np.savez(tmp_path / "t.npz", **arrays)
+    labels = {"y:paper": np.arange(50) % 2}
+    file = _npz(tmp_path / "t.npz", **labels)
 
     def build(seed):
-        made = prepare.build(tmp_path / "t.npz", tmp_path / f"g{seed}", seed=seed)
-        return GraphStore.open(made)
+        return GraphStore.open(prepare.build(file, tmp_path / f"g{seed}", seed=seed))
 
     five, six, drawn = build(5), build(6), build(None)
     assert five.split["train"].tolist() != six.split["train"].tolist()
     assert "split" in drawn.meta["source"] and "split" not in five.meta["source"]
-    np.savez(tmp_path / "t.npz", **arrays, **{"train_idx:paper": [0, 1]})
+    _npz(file, **labels, **{"train_idx:paper": [0, 1]})
     _refuses("seed 7 has no effect: it has a split", build, 7)
 
 
@@ -276,12 +227,10 @@ def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
     nodes = torch.tensor([8, 0, 14, 3, 9, 5, 4])
     out = inputs(nodes, x[nodes[nodes < 9]])
     for row, node in zip(out, nodes.tolist()):
-        if node < 5:
-            wanted = inputs.linears[0](x[node])
+        if node < 9:
+            wanted = inputs.linears[node >= 5](x[node, : 2 if node >= 5 else 3])
         else:
-            wanted = (
-                inputs.linears[1](x[node, :2]) if node < 9 else inputs.embedding.weight[node - 9]
-            )
+            wanted = inputs.embedding.weight[node - 9]
         torch.testing.assert_close(row, wanted)
     out.sin().sum().backward()
     grad = inputs.embedding.weight.grad
@@ -299,55 +248,47 @@ def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
     graph = GraphStore.open(build_store(tmp_path / "g", **_typed(), symmetrize=True))
     typed = {"num_types": graph.num_edge_types} if conv == "rgcn" else {}
     net = GNN(8, 16, 3, conv=conv, num_layers=2, node_types=[*graph.node_types.values()], **typed)
-    loader = NodeLoader(
-        graph, torch.arange(87), [-1, -1], batch_size=87, shuffle=False, types=conv == "rgcn"
-    )
-    (batch,) = loader
+    options = dict(batch_size=87, shuffle=False, types=conv == "rgcn")
+    (batch,) = NodeLoader(graph, torch.arange(87), [-1, -1], **options)
     assert batch.x.shape[0] == 57
     plain = GNN(8, 16, 3, num_layers=2)
     with pytest.raises(ValueError, match="x has 57 rows: 87 are needed"):
         plain(batch.blocks, batch.x)
-    exact = inference(
-        net.eval(), graph.indptr, graph.indices, graph.features, types=graph.edge_type, chunk=11
-    )
+    arrays, types = (graph.indptr, graph.indices), {"types": graph.edge_type}
+    exact = inference(net.eval(), *arrays, graph.features, **types, chunk=11)
     torch.testing.assert_close(net(batch.blocks, batch.x), exact)
     with pytest.raises(ValueError, match="x has 56 rows, indptr is of 87 nodes"):
-        inference(net, graph.indptr, graph.indices, torch.ones(56, 8), types=graph.edge_type)
+        inference(net, *arrays, torch.ones(56, 8), **types)
 
 
 def test_adam_of_rows_is_sparse_adam_beside_adam():
     """And Adam itself for rows that have a gradient in every step."""
-    torch.manual_seed(1)
-    ours, theirs = (torch.nn.Embedding(9, 4, sparse=True) for _ in range(2))
-    dense, linear = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)
-    other = torch.nn.Linear(4, 2)
-    for embedding in (theirs, dense):
-        embedding.load_state_dict(ours.state_dict())
+    rows, sparse, dense = (torch.nn.Embedding(9, 4, sparse=kind < 2) for kind in range(3))
+    linear, other = (torch.nn.Linear(4, 2) for _ in range(2))
+    for twin in (sparse, dense):
+        twin.load_state_dict(rows.state_dict())
     other.load_state_dict(linear.state_dict())
-    optimizers = [Adam([*ours.parameters(), *linear.parameters()], lr=0.1, weight_decay=0.1)]
-    optimizers += [torch.optim.SparseAdam(theirs.parameters(), lr=0.1)]
-    optimizers += [torch.optim.Adam(dense.parameters(), lr=0.1)]
-    optimizers += [torch.optim.Adam(other.parameters(), lr=0.1, weight_decay=0.1)]
+    optimizers = [
+        Adam([*rows.parameters(), *linear.parameters()], lr=0.1, weight_decay=0.1),
+        torch.optim.SparseAdam(sparse.parameters(), lr=0.1),
+        torch.optim.Adam(dense.parameters(), lr=0.1),
+        torch.optim.Adam(other.parameters(), lr=0.1, weight_decay=0.1),
+    ]
     for step in range(5):
         ids = torch.tensor([0, 3, 3, 5 + step % 2])
-        for embedding, map_ in ((ours, linear), (theirs, None), (dense, None)):
-            embedding(ids).sin().sum().backward()
-            if map_:
-                map_.weight.sum().backward()
-        other.weight.sum().backward()
+        sums = [table(ids).sin().sum() for table in (rows, sparse, dense)]
+        sum([*sums, linear.weight.sum(), other.weight.sum()]).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(ours.weight, theirs.weight)
-    torch.testing.assert_close(ours.weight[[0, 3]], dense.weight[[0, 3]])
+    torch.testing.assert_close(rows.weight, sparse.weight)
+    torch.testing.assert_close(rows.weight[[0, 3]], dense.weight[[0, 3]])
     assert torch.equal(linear.weight, other.weight)
 
 
 def test_fanouts_by_name():
-    kinds = torch.zeros(1, dtype=torch.uint8)
-    used = EdgeData(
-        type=kinds, num_types=3, type_names=["a,writes,p", "p,cites,p", "p,rev_writes,a"]
-    )
+    names = ["a,writes,p", "p,cites,p", "p,rev_writes,a"]
+    used = EdgeData(type=torch.zeros(1, dtype=torch.uint8), num_types=3, type_names=names)
     for text, lists in (
         ([5, 2], [[5] * 3, [2] * 3]),
         (["writes=10:cites=-1", 4], [[10, -1, 0], [4] * 3]),
@@ -356,12 +297,8 @@ def test_fanouts_by_name():
     ):
         assert hops(text, used) == lists
     assert hops([5, -1], used._replace(type_names=None)) == [[5] * 3, [-1] * 3]
-    _refuses(
-        "--fanout cite=3: no such type of edges; they are a,writes,p; p,cites,p",
-        hops,
-        ["cite=3"],
-        used,
-    )
+    said = "--fanout cite=3: no such type of edges; they are a,writes,p; p,cites,p"
+    _refuses(said, hops, ["cite=3"], used)
     _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], used)
     assert hops([4, 2], EdgeData()) == [4, 2]
 
@@ -371,20 +308,15 @@ FLAGS = "--gpus 0 --model rgcn --fanout 4,4 --hidden 16 --batch-size 60 --dropou
 
 @pytest.fixture(scope="module")
 def mag(tmp_path_factory):
-    return prepare.prepare(
-        "synthetic-mag:scale=0.0004,classes=4,noise=0.5",
-        tmp_path_factory.mktemp("mag"),
-        progress=False,
-    )
+    graph = "synthetic-mag:scale=0.0004,classes=4,noise=0.5"
+    return prepare.prepare(graph, tmp_path_factory.mktemp("mag"), progress=False)
 
 
 def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
     log, words = tmp_path / "log", f"--dataset {mag} {FLAGS}"
     said = _train(words, f"--epochs 12 --log {log} --checkpoint {tmp_path}/c.pt")
-    assert (
-        "nodes   by type, in the order of their ids: 295 paper (128 features), 454 author (no features)"
-        in said
-    )
+    nodes = "by type, in the order of their ids: 295 paper (128 features), 454 author (no features)"
+    assert f"nodes   {nodes}" in said
     assert _log(log)[-1]["exact"]["test"] > 0.8
     _train(words, f"--epochs 7 --checkpoint {tmp_path}/d.pt")
     _train(f"--resume {tmp_path}/d.pt --epochs 12 --checkpoint {tmp_path}/d.pt --gpus 0")
@@ -396,10 +328,8 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
     test = graph.split["test"].numpy()
     assert (np.load(tmp_path / "p.npy")[test] == graph.labels.numpy()[test]).mean() > 0.8
     other = prepare.prepare("synthetic-mag:scale=0.0005,classes=4", tmp_path, progress=False)
-    said = _train(
-        f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset {other}", code=2
-    )
-    assert "was trained on a graph with node_types" in said
+    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset {other}"
+    assert "was trained on a graph with node_types" in _train(words, code=2)
 
 
 @pytest.mark.parametrize("flags", ["", "--model sage", "--task link --edge-split 90/5/5"])
@@ -418,17 +348,15 @@ def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
     said = _train(f"{words} {tmp_path}/other", code=2)
     assert "was trained on a graph whose types of edges are author,affiliated_with" in said
     (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
-    said = _train(
-        f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2", code=2
-    )
-    assert "has types of nodes without features, for which rgcn" in said
+    words = f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2"
+    assert "has types of nodes without features, for which rgcn" in _train(words, code=2)
 
 
 def test_a_synthetic_graph_with_types_is_drawn_alike(tmp_path):
-    one, two = (
+    made = [
         prepare.prepare("synthetic-mag:scale=0.0004", tmp_path / n, progress=False) for n in "ab"
-    )
-    assert GraphStore.open(one).meta["files"] == GraphStore.open(two).meta["files"]
-    _refuses(
-        "synthetic-mag: .* is out of range", prepare.prepare, "synthetic-mag:scale=0", tmp_path
-    )
+    ]
+    one, two = (GraphStore.open(path).meta["files"] for path in made)
+    assert one == two
+    said = "synthetic-mag: .* is out of range"
+    _refuses(said, prepare.prepare, "synthetic-mag:scale=0", tmp_path)
