@@ -4,12 +4,13 @@ import datetime
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import types
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,69 +98,26 @@ def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
     assert _same_weights(straight, back) and _gone(ranks)
 
 
-@contextmanager
-def _two_hosts():
-    """Two network namespaces joined by a veth pair -> ((name, interface, address), ...)."""
-    pid = os.getpid()
-    hosts = [(f"ringblock{pid}{n}", f"rb{pid % 10**8}{n}", f"10.231.7.{n}") for n in (1, 2)]
-    (a, veth_a, _), (b, veth_b, _) = hosts
-    joined = f"link add {veth_a} netns {a} type veth peer name {veth_b} netns {b}"
-    commands = [f"netns add {a}", f"netns add {b}", joined]
-    for name, veth, address in hosts:
-        commands.append(f"-n {name} address add {address}/24 dev {veth}")
-        commands += [f"-n {name} link set {device} up" for device in (veth, "lo")]
+def test_two_hosts_equal_one(tiny, tmp_path):
+    """Two launchers with a rank each, as on two machines; what torchrun does when a rank is lost is tested above."""
+    common, files = f"--dataset {tiny} {SMALL_STEPS}", [tmp_path / "one.pt", tmp_path / "two.pt"]
+    expected = _start_fork(tmp_path / "out", common, f"--procs 2 --checkpoint {files[0]}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = (
+        f"WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    )
+    environment = {**os.environ, **dict(word.split("=") for word in variables.split())}
+    command = [sys.executable, HERE / "train.py", *f"{common} --checkpoint {files[1]}".split()]
+    start = lambda rank: subprocess.Popen(command, env={**environment, "RANK": str(rank)})  # noqa: E731
+    hosts = [start(0), start(1)]
     try:
-        for command in commands:
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"no right to make network namespaces: {done.stderr.strip()}")
-        yield hosts
-    except FileNotFoundError:
-        pytest.skip("no command ip (apt install iproute2) to make network namespaces with")
+        assert [host.wait(timeout=200) for host in hosts] == [0, 0]
     finally:
-        for name, *_ in hosts:
-            if Path("/run/netns", name).exists():
-                subprocess.run(["ip", "netns", "delete", name], check=True)
-
-
-def test_two_hosts_equal_one_and_a_lost_host_comes_back(tiny, tmp_path):
-    straight, back = tmp_path / "straight.pt", tmp_path / "c.pt"
-    common = f"--dataset {tiny} {SMALL_STEPS}"
-    expected = _start_fork(tmp_path / "out", common, f"--procs 2 --checkpoint {straight}")
-    with _two_hosts() as hosts:
-
-        def agent(number):
-            name, veth, address = hosts[number]
-            alive = f"is_host={1 - number},keep_alive_interval=1,keep_alive_max_attempt=4"
-            command = (
-                f"ip netns exec {name} {sys.executable} -m torch.distributed.run --nnodes 2 "
-                "--nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
-                f"{hosts[0][2]}:29500 --local-addr {address} --rdzv-conf {alive} "
-                f"{HERE / 'train.py'} {common} --checkpoint {back} --checkpoint-every 5 "
-                f"--resume auto --log-file {tmp_path}/log"
-            )
-            variables = {"GLOO_SOCKET_IFNAME": veth, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-            with open(tmp_path / f"out{number}", "a") as out:
-                return subprocess.Popen(command.split(), env=environment, stdout=out, stderr=out)
-
-        agents = [agent(0), agent(1)]
-        try:
-            _wait_for(lambda: _epochs(tmp_path / "log") >= 3, agents[0])
-            lost = _running_below(agents[1].pid)
-            os.kill(lost[0], signal.SIGKILL)
-            agents[1].wait()
-            assert _gone(lost)  # its rank went with it
-            agents[1] = agent(1)
-            codes = [process.wait(timeout=300) for process in agents]
-        finally:
-            for process in agents:
-                process.kill()
-                process.wait()
-    output = (tmp_path / "out0").read_text()
-    assert codes == [0, 0] and "resume  from epoch" in output, output
+        [host.kill() for host in hosts]
     _end(expected)
-    assert _same_weights(straight, back)
+    assert _same_weights(*files)
 
 
 def test_a_rank_that_stops_for_5_seconds_goes_on(tmp_path):
@@ -182,9 +140,15 @@ def test_a_rank_that_stops_for_5_seconds_goes_on(tmp_path):
 _STARTS = """
 import os, sys
 sys.path.insert(0, {here!r})
-import ddp
+import torch, ddp
 def worker(ranks):
-    assert ranks.sum(1) == [2]
+    sys.setswitchinterval(10)  # gloo's threads do not get the interpreter before it is taken down
+    model = ranks.wrap(torch.nn.Linear(8, 8))
+    with ddp.StopSignal(ranks) as stop:
+        for _ in range(20):
+            model(torch.ones(4, 8)).sum().backward()
+            stop.agreed()
+    ranks.barrier()
 if __name__ == "__main__":
     for _ in range(int(sys.argv[1])):
         ddp.launch(worker, 2)
@@ -194,9 +158,9 @@ if __name__ == "__main__":
 
 
 def test_starts_and_stops_leave_nothing_behind(tmp_path):
-    """RINGBLOCK_STARTS=100 does it a hundred times."""
+    """Also where gloo holds tensors still, which ended one in two in an abort. RINGBLOCK_STARTS=100 starts as often."""
     (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
-    memory, starts = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 2))
+    memory, starts = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 3))
     left, pipes = set(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "starts.py", str(starts)], cwd=tmp_path, **pipes)
     for _ in range(starts):
@@ -389,31 +353,6 @@ def _launch_with_a_timeout_of_4_seconds():
 
 def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
     _end(_fork(tmp_path / "out", _launch_with_a_timeout_of_4_seconds))
-
-
-_LEAVING = """
-import sys
-sys.path.insert(0, {here!r})
-import torch, ddp
-def worker(ranks):
-    sys.setswitchinterval(10)  # gloo's threads do not get the interpreter before it is taken down
-    model = ranks.wrap(torch.nn.Linear(8, 8))
-    with ddp.StopSignal(ranks) as stop:
-        for _ in range(20):
-            model(torch.ones(4, 8)).sum().backward()
-            stop.agreed()
-    ranks.barrier()
-if __name__ == "__main__":
-    for _ in range(3):  # one in two aborted
-        ddp.launch(worker, 2)
-"""
-
-
-def test_ranks_leave_while_gloo_still_holds_tensors(tmp_path):
-    (tmp_path / "leaving.py").write_text(_LEAVING.format(here=str(HERE)))
-    command, output = [sys.executable, "leaving.py"], dict(stdout=subprocess.PIPE, text=True)
-    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.STDOUT, timeout=240, **output)
-    assert not done.returncode and not re.search("Fatal|terminate called", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("when", ["ranks start", "training"])

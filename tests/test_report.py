@@ -124,16 +124,22 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp
             assert ("exact" in output or "MRR" in output) == (exact and not edges), output
 
 
-def test_tensorboard_gets_the_validation_figures_of_every_task(tmp_path, monkeypatch):
-    shown, writer = {}, types.SimpleNamespace(flush=lambda: None)
+def test_tensorboard_gets_the_figures_and_flags_of_a_run(tiny, tmp_path, monkeypatch):
+    shown, writer = {}, types.SimpleNamespace(flush=lambda: None, close=lambda: None)
     writer.add_scalar = lambda name, value, epoch: shown.__setitem__(name, (value, epoch))
+    writer.add_hparams = lambda flags, known, run_name: shown.update(flags=flags, known=known)
     module = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace(__spec__=module))
     told = report.Report(ddp.Ranks(), types.SimpleNamespace(log=None, tensorboard="board"))
     told.tell("", {"epoch": 1, "loss": 0.5, "valid_sampled": 0.9})
     told.tell("", {"epoch": 2, "loss": 0.25, "valid": {"mrr": 0.75}})
     told.tell("", {"epoch": 3, "valid": None})
     assert shown == {"loss": (0.25, 2), "valid_sampled": (0.9, 1), "valid/mrr": (0.75, 2)}
+    words = f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
+    log, _ = _run_here(tmp_path, words)
+    assert shown["loss"] == (log[1]["loss"], 2) and shown["flags"]["batch_size"]
+    assert shown["exact/test"] == (log[-1]["exact"]["test"], 2) and shown["known"]
 
 
 def test_bf16_without_hardware_is_said(tiny, tmp_path, monkeypatch, capsys):

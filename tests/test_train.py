@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import importlib.util
 import os
 import re
 import shutil
@@ -127,17 +126,25 @@ def test_memory_that_is_free_is_given_back_once_the_process_has_grown(tmp_path):
     _end(_fork(tmp_path / "out", _trims))
 
 
-@pytest.mark.parametrize("kind, times", [("sage", 5), ("gcn, cached", 5), ("gat, at times", 3)])
-def test_interruptions_change_no_bit(kind, times, tiny, tmp_path):
+INTERRUPTED = {  # flags, interruptions, epochs
+    "sage": ("--model sage", 5, 24),
+    "cached": ("--model gcn", 5, 24),
+    "at times": ("--model gat", 3, 12),
+    "link": ("--task link --model gcn --scorer distmult --early-stop 99 --negatives 2", 3, 8),
+}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     """SIGTERM and SIGKILL at random moments; each time other threads, batches ahead, cache and window."""
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
-    if kind == "gat, at times":
+    flags, times, epochs = INTERRUPTED[kind]
+    if kind == "at times":
         tiny = _told_by_the_future(tmp_path / "events", edge_features=rng.random((6400, 2)))
-    epochs = 12 if kind == "gat, at times" else 24
-    common = f"--dataset {tiny} --gpus 0 --fanout 5,5 --hidden 32 --model {kind.split(',')[0]}"
-    common += f" --batch-size 25 --epochs {epochs}"
+    common = f"--dataset {tiny} --gpus 0 --fanout 5,5 --hidden 32 {flags} --epochs {epochs}"
+    common += f" --batch-size {1000 if kind == 'link' else 25}"
 
     def start(*words):
         return _start_fork(tmp_path / "out", common, *words, cwd=tmp_path)
@@ -149,12 +156,12 @@ def test_interruptions_change_no_bit(kind, times, tiny, tmp_path):
     hit, moments = 0, []
     for number in ([signal.SIGTERM, signal.SIGKILL] * times)[:times]:
         words = f"--prefetch {rng.integers(4)} --sample-threads {rng.integers(1, 3)}"
-        if kind == "gcn, cached":
+        if kind == "cached":
             words += f" --cache {1000 * rng.integers(1, 150)} --lookahead {rng.integers(40)}"
         process = start(resumed, words)
         begun = lambda: (tmp_path / "out").read_text().count("\nrun  ") >= len(moments) + 2  # noqa: E731
         _wait_for(begun, process, pause=0.005)
-        moments.append(round(rng.uniform(0, 2 * seconds / times), 3))
+        moments.append(round(rng.uniform(0, seconds / times), 3))
         time.sleep(moments[-1])
         with suppress(ProcessLookupError):  # it was quicker
             os.kill(process.pid, number)
@@ -341,22 +348,6 @@ def test_train_runs_give_mean_and_standard_deviation(task, tiny, tmp_path, capsy
     mean = f"{name} {100 * np.mean(test):.2f} +- {100 * np.std(test, ddof=1):.2f}%"
     line = next(l for l in capsys.readouterr().out.splitlines() if "over 3 seeds" in l)
     assert mean in line
-
-
-def test_train_tensorboard(tiny, tmp_path):
-    if importlib.util.find_spec("tensorboard") is None:
-        pytest.skip("tensorboard is not there")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    words = f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
-    log, _ = _run_here(tmp_path, words)
-    board = EventAccumulator(str(tmp_path / "board")).Reload()
-    losses = [event.value for event in board.Scalars("loss")]
-    assert losses == pytest.approx([entry["loss"] for entry in log[:2]])
-    assert board.Scalars("exact/test")[0].value == pytest.approx(log[-1]["exact"]["test"])
-    files = (tmp_path / "board").glob("**/events.out.tfevents*")
-    hparams = b"".join(file.read_bytes() for file in files)
-    assert b"batch_size" in hparams and b"_hparams_/session_start_info" in hparams
 
 
 def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
