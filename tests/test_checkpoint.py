@@ -11,7 +11,6 @@ import signal
 import stat
 import struct
 import threading
-import time
 import types
 import warnings
 import zipfile
@@ -33,7 +32,6 @@ from tests.common import (
     COMMON,
     _code,
     _end,
-    _fork,
     _graph,
     _log,
     _run_here,
@@ -353,27 +351,6 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
 
     disk.write_whole(file, meanwhile)
     assert file.read_bytes() == b"outer" and len(list(tmp_path.iterdir())) == 3
-
-
-def _writes_for_ever(file):
-    while True:
-        disk.write_whole(file, lambda out: out.write(bytes(1 << 22)))
-
-
-def test_a_killed_writer_leaves_the_old_file_and_its_part_goes_at_the_next(tmp_path):
-    file, left = tmp_path / "run.pt", 0
-    for i in range(5):
-        process = _fork(tmp_path / "out", _writes_for_ever, str(file))
-        _wait_for(file.is_file, process)
-        time.sleep(0.003 * i)
-        process.kill()
-        process.join()
-        assert file.stat().st_size == 1 << 22
-        left += len(list(tmp_path.glob(".run.pt.*")))
-        disk.write_whole(file, lambda out: out.write(b"next"))
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run.pt"]
-        file.unlink()
-    print(f"{left} of 5 left a part")
 
 
 def test_a_path_that_is_too_long_is_one_sentence(tiny, tmp_path, capsys):

@@ -20,7 +20,6 @@ import ddp
 import train
 from tests.common import (
     HERE,
-    TINY,
     _end,
     _fork,
     _log,
@@ -118,23 +117,6 @@ def test_two_hosts_equal_one(tiny, tmp_path):
         [host.kill() for host in hosts]
     _end(expected)
     assert _same_weights(*files)
-
-
-def test_a_rank_that_stops_for_5_seconds_goes_on(tmp_path):
-    words = f"--dataset {TINY} --root {tmp_path} --procs 2 {SMALL_STEPS}"
-    words += f" --checkpoint {tmp_path}/c.pt --log {tmp_path}/log"
-    process = _start_fork(tmp_path / "out", words)
-    _wait_for(lambda: _epochs(tmp_path / "log") >= 2, process)
-    below = _running_below(process.pid)[1:]
-    # that trains: not the resource tracker of multiprocessing
-    tracks = lambda p: b"resource_tracker" in Path(f"/proc/{p}/cmdline").read_bytes()  # noqa: E731
-    rank = [p for p in below if not tracks(p)][-1]
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(5)
-    assert process.is_alive() and _epochs(tmp_path / "log") < 25
-    os.kill(rank, signal.SIGCONT)
-    _end(process)
-    assert _epochs(tmp_path / "log") == 26
 
 
 _STARTS = """

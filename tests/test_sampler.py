@@ -14,7 +14,6 @@ import tempfile
 import time
 import types
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -912,15 +911,6 @@ def test_the_adapter_feeds_dgls_dataloader(workers):
         assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
         assert torch.equal(outputs, blocks[-1].dstdata[dgl.NID])
         assert workers or torch.equal(inputs, ours.sample(outputs, step)[0].src_nodes)
-
-
-def test_sampler_from_many_threads_at_once():
-    indptr, indices = _random_graph(np.random.default_rng(1), 3000, 20)
-    s = NeighborSampler(indptr, indices, [10, 5, 3], seed=3)
-    seeds = [torch.randperm(3000)[:200] for _ in range(40)]
-    expected = [_as_lists(s.sample(x, i)) for i, x in enumerate(seeds)]
-    with ThreadPoolExecutor(8) as pool:
-        assert [_as_lists(b) for b in pool.map(s.sample, seeds, range(40))] == expected
 
 
 def _small(**changes):

@@ -372,17 +372,6 @@ def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys
     assert all("split   it has no test nodes" in said() for _ in range(2))
 
 
-def test_train_symmetrize_and_runs_build_as_many_stores_as_there_are_graphs(tmp_path, capsys):
-    _save_npz(tmp_path / "own.npz", train_idx=np.arange(50), test_idx=np.arange(50, 90))
-    _save_npz(tmp_path / "drawn.npz")
-    common = ["--fanout", "2", "--epochs", "1", "--runs", "3", "--gpus", "0"]
-    common += ["--root", str(tmp_path / "data"), "--dataset"]
-    for name, words, stores in (("own", [], 1), ("own", ["--symmetrize"], 2), ("drawn", [], 3)):
-        assert train.main([*common, str(tmp_path / f"{name}.npz"), *words]) == 0
-        assert len(list((tmp_path / "data").iterdir())) == stores
-        assert ("one way" in capsys.readouterr().out) == (not words)
-
-
 def _zip(file, members, **options):
     """An archive of .npy members given as bytes; of a name that occurs twice both are kept."""
     with zipfile.ZipFile(file, "w", **options) as archive, warnings.catch_warnings():

@@ -51,24 +51,6 @@ def test_store_round_trip(tmp_path, backend, dtype):
     assert all(np.load(f, allow_pickle=False).size >= 0 for f in path.glob("*.npy"))
 
 
-def test_store_neighbours_are_sorted_whatever_the_order(tmp_path, monkeypatch):
-    args, whole = _graph(), _sums(_store(tmp_path / "a"))
-    shuffled = args["edge_index"][:, np.random.default_rng(1).permutation(3000)]
-    monkeypatch.setattr(sort, "EDGE_CHUNK", 101)
-    start, passes = sort.edge_chunks, []
-
-    def edge_chunks(*args):
-        passes.append(sort.SORT_EDGES)
-        return start(*args)
-
-    monkeypatch.setattr(sort, "edge_chunks", edge_chunks)
-    for most in (2000, 700, 300, 20):  # several ranges of destinations
-        monkeypatch.setattr(sort, "SORT_EDGES", most)
-        path = _store(tmp_path / f"{most}", edge_index=torch.from_numpy(shuffled))
-        # the edges are gone over twice, however many ranges there are
-        assert _sums(path) == whole and passes.count(most) == 2
-
-
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 
 
@@ -144,28 +126,6 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}
 
 
-def test_store_csc_is_kept_in_its_order_and_read_from_streams(tmp_path):
-    """Where edges have times, lists have to rise in them."""
-    x = np.random.default_rng(0).standard_normal((4, 5), np.float32)
-
-    def build(name, **changes):
-        lists = iter([np.array([3, 1, 2], np.int32), np.array([1, 0], np.int32)])
-        graph = {"indptr": [0, 3, 3, 5, 5], "indices": Rows([5], np.int32, lists)}
-        graph |= {"features": Rows([4, 5], np.float32, (x[a : a + 1] for a in range(4)))}
-        graph |= {"edge_index": None, "split": {"train": [0]}, **changes}
-        return GraphStore.open(_store(tmp_path / name, num_nodes=4, **graph))
-
-    columns = {"edge_time": [5, 5, 7, 1, 2], "edge_features": np.arange(5) > 2}
-    for graph in (build("plain"), timed := build("timed", **columns)):
-        assert graph.indices.tolist() == [3, 1, 2, 1, 0]
-        assert torch.equal(graph.features.tensor, torch.from_numpy(x))
-    assert timed.edge_features.tolist() == [[0], [0], [0], [1], [1]]
-    said = "its lists must rise in edge_type and edge_time"
-    _refuses(said, build, "falls", edge_time=[5, 4, 7, 1, 2])
-    few = {"indices": [3, 1, 2, 0, 0], "features": Rows([4, 5], np.float32, [x[:3]])}
-    _refuses("3 rows, 4 were announced", build, "few", **few)
-
-
 def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
     """A store that was written wrong, with right checksums, is found out by its structure."""
     rng, args = np.random.default_rng(0), _graph()
@@ -234,6 +194,8 @@ def _bad_inputs():
     edge[1, 7], holed[2999, 1] = 200, np.nan
     ok, both = list(range(50)), "either as edge_index or as indptr"
     csc = {"edge_index": None, "indices": [0] * 9}
+    zeros = Rows([9], np.int32, iter([np.zeros(9, np.int32)]))
+    streamed = {"edge_index": None, "indptr": [0] * 200 + [9], "indices": zeros}
     far, frame = np.arange(200) % 4 + 5000, types.SimpleNamespace(shape=(200, 5))
     infinite = torch.tensor(nan).nan_to_num(torch.inf).bfloat16()
     return {
@@ -248,6 +210,7 @@ def _bad_inputs():
         r"indptr\[1\] is 5: the next is smaller": {**csc, "indptr": [0, 5, 3, *[9] * 198]},
         "from 0 to 0": {**csc, "indptr": [0] * 201},
         r"indptr has shape \[2\]": {**csc, "indptr": [0, 9]},
+        "its lists must rise in edge_type and edge_time": {**streamed, "edge_time": range(9)[::-1]},
         r"indices\[1\] is 200": {**csc, "indptr": [0] * 200 + [2], "indices": [0, 200]},
         r"labels\[0\] is 4": {"labels": np.full(200, 4)},
         r"labels\[0\] is -2": {"labels": np.full(200, -2)},
@@ -267,6 +230,9 @@ def _bad_inputs():
         "features cannot be read: .*no attribute": {"features": frame},
         "features cannot be read: setting an array": {"features": [[1.0], [1.0, 2.0]]},
         "features cannot be read: .NoneType": {"features": None},
+        "features came with 3 rows, 200 were announced": {
+            "features": Rows([200, 5], np.float32, [x[:3]])
+        },
         "features is sparse": {"features": torch.eye(200).to_sparse()},
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},

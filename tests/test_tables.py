@@ -5,7 +5,6 @@ import collections
 import csv
 import gzip
 import io
-import json
 import lzma
 import os
 import re
@@ -18,7 +17,6 @@ import pytest
 
 import store
 from bench.harm import other_bytes
-from disk import files as disk
 from disk.files import StoreError
 from sources import graph_tables, tables
 from sources import prepare as datasets
@@ -109,7 +107,7 @@ WRITTEN = [
     ("y", "-1\n" * 6, "none of the 6 nodes has a label"),
     ("e", EDGES.encode("utf-16"), "e.csv is no text in UTF-8"),
     ("e", gzip.compress(EDGES.encode()), None),
-    ("x", bz2.compress(X.encode()), None),
+    ("x", bz2.compress(X[:7].encode()) + bz2.compress(X[7:].encode()), None),
     ("y", lzma.compress(Y.encode()), None),
     ("e", gzip.compress(EDGES.encode() * 1000)[:-6], "e.csv cannot be read: Compressed file ended"),
     ("e", gzip.compress(EDGES.encode())[:-8] + bytes(8), "e.csv cannot be read: CRC check failed"),
@@ -197,27 +195,6 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
     _refuses(said, graph_tables.features, x, tmp_path / "x")
 
 
-def test_tables_names_of_nodes_are_those_of_the_store(tmp_path):
-    """Damage to nodes.txt is among that of tests/test_disk.py; a store that lists none has none."""
-    x = re.sub("(?m)^(.)", r"n\1,\1", X)
-    y = "".join(f"n{i},{i % 2}\n" for i in range(6))
-    path = _built(tmp_path, e=re.sub(r"(\d)", r"n\1", EDGES), x=x, y=y, train="n0\n").path
-    names, changed = (path / "nodes.txt").read_bytes(), json.loads((path / "meta.json").read_text())
-    (path / "nodes.txt").write_bytes(names.replace(b"n3", b"n9"))  # as many
-    assert verify(path)[0].startswith("nodes.txt: ") and GraphStore.open(path)
-    for content in (names[:-3], names + b"n6\n"):
-        (path / "nodes.txt").write_bytes(content)
-        _refuses("nodes.txt .*rebuild the store", GraphStore.open, path)
-    (path / "nodes.txt").write_bytes(names)
-    assert verify(path) == []
-    del changed["files"]["nodes.txt"]["sha256"]
-    (path / "meta.json").write_bytes(disk.dump_meta(changed))
-    _refuses("rebuild the store", GraphStore.open, path)
-    del changed["files"]["nodes.txt"]
-    (path / "meta.json").write_bytes(disk.dump_meta(changed))
-    assert GraphStore.open(path).node_names() is None and verify(path) == []
-
-
 def test_store_names_of_nodes(tmp_path):
     graph = dict(edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype=np.float32))
     for names, complaint in (
@@ -226,15 +203,10 @@ def test_store_names_of_nodes(tmp_path):
         (["a", "b", "a"], "node_names holds 'a' more than once"),
     ):
         _refuses(complaint, build_store, tmp_path / "s", **graph, node_names=names)
-    assert not (tmp_path / "s").exists()
-    path = build_store(tmp_path / "s", **graph, node_names=["a", "\u2028b", ""])
+    path = build_store(tmp_path / "s", **graph)
+    assert GraphStore.open(path).node_names() is None
+    path = build_store(tmp_path / "t", **graph, node_names=["a", "\u2028b", ""])
     assert GraphStore.open(path).node_names() == ["a", "\u2028b", ""] and verify(path) == []
-
-
-def test_tables_classes_are_kept(tmp_path):
-    graph = _built(tmp_path, y="id,topic\n0,zoo\n1,art\n2,zoo\n3,\n4,law\n5,art\n")
-    assert graph.labels.tolist() == [2, 0, 2, -1, 1, 0]
-    assert graph.meta["source"]["classes"] == ["art", "law", "zoo"]
 
 
 def test_tables_ids_of_a_split(tmp_path):
@@ -362,13 +334,22 @@ def _slow_number(cell, whole):
     if not re.fullmatch("[-+0-9.eE]+", cell):
         raise ValueError(cell)
     value = int(cell) if re.fullmatch("[-+]?[0-9]+", cell) and whole else float(cell)
-    if not (0 <= value < 30 and value == int(value) if whole else abs(value) < 3.4e38):
+    if not (0 <= value < 30 and value == int(value) if whole else np.isfinite(value)):
         raise ValueError(cell)
-    return int(value) if whole else float(np.float32(value))
+    return int(value) if whole else float(np.float32(value))  # beyond float32 a store refuses inf
+
+
+def _damaged(content, random):
+    """Bytes changed in one or two places, in a table of numbers behind its first row."""
+    first, rest = content.split(b"\n", 1)
+    for _ in range(random.integers(1, 3)):
+        changed, _ = other_bytes(rest, random)
+        rest = changed if changed.count(b"\n") > 9 else rest  # still a table of this width
+    return first + b"\n" + rest
 
 
 def test_tables_fuzz(tmp_path):
-    """500 tables, each damaged in one or two places: read as the csv module and plain Python read them, or refused.
+    """500 tables and archives, all damaged: read as the csv module and plain Python read them, or refused.
 
     RINGBLOCK_FUZZ=60000 makes it as many.
     """
@@ -379,20 +360,16 @@ def test_tables_fuzz(tmp_path):
         rows = random.integers(0, 30, (25, 2)) if whole else random.standard_normal((25, width))
         separator = ",;\t "[random.integers(4)] if width > 1 else ","
         form, end = ("{:.4g}", '"{:.4g}"')[random.integers(2)], ("\n", "\r\n")[random.integers(2)]
-        first, *lines = [separator.join(map(form.format, row)) + end for row in rows]
-        content = "".join(lines).encode()
-        for _ in range(random.integers(1, 3)):
-            changed = other_bytes(content, random)[0]
-            content = (
-                changed if changed.count(b"\n") > 9 else content
-            )  # still a table of this width
-        content = first.encode() + content
-        file = _table_file(tmp_path / "t.csv", content)
+        content = "".join(separator.join(map(form.format, row)) + end for row in rows).encode()
+        pack = (gzip.compress, bz2.compress, lzma.compress)[random.integers(3)]
+        if trial % 5 == 4:
+            written = other_bytes(pack(content), random)[0]
+        else:
+            written = content = _damaged(content, random)
+        file = _table_file(tmp_path / "t.csv", written)
         try:
-            expected = _read_slowly(content, separator, width)
-            expected = expected and [
-                [_slow_number(cell, whole) for cell in row] for row in expected
-            ]
+            expected = _read_slowly(content, separator, width) or None
+            expected = expected and [[_slow_number(c, whole) for c in row] for row in expected]
         except (ValueError, OverflowError):
             expected = None
         try:
@@ -403,34 +380,12 @@ def test_tables_fuzz(tmp_path):
         except StoreError as error:
             assert "\n" not in str(error) and str(file) in str(error)
             counts["refused"] += 1
-            counts["needlessly"] += expected is not None
+            counts["needlessly"] += expected is not None and trial % 5 != 4
             continue
-        assert found == expected, (trial, content)
+        assert found == expected, (trial, content, written)
         counts["read"] += 1
     assert counts["read"] > 90 and counts["refused"] > 200, counts
     assert counts["needlessly"] < 15 * trial / 400, counts
-
-
-def test_tables_damaged_archives(tmp_path):
-    """Wherever a compressed table is cut off or changed, it is refused or read as it was."""
-    random, nodes = np.random.default_rng(0), graph_tables.Nodes(1000, "x.csv")
-    pairs, file = random.integers(0, 1000, (2000, 2)), tmp_path / "e.csv"
-    text = "".join(f"{u},{v}\n" for u, v in pairs).encode()
-    half, refused = text.index(b"\n", 9000) + 1, 0
-
-    def right(content):
-        edge_index, _ = graph_tables.edges(_table_file(file, content), tmp_path / "e", nodes)
-        return np.array_equal(edge_index.T, pairs)
-
-    for pack in (gzip.compress, bz2.compress, lzma.compress):
-        assert right(pack(text[:half]) + pack(text[half:]))  # archives one after the other
-        for _ in range(40):
-            try:
-                assert right(other_bytes(pack(text), random)[0])
-            except StoreError as error:
-                assert str(file) in str(error) and "\n" not in str(error)
-                refused += 1
-    assert refused > 80
 
 
 def test_tables_take_little_memory(tmp_path):

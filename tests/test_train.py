@@ -50,6 +50,8 @@ DAMAGED = [  # file, flags, what is said
     ("indices", "--model sage --fanout -1,-1", "a node id in indices is out of range"),
     ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
     ("indptr", "--model sage", "in indptr"),
+    ("indptr", "--task link", "python store.py verify names the file"),
+    ("indices", "--task link", "python store.py verify names the file"),
     ("train", "--model sage", "'train' holds node 1000"),
     ("labels", "--model sage", "is 1000: labels lie in [0, 4)"),
 ]
