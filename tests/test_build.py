@@ -48,7 +48,6 @@ def test_periodic_neighbours_are_those_of_a_supercell():
 
 
 def _prepared(file, folder):
-    """The data set of a file of many small graphs."""
     return GraphDataset.open(prepare(file, folder, progress=False))
 
 

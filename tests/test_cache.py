@@ -167,7 +167,6 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp
 
 
 def _planner(pages, row_bytes, places, window, offset=0):
-    """KeptPages of a table of so many rows."""
     if cache.library("pages") is None:
         pytest.skip("no C compiler")
     table = types.SimpleNamespace(path="t", offset=offset, rows=pages, row_bytes=row_bytes)

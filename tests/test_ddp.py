@@ -34,7 +34,6 @@ SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 
 
 def _running_below(pid):
-    """Process ids of a process and all below it."""
     found = [pid]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -48,8 +47,6 @@ def _running_below(pid):
 
 
 def _gone(pids, seconds=10):
-    """Whether all of these processes end before long."""
-
     def alive(pid):
         try:
             return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -30,7 +30,7 @@ from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _code, _end, _fork, _graph, _in_child, _store
-from tests.stores import _events, _graphs, _refuses, _small_disk, _sums
+from tests.stores import _attacked, _case, _events, _graphs, _refuses, _small_disk, _sums
 
 
 def _equal(a, b):
@@ -38,13 +38,11 @@ def _equal(a, b):
 
 
 def _lmdb(path, rows, block_rows=None):
-    """The features of a store of these rows in LMDB."""
     options = {"features": rows, "backend": "lmdb", "block_rows": block_rows}
     return GraphStore.open(_store(path, num_nodes=len(rows), **options)).features
 
 
 def _many(path, count=10, **options):
-    """A data set of `count` small graphs, opened."""
     return GraphDataset.open(build_graphs(path, [_graphs(count)], **options))
 
 
@@ -397,10 +395,7 @@ def _kills(folder):
     """Work of bench/attack.py killed 12 times of a kind, each looked at and then brought to its end."""
     torch.set_num_threads(1)
     attack.train_on = lambda *_: None  # in this process
-    base, graph = folder / "base", _graph(attack.NODES, width=attack.WIDTH)
-    base.mkdir()
-    graph |= {attack.PARTS[part]: ids for part, ids in graph.pop("split").items()}
-    np.savez(base / "npz.npz", **graph)
+    graph, base = _attacked(folder), folder / "base"
     attack.build_in(base / "changed", graph, block_rows=30)
     rows = torch.full((23, attack.WIDTH), 2.0)
     GraphStore.open(base / "changed").features.put_rows(torch.arange(0, attack.NODES, 7), rows)
@@ -408,11 +403,7 @@ def _kills(folder):
     for kind in ("build", "put", "append"):
         usual = math.inf
         for number in range(-3, 12):  # below 0 nothing is killed
-            case = attack.Case(kind, number, base, folder / f"{kind}{number}", usual=usual)
-            case.folder.mkdir()
-            os.chdir(case.folder)
-            Path("victim").write_text("untouched")
-            Path("printed").touch()
+            case = _case(kind, number, folder, usual=usual)
             attack.attack_process(case)
             notes = case.notes()
             assert not notes.get("wrong") and not notes["strewn"], notes
@@ -513,9 +504,7 @@ def test_what_a_library_raises_at_foreign_bytes_is_one_sentence():
     for error, said in (
         (FileNotFoundError(2, "No such file or directory", "x"), "No such file or directory"),
         (KeyError("a"), "KeyError 'a'"),
-        (EOFError(), "EOFError"),
         (zipfile.BadZipFile("two\nlines"), "two lines"),
-        (struct.error("short"), "short"),
         (MemoryError(), "MemoryError"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "'utf-8' codec can't decode byte 0xff"),
         (RuntimeError("x" * 1000), "x" * 300),
@@ -524,11 +513,7 @@ def test_what_a_library_raises_at_foreign_bytes_is_one_sentence():
         with pytest.raises(StoreError, match=said) as got, reading("a.npz", "; get it again"):
             raise error
         assert len(str(got.value)) < 400 and got.value.__cause__ is error
-    for error in (
-        StoreError("so"),
-        NameError("typo"),
-        KeyboardInterrupt(),
-    ):  # no fault of the bytes
+    for error in (StoreError("so"), NameError("typo"), KeyboardInterrupt()):  # not of the bytes
         with pytest.raises(type(error)) as got, reading("a.npz"):
             raise error
         assert got.value is error

@@ -49,7 +49,6 @@ def pointed(tmp_path):
 
 
 def _plain(folder):
-    """A store whose edges carry nothing."""
     return prepare(TINY, folder, progress=False)
 
 

@@ -362,7 +362,6 @@ def _skewed(num_nodes=2000, degree=12, seed=0):
 
 
 def _sampled(indptr, indices, train, fanouts, batch_size, batches):
-    """The input nodes of batches, sampled."""
     generator = torch.Generator().manual_seed(1)
     s = NeighborSampler(indptr, indices, fanouts, backend="torch")
     for step in range(batches):

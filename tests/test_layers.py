@@ -334,7 +334,6 @@ def _three_blocks():
 
 
 def _trained(net, blocks, x, key=2**63 + 99, **options):
-    """Logits and gradients of a pass."""
     net.zero_grad()
     logits = net(blocks, x, key=key, **options)
     (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum().backward()

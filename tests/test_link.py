@@ -43,7 +43,6 @@ def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **change
 
 
 def _pairs_of(graph):
-    """All edges of a graph -> list of (source, destination)."""
     return list(zip(graph.indices.tolist(), torch.repeat_interleave(graph.indptr.diff()).tolist()))
 
 
@@ -173,7 +172,6 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
 
 
 def _some_of(graph, step, count):
-    """Numbers of training pairs."""
     generator = torch.Generator().manual_seed(step)
     return torch.randperm(len(graph.pairs["train"]), generator=generator)[:count]
 

@@ -198,7 +198,6 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
 
 
 def _infers(ranks):
-    """The tables of all layers in memory, and in files."""
     indptr, indices = _random_graph(np.random.default_rng(12), 150, 5)
     x = torch.randn(150, 12, generator=torch.Generator().manual_seed(0))
     ours = dict(rank=ranks.rank, world=2, total=ranks.sum, chunk=16, chunk_edges=100)

@@ -27,7 +27,6 @@ ENDS = ("author", "writes", "paper"), ("author", "at", "place"), ("paper", "cite
 
 
 def _typed(seed=0):
-    """Keyword arguments of `build_store`, by type."""
     rng = np.random.default_rng(seed)
     edges = {k: rng.integers(0, [[COUNTS[k[0]]], [COUNTS[k[2]]]], (2, 90)) for k in ENDS}
     x = {"paper": rng.random((50, 8), np.float32), "place": rng.random((7, 3)).astype(np.float16)}

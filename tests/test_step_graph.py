@@ -130,7 +130,6 @@ def _graph_ring(net, x, labels, slots, **options):
 
 
 def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
-    """StepGraphs of a run with --cuda-graph `word`."""
     sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
     args = argparse.Namespace(**sizes, cuda_graph=word)
     predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
@@ -171,7 +170,6 @@ def _adam(net, state=None):
 
 
 def _plain_loop(net, draws, ring, batches, labels):
-    """The same steps without StepGraphs -> loss of each."""
     optimizer, losses = _adam(net), []
     for seeds, step, total in batches:
         blocks = draws.sample(seeds, step, relabel_outer=not ring.first_hop)

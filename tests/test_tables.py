@@ -123,7 +123,6 @@ WRITTEN += [
 
 
 def _built(folder, **content):
-    """The store of the good tables, some of them with other content."""
     files = {n: _table_file(folder / f"{n}.csv", text) for n, text in (GOOD | content).items()}
     args = dict(features=files["x"], labels=files["y"], split={"train": files["train"]})
     return GraphStore.open(datasets.build(files["e"], folder / "s", **args))
@@ -328,7 +327,6 @@ def _read_slowly(content, separator, width):
 
 
 def _slow_number(cell, whole):
-    """A number as Python has it; ValueError for what is none or does not fit."""
     if whole and re.fullmatch("0[xX][0-9a-fA-F]+", cell):
         return int(cell, 16)
     if not re.fullmatch("[-+0-9.eE]+", cell):
