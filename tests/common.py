@@ -22,7 +22,8 @@ import threading
 import time
 import traceback
 import types
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -359,6 +360,24 @@ def _in_child(work):
         finally:
             os._exit(code)
     return os.waitpid(pid, 0)[1]
+
+
+@contextmanager
+def _threads(work, count=4):
+    """Threads that call work() again and again beside the body; what one raises is raised at the end."""
+    done = threading.Event()
+
+    def again():
+        while not done.is_set():
+            work()
+
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(again) for _ in range(count)]
+        try:
+            yield
+        finally:
+            done.set()
+        [future.result() for future in futures]
 
 
 def _split(words):

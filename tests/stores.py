@@ -45,6 +45,14 @@ def _edges(graph):
     return sorted(zip(graph.indices.tolist(), dst.tolist()))
 
 
+def _edges_by_type(graph):
+    """{name of a type of edges: sorted (source, destination) pairs} of an open store."""
+    dst, found = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy())), {}
+    for kind, *ends in zip(graph.edge_type.tolist(), graph.indices.tolist(), dst.tolist()):
+        found.setdefault(graph.edge_types[kind], []).append(tuple(ends))
+    return {name: sorted(pairs) for name, pairs in found.items()}
+
+
 def _sums(path):
     files = sorted(Path(path).iterdir())
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -24,7 +24,7 @@ from features import FeatureRing
 from native import build
 from sampler import NeighborSampler
 from store import GraphStore
-from tests.common import _in_child, _store
+from tests.common import _in_child, _store, _threads
 
 # disk/reader.py
 
@@ -94,24 +94,14 @@ def _rows_read(rows, gap=4, most=64):
 
 def test_many_threads_and_forked_processes_read_with_one_reader(tmp_path):
     _, table, rows = _table(tmp_path, 3000, 600)
-    failed = []
 
-    def read(seed):
-        rng = np.random.default_rng(seed)
-        for _ in range(20):
-            ids = torch.from_numpy(rng.integers(0, 3000, 100))
-            if not torch.equal(rows.read(ids, _empty(100, 600)), table[ids]):
-                failed.append(seed)
+    def read():
+        ids = torch.from_numpy(np.random.default_rng().integers(0, 3000, 100))
+        assert torch.equal(rows.read(ids, _empty(100, 600)), table[ids])
 
-    def in_child():
-        read(9)
-        assert not failed
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
-    [thread.start() for thread in threads]
-    assert [_in_child(in_child) for _ in range(3)] == [0] * 3
-    [thread.join() for thread in threads]
-    assert not failed
+    with _threads(read, 6):
+        assert [_in_child(lambda: [read() for _ in range(20)]) for _ in range(3)] == [0] * 3
+    read()
 
 
 def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(tmp_path):

@@ -1,6 +1,5 @@
 """Tests: store.py at scale: rows that change, many small graphs, kills, damage, full disks."""
 
-import contextlib
 import math
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import tempfile
 import threading
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,7 @@ from disk.files import StoreError, check_in_use, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from store import GraphStore, build_store, verify
-from tests.common import _code, _end, _fork, _graph, _in_child, _store
+from tests.common import _code, _end, _fork, _graph, _in_child, _store, _threads
 from tests.stores import _attacked, _case, _events, _graphs, _refuses, _small_disk, _sums
 
 
@@ -44,24 +42,6 @@ def _lmdb(path, rows, block_rows=None):
 
 def _many(path, count=10, **options):
     return GraphDataset.open(build_graphs(path, [_graphs(count)], **options))
-
-
-@contextlib.contextmanager
-def _threads(work, count=4):
-    """Threads that call work() again and again beside the body; what one raises is raised at the end."""
-    done = threading.Event()
-
-    def again():
-        while not done.is_set():
-            work()
-
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(again) for _ in range(count)]
-        try:
-            yield
-        finally:
-            done.set()
-        [future.result() for future in futures]
 
 
 # rows that change

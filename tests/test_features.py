@@ -86,7 +86,7 @@ def test_prefetch_closes_cleanly_and_runs_ahead_no_further_than_depth():
 
 
 class _Copies:
-    """In the place of CudaCopies: what is on the device is a clone. The order of copies is in tests/test_streams.py."""
+    """In the place of CudaCopies: what is on the device is a clone. The order of copies is in tests/test_step_graph.py."""
 
     def stream(self, slot, blocks=()):
         return nullcontext()

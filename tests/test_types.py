@@ -1,4 +1,6 @@
-"""Tests: edges of several types: what is drawn of each, the layers that see them, training."""
+"""Tests: types of edges and of nodes: what is drawn of each, layers, stores, the input of the first layer, training."""
+
+import shutil
 
 import numpy as np
 import pytest
@@ -6,12 +8,16 @@ import torch
 
 from bench.accuracy import read_triples
 from loader import Graph, NodeLoader
-from model import GNN, RGCNConv, inference
+from model import GNN, NodeInputs, RGCNConv, inference
+from run.adam import Adam
+from run.edge_data import EdgeData, hops
 from sampler import NeighborSampler
+from sources import prepare
 from store import GraphStore, build_store, info, verify
 from tasks.link import split_edges
 from tests.common import (
     DATA,
+    OWN_LAYERS,
     _dgl,
     _emulated,
     _log,
@@ -19,7 +25,7 @@ from tests.common import (
     _same_weights,
     _train,
 )
-from tests.stores import _refuses, _reseal, _rewrite_meta
+from tests.stores import _edges_by_type, _refuses, _reseal, _rewrite_meta
 from tests.test_layers import _with_grads
 
 
@@ -286,3 +292,337 @@ def test_aifb_is_read_as_its_paper_counts_it():
     assert len(graph["labels"]) == 8285 and graph["edge_index"].shape == (2, 2 * 29043)
     assert graph["edge_type"].max() + 1 == 2 * 45 and set(graph["labels"]) == {-1, 0, 1, 2, 3}
     assert [len(graph[f"{part}_idx"]) for part in ("train", "test")] == [140, 36]
+
+
+COUNTS = {"author": 30, "paper": 50, "place": 7}
+ENDS = ("author", "writes", "paper"), ("author", "at", "place"), ("paper", "cites", "paper")
+
+
+def _typed(seed=0):
+    rng = np.random.default_rng(seed)
+    edges = {k: rng.integers(0, [[COUNTS[k[0]]], [COUNTS[k[2]]]], (2, 90)) for k in ENDS}
+    x = {"paper": rng.random((50, 8), np.float32), "place": rng.random((7, 3)).astype(np.float16)}
+    ids = rng.permutation(50)
+    return {
+        "node_types": COUNTS,
+        "edge_index": edges,
+        "features": x | {"author": None},
+        "labels": {"paper": rng.integers(0, 3, 50)},
+        "split": {"train": ids[:20], "valid": np.isin(np.arange(50), ids[20:35])},
+    }
+
+
+def _npz(file, **changes):
+    """Write the graph of `_typed` as a file, but for the features of places; None leaves an array out."""
+    given = _typed()
+    arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
+    arrays |= {"x:paper": given["features"]["paper"], "y:paper": given["labels"]["paper"]}
+    arrays |= {"num_nodes:author": 30, "num_nodes:place": 7} | changes
+    np.savez(file, **{name: values for name, values in arrays.items() if values is not None})
+    return file
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
+    given, rng = _typed(), np.random.default_rng(1)
+    more = {"edge_weight": {k: rng.random(90).astype(np.float32) for k in ENDS}}
+    more["edge_time"] = {k: rng.integers(0, 99, 90) for k in ENDS}
+    more["node_time"] = {"paper": rng.integers(0, 50, 50)}
+    path = build_store(tmp_path / "g", **given, **more, symmetrize=True, backend=backend)
+    graph = GraphStore.open(path)
+    assert verify(path) == [] and "50 paper (8 features), 7 place" in info(path)
+    assert graph.node_types == {"paper": (50, 8), "place": (7, 3), "author": (30, 0)}
+    names = ["author,writes,paper", "author,at,place", "paper,cites,paper"]
+    assert graph.edge_types == [*names, "paper,rev_writes,author", "place,rev_at,author"]
+    first = {"paper": 0, "place": 50, "author": 57}
+    found = {}
+    for v in range(87):
+        for e in range(int(graph.indptr[v]), int(graph.indptr[v + 1])):
+            edge = int(graph.indices[e]), v, float(graph.edge_weight[e]), int(graph.edge_time[e])
+            found.setdefault(graph.edge_types[graph.edge_type[e]], []).append(edge)
+    for kind in graph.edge_types:
+        a, name, b = kind.split(",")
+        ends = (b, name.removeprefix("rev_"), a) if "rev_" in name else (a, name, b)
+        columns = [more[column][ends] for column in ("edge_weight", "edge_time")]
+        src, dst = given["edge_index"][ends]
+        pairs = [(src, dst)] if "rev_" not in name else [(dst, src)]
+        pairs += [(dst, src)] if name == "cites" else []
+        wanted = [edge for s, d in pairs for edge in zip(s + first[a], d + first[b], *columns)]
+        assert sorted(found[kind]) == sorted(wanted)
+    rows = graph.features.gather(torch.arange(57))
+    assert torch.equal(rows[:50], torch.from_numpy(given["features"]["paper"]))
+    assert torch.equal(rows[50:, :3], torch.from_numpy(given["features"]["place"]).float())
+    assert not rows[50:, 3:].any() and graph.features.shape == (57, 8)
+    assert graph.labels[:50].tolist() == given["labels"]["paper"].tolist()
+    assert (graph.labels[50:] == -1).all()
+    assert graph.split["train"].tolist() == given["split"]["train"].tolist()
+    assert graph.split["valid"].tolist() == np.flatnonzero(given["split"]["valid"]).tolist()
+    assert (graph.node_time[50:] == graph.node_time[:50].max()).all()
+    two = [["a", 7, 0], ["b", 80, 8]], [["a", -1, 1], ["b", 88, 1]]
+    for wrong in (*two, [["paper", 50, 8]], [["a", 87, 9]], 5):
+        _rewrite_meta(path, **(graph.meta | {"node_types": wrong}))
+        _refuses("node_types = |not enough values|not iterable", GraphStore.open, path)
+    _rewrite_meta(path, **(graph.meta | {"edge_types": ["a"]}))
+    _refuses("edge_types = ", GraphStore.open, path)
+
+
+def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
+    given = _typed()
+    given["features"].pop("place")
+    x, y = given["features"]["paper"], given["labels"]["paper"]
+    parts = {"train_mask": np.isin(np.arange(50), given["split"]["train"])}
+    parts["val_mask"] = given["split"]["valid"]
+    masks = {f"{name}:paper": mask for name, mask in parts.items()}
+    dgl, sources = _dgl(), {"npz": _npz(tmp_path / "typed.npz", **masks)}
+    sources["dgl"] = dgl.heterograph({k: tuple(e) for k, e in given["edge_index"].items()}, COUNTS)
+    data = sources["dgl"].nodes["paper"].data
+    data["feat"], data["label"] = torch.from_numpy(x), torch.from_numpy(y)
+    data.update({n: torch.from_numpy(v) for n, v in parts.items()})
+    pyg = pytest.importorskip("torch_geometric.data").HeteroData()
+    pyg["paper"].x, pyg["paper"].y = torch.from_numpy(x), torch.from_numpy(y)
+    for name, mask in parts.items():
+        pyg["paper"][name] = torch.from_numpy(mask)
+    pyg["author"].num_nodes, pyg["place"].num_nodes = 30, 7
+    for kind, edges in given["edge_index"].items():
+        pyg[kind].edge_index = torch.from_numpy(edges)
+    sources["pyg"] = pyg
+    reference = GraphStore.open(build_store(tmp_path / "g", **given, drop_duplicates=True))
+    for name, source in sources.items():
+        graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
+        assert graph.node_types == {"paper": (50, 8), "author": (30, 0), "place": (7, 0)}
+        assert graph.node_types == reference.node_types
+        assert _edges_by_type(graph) == _edges_by_type(reference)
+        assert torch.equal(graph.labels, reference.labels)
+        assert torch.equal(graph.features.tensor, reference.features.tensor)
+        for part in ("train", "valid"):
+            assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
+
+
+REFUSED_FILES = [  # what is said, changes of the arrays of a file
+    ("join author: types .*, and the number of author is not", {"num_nodes:author": None}),
+    ("join book: types of nodes are", {"edge_index:author,writes,book": [[0], [0]]}),
+    (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
+    (r"are \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
+    ("there for paper, author: t.npz:target=paper or author takes", {"y:author": [0] * 30}),
+    ("edge_weight is there for some types", {"edge_weight:author,writes,paper": np.ones(90)}),
+    ("edge_weight has 9 rows", {"edge_weight:author,writes,paper": np.ones(9)}),
+    ("labels has no type", {"labels": np.zeros(50)}),
+    ("train_idx is not used", {"train_idx:author": np.arange(3)}),
+]
+
+
+@pytest.mark.parametrize("said, change", REFUSED_FILES)
+def test_typed_files_refuse(said, change, tmp_path):
+    _refuses(said, prepare.build, _npz(tmp_path / "t.npz", **change), tmp_path / "g")
+    assert not (tmp_path / "g").exists()
+
+
+def _reverse(start):
+    """One more type of edges, which is called as a reverse one, and all reverses."""
+    named = [*ENDS, (start, "rev_at", "author")]
+    return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
+
+
+REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
+    ("edge_type is not for a graph that is given by type", {"edge_type": [0]}),
+    ("node_names is not for a graph that is given by type", {"node_names": ["a"] * 87}),
+    ("features is a ndarray: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
+    ("edge_weight is a ndarray: {type: values} is needed", {"edge_weight": np.ones(270)}),
+    ("features of book: types of nodes are author", {"features": {"book": np.zeros((1, 2))}}),
+    (r"paper have shape \[49, 2\]: \[50, F\]", {"features": {"paper": np.zeros((49, 2))}}),
+    (r"labels of paper has shape \[49\]: \[50\] is needed", {"labels": {"paper": [0] * 49}}),
+    ("paper and author have labels", {"labels": {"paper": [0] * 50, "author": [0] * 30}}),
+    ("node_types has dtype float64", {"node_types": {**COUNTS, "paper": 50.5}}),
+    ("author is not given", {"node_types": {"paper": 50, "place": 7}, "features": {}}),
+    ("edges 'writes': .source type, name, dest", {"edge_index": {"writes": [[0], [0]]}}),
+    ("node_types is for a graph that is given by type", {"edge_index": np.zeros((2, 3), int)}),
+    ("node 50, which has no label", {"split": {"train": [50]}}),
+    (r"a mask of shape \[30\], not \[50\]", {"split": {"train": np.ones(30, bool)}}),
+    ("split 'train' has dtype float64", {"split": {"train": [0.5]}}),
+    ("author,writes,paper has 91 rows: 90", {"edge_weight": {k: np.ones(91) for k in ENDS}}),
+    ("has no printable name", {"node_types": {**COUNTS, "a\x1b": 3}}),
+    ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
+    ("edges place,rev_at,author are there already", _reverse("place")),
+]
+
+
+@pytest.mark.parametrize("said, change", REFUSED_GRAPHS)
+def test_typed_graphs_refuse(said, change, tmp_path):
+    _refuses(said, build_store, tmp_path / "g", **{**_typed(), **change})
+
+
+def test_typed_graphs_keep_what_is_narrow(tmp_path):
+    """Ids of a byte where the labelled type begins behind them, features of edges in bfloat16, no edges at all."""
+    nodes = {"user": 300, "item": 5}
+    graph = dict(features={n: np.ones((count, 2)) for n, count in nodes.items()}, node_types=nodes)
+    graph |= dict(labels={"item": [0, 1, 0, 1, 0]}, split={"train": np.array([0, 1], np.uint8)})
+    values = {("user", "buys", "item"): torch.tensor([[1.5]], dtype=torch.bfloat16)}
+    edges = {("user", "buys", "item"): [[7], [1]]}
+    more = {"edge_index": edges, "edge_features": values, "symmetrize": True}
+    stored = GraphStore.open(made := build_store(tmp_path / "a", **more, **graph))
+    assert stored.split["train"].tolist() == [300, 301] and verify(made) == []
+    assert stored.edge_features.tolist() == [[1.5], [1.5]]
+    _refuses("there are no types of edges", build_store, tmp_path / "b", edge_index={}, **graph)
+    made = build_store(tmp_path / "b", edge_index={("user", "buys", "item"): [[], []]}, **graph)
+    assert GraphStore.open(made).num_edges == 0
+    plain = {"edge_index": [[0], [0]], "features": np.ones((2, 1)), "edge_types": ["a"]}
+    said = "edge_types names types, and there is no edge_type"
+    _refuses(said, build_store, tmp_path / "c", **plain)
+    reversed_ = GraphStore.open(build_store(tmp_path / "d", **{**_typed(), **_reverse("paper")}))
+    assert len(reversed_.edge_types) == 7
+    _npz(tmp_path / "t.npz", **{"x:venue": np.zeros((3, 2))})  # a type that no edge joins
+    assert "venue" in GraphStore.open(prepare.build(tmp_path / "t.npz", tmp_path / "e")).node_types
+
+
+def test_a_drawn_split_of_a_typed_file_goes_by_the_seed(tmp_path):
+    labels = {"y:paper": np.arange(50) % 2}
+    file = _npz(tmp_path / "t.npz", **labels)
+
+    def build(seed):
+        return GraphStore.open(prepare.build(file, tmp_path / f"g{seed}", seed=seed))
+
+    five, six, drawn = build(5), build(6), build(None)
+    assert five.split["train"].tolist() != six.split["train"].tolist()
+    assert "split" in drawn.meta["source"] and "split" not in five.meta["source"]
+    _npz(file, **labels, **{"train_idx:paper": [0, 1]})
+    _refuses("seed 7 has no effect: it has a split", build, 7)
+
+
+def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
+    inputs, x = NodeInputs([(5, 3), (4, 2), (6, 0)], 7), torch.randn(9, 3)
+    nodes = torch.tensor([8, 0, 14, 3, 9, 5, 4])
+    out = inputs(nodes, x[nodes[nodes < 9]])
+    for row, node in zip(out, nodes.tolist()):
+        if node < 9:
+            wanted = inputs.linears[node >= 5](x[node, : 2 if node >= 5 else 3])
+        else:
+            wanted = inputs.embedding.weight[node - 9]
+        torch.testing.assert_close(row, wanted)
+    out.sin().sum().backward()
+    grad = inputs.embedding.weight.grad
+    assert grad.is_sparse and sorted(grad.coalesce().indices()[0].tolist()) == [0, 5]
+    assert inputs(nodes[:0], x[:0]).shape == (0, 7)
+    for rows in (torch.ones(7, 3), torch.ones(4, 3)):
+        with pytest.raises(ValueError, match="rows: 5 of the nodes have features"):
+            inputs(nodes, rows)
+    with pytest.raises(ValueError, match="types with features have to come first"):
+        NodeInputs([(5, 0), (4, 2)], 7)
+
+
+@pytest.mark.parametrize("conv", ["rgcn", "gat", "sage"])
+def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_typed(), symmetrize=True))
+    typed = {"num_types": graph.num_edge_types} if conv == "rgcn" else {}
+    net = GNN(8, 16, 3, conv=conv, num_layers=2, node_types=[*graph.node_types.values()], **typed)
+    options = dict(batch_size=87, shuffle=False, types=conv == "rgcn")
+    (batch,) = NodeLoader(graph, torch.arange(87), [-1, -1], **options)
+    assert batch.x.shape[0] == 57
+    plain = GNN(8, 16, 3, num_layers=2)
+    with pytest.raises(ValueError, match="x has 57 rows: 87 are needed"):
+        plain(batch.blocks, batch.x)
+    arrays, types = (graph.indptr, graph.indices), {"types": graph.edge_type}
+    exact = inference(net.eval(), *arrays, graph.features, **types, chunk=11)
+    torch.testing.assert_close(net(batch.blocks, batch.x), exact)
+    with pytest.raises(ValueError, match="x has 56 rows, indptr is of 87 nodes"):
+        inference(net, *arrays, torch.ones(56, 8), **types)
+
+
+def test_adam_of_rows_is_sparse_adam_beside_adam():
+    """And Adam itself for rows that have a gradient in every step."""
+    rows, sparse, dense = (torch.nn.Embedding(9, 4, sparse=kind < 2) for kind in range(3))
+    linear, other = (torch.nn.Linear(4, 2) for _ in range(2))
+    for twin in (sparse, dense):
+        twin.load_state_dict(rows.state_dict())
+    other.load_state_dict(linear.state_dict())
+    optimizers = [
+        Adam([*rows.parameters(), *linear.parameters()], lr=0.1, weight_decay=0.1),
+        torch.optim.SparseAdam(sparse.parameters(), lr=0.1),
+        torch.optim.Adam(dense.parameters(), lr=0.1),
+        torch.optim.Adam(other.parameters(), lr=0.1, weight_decay=0.1),
+    ]
+    for step in range(5):
+        ids = torch.tensor([0, 3, 3, 5 + step % 2])
+        sums = [table(ids).sin().sum() for table in (rows, sparse, dense)]
+        sum([*sums, linear.weight.sum(), other.weight.sum()]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(rows.weight, sparse.weight)
+    torch.testing.assert_close(rows.weight[[0, 3]], dense.weight[[0, 3]])
+    assert torch.equal(linear.weight, other.weight)
+
+
+def test_fanouts_by_name():
+    names = ["a,writes,p", "p,cites,p", "p,rev_writes,a"]
+    used = EdgeData(type=torch.zeros(1, dtype=torch.uint8), num_types=3, type_names=names)
+    for text, lists in (
+        ([5, 2], [[5] * 3, [2] * 3]),
+        (["writes=10:cites=-1", 4], [[10, -1, 0], [4] * 3]),
+        (["p,rev_writes,a=7"], [[0, 0, 7]]),
+        (["any=5", 3], [5, 3]),
+    ):
+        assert hops(text, used) == lists
+    assert hops([5, -1], used._replace(type_names=None)) == [[5] * 3, [-1] * 3]
+    said = "--fanout cite=3: no such type of edges; they are a,writes,p; p,cites,p"
+    _refuses(said, hops, ["cite=3"], used)
+    _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], used)
+    assert hops([4, 2], EdgeData()) == [4, 2]
+
+
+NODE_FLAGS = "--gpus 0 --model rgcn --fanout 4,4 --hidden 16 --batch-size 60 --dropout 0 --lr 0.01"
+
+
+@pytest.fixture(scope="module")
+def mag(tmp_path_factory):
+    graph = "synthetic-mag:scale=0.0004,classes=4,noise=0.5"
+    return prepare.prepare(graph, tmp_path_factory.mktemp("mag"), progress=False)
+
+
+def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
+    log, words = tmp_path / "log", f"--dataset {mag} {NODE_FLAGS}"
+    said = _train(words, f"--epochs 12 --log {log} --checkpoint {tmp_path}/c.pt")
+    nodes = "by type, in the order of their ids: 295 paper (128 features), 454 author (no features)"
+    assert f"nodes   {nodes}" in said
+    assert _log(log)[-1]["exact"]["test"] > 0.8
+    _train(words, f"--epochs 7 --checkpoint {tmp_path}/d.pt")
+    _train(f"--resume {tmp_path}/d.pt --epochs 12 --checkpoint {tmp_path}/d.pt --gpus 0")
+    assert _same_weights(tmp_path / "c.pt", tmp_path / "d.pt")
+    cached = _train(words, f"--epochs 12 --cache 20KB --checkpoint {tmp_path}/e.pt")
+    assert "page cache" in cached and _same_weights(tmp_path / "c.pt", tmp_path / "e.pt")
+    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0")
+    graph = GraphStore.open(mag)
+    test = graph.split["test"].numpy()
+    assert (np.load(tmp_path / "p.npy")[test] == graph.labels.numpy()[test]).mean() > 0.8
+    other = prepare.prepare("synthetic-mag:scale=0.0005,classes=4", tmp_path, progress=False)
+    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset {other}"
+    assert "was trained on a graph with node_types" in _train(words, code=2)
+
+
+@pytest.mark.parametrize("flags", ["", "--model sage", "--task link --edge-split 90/5/5"])
+def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_path):
+    words = f"--dataset {mag} {NODE_FLAGS} {flags}"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 2), (2, 60, 1)], epochs=2)
+
+
+def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
+    """The same relations in another order are another graph; a model of one's own sees features of every node."""
+    _train(f"--dataset {mag} {NODE_FLAGS} --epochs 1 --checkpoint {tmp_path}/c.pt")
+    meta = GraphStore.open(mag).meta
+    shutil.copytree(mag, tmp_path / "other")
+    _rewrite_meta(tmp_path / "other", **(meta | {"edge_types": meta["edge_types"][::-1]}))
+    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --dataset"
+    said = _train(f"{words} {tmp_path}/other", code=2)
+    assert "was trained on a graph whose types of edges are author,affiliated_with" in said
+    (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
+    words = f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2"
+    assert "has types of nodes without features, for which rgcn" in _train(words, code=2)
+
+
+def test_a_synthetic_graph_with_types_is_drawn_alike(tmp_path):
+    made = [
+        prepare.prepare("synthetic-mag:scale=0.0004", tmp_path / n, progress=False) for n in "ab"
+    ]
+    one, two = (GraphStore.open(path).meta["files"] for path in made)
+    assert one == two
+    said = "synthetic-mag: .* is out of range"
+    _refuses(said, prepare.prepare, "synthetic-mag:scale=0", tmp_path)
