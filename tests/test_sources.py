@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import warnings
 import zipfile
 
 import numpy as np
@@ -370,10 +369,9 @@ def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys
     assert all("split   it has no test nodes" in said() for _ in range(2))
 
 
-def _zip(file, members, **options):
-    """An archive of .npy members given as bytes; of a name that occurs twice both are kept."""
-    with zipfile.ZipFile(file, "w", **options) as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _zip(file, members):
+    """An archive of .npy members given as bytes."""
+    with zipfile.ZipFile(file, "w") as archive:
         for name, data in members:
             archive.writestr(f"{name}.npy", data)
 
