@@ -96,17 +96,16 @@ def write_inputs(folder):
         "val_idx": np.arange(900, 1200),
         "test_idx": np.arange(1200, V),
     }
-    edges = {
+    columns = {
         "edge_weight": rng.random(M).astype(np.float32),
         "edge_time": rng.integers(0, 1000, M),
         "edge_features": rng.standard_normal((M, 3)).astype(np.float32),
         "node_time": rng.integers(300, 1000, V),
     }
-    np.savez(folder / "events.npz", **graph, **edges, labels=y)
+    np.savez(folder / "events.npz", **graph, **columns, labels=y)
     np.savez(folder / "several.npz", **graph, labels=(rng.random((V, 5)) < 0.3).astype(np.int64))
-    np.savetxt(
-        folder / "edges.csv", graph["edge_index"].T, "%d", ",", header="src,dst", comments=""
-    )
+    edges = graph["edge_index"].T
+    np.savetxt(folder / "edges.csv", edges, "%d", ",", header="src,dst", comments="")
     np.savetxt(folder / "x.csv", graph["features"], "%.6g", ",")
     np.savetxt(folder / "y.csv", y, "%d")
     (folder / "mymodel.py").write_text(OWN_MODEL)
@@ -145,9 +144,8 @@ def run(tree, folder, name, words):
     found = {"exit code": done.returncode}
     if done.returncode:
         found["output"] = (done.stdout + done.stderr)[-500:]
-    found["scores"] = re.findall(
-        r"(?:loss|valid|train|test) -?[\d.naif]+%?|[A-Z][\w@ -]* [01]\.\d{4}", done.stdout
-    )
+    scores = r"(?:loss|valid|train|test) -?[\d.naif]+%?|[A-Z][\w@ -]* [01]\.\d{4}"
+    found["scores"] = re.findall(scores, done.stdout)
     if files["checkpoint"].exists():
         state = torch.load(files["checkpoint"], weights_only=True)
         found |= {f"weights {key}": value for key, value in state["model"].items()}
@@ -184,9 +182,8 @@ def main(commit, *words):
                 for name, line in CASES.items():
                     if words and not any(word in name for word in words):
                         continue
-                    before, after = pool.map(
-                        lambda side: run(trees[side], scratch / side, name, line), trees
-                    )
+                    both = lambda side: run(trees[side], scratch / side, name, line)  # noqa: E731
+                    before, after = pool.map(both, trees)
                     found = sorted(differences(before, after))
                     differ += bool(found)
                     what = "DIFFERS" if found else "same"

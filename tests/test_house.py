@@ -43,16 +43,12 @@ def _sources():
 
 
 def _side(name):
-    folder = name.split("/")[0]
-    if folder in ("bench", "tests") or name == "test_all.py":
-        return "tests" if name == "test_all.py" else folder
-    return (
-        "product"
-        if name.endswith(".py")
-        else "native"
-        if name.endswith((".c", ".cu", ".h"))
-        else "text"
-    )
+    folder, kind = name.split("/")[0], name.rpartition(".")[2]
+    if folder in ("bench", "tests"):
+        return folder
+    if name == "test_all.py":
+        return "tests"
+    return {"py": "product", "c": "native", "cu": "native", "h": "native"}.get(kind, "text")
 
 
 def _imported(tree, modules):

@@ -217,11 +217,9 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     valid = np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)])
     masks = np.stack([_mask(ids[ids >= 0]) for ids in first])
     first, test = np.stack(first), np.arange(190, 200)
-    for given in (
-        dict(train_idx=first, val_idx=valid),
-        dict(train_idx=first.T, val_idx=valid.T),
-        dict(train_masks=masks, val_idx=valid),
-    ):
+    ids = {"train_idx": first, "val_idx": valid}
+    turned, mixed = {k: v.T for k, v in ids.items()}, {"train_masks": masks, "val_idx": valid}
+    for given in (ids, turned, mixed):
         _save_npz(tmp_path / "a.npz", test_idx=test, **given)
         graph = _opened(tmp_path / "a.npz", tmp_path)
         path = graph.path
