@@ -101,10 +101,9 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = (
-        f"WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-    )
+    variables = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
     environment = {**os.environ, **dict(word.split("=") for word in variables.split())}
+    environment["MASTER_PORT"] = str(port)
     command = [sys.executable, HERE / "train.py", *f"{common} --checkpoint {files[1]}".split()]
     start = lambda rank: subprocess.Popen(command, env={**environment, "RANK": str(rank)})  # noqa: E731
     hosts = [start(0), start(1)]

@@ -208,9 +208,8 @@ def test_links_at_their_times_see_no_later_edge_and_not_their_own(strict, tmp_pa
     for step in range(10):
         seeds = _some_of(graph, step, 50)
         blocks, y = _sampled(links, draw, seeds, step)
-        nodes, times = (
-            t[: blocks[-1].num_dst] for t in (blocks[-1].src_nodes, blocks[-1].src_times)
-        )
+        last = blocks[-1]
+        nodes, times = (t[: last.num_dst] for t in (last.src_nodes, last.src_times))
         assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][seeds])
         assert len(nodes) > len(nodes.unique())
         assert (times[y] == graph.pair_times["train"][seeds].unsqueeze(1)).all()

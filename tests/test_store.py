@@ -230,9 +230,7 @@ def _bad_inputs():
         "features cannot be read: .*no attribute": {"features": frame},
         "features cannot be read: setting an array": {"features": [[1.0], [1.0, 2.0]]},
         "features cannot be read: .NoneType": {"features": None},
-        "features came with 3 rows, 200 were announced": {
-            "features": Rows([200, 5], np.float32, [x[:3]])
-        },
+        "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
         "features is sparse": {"features": torch.eye(200).to_sparse()},
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
