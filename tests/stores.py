@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import attack
 from disk import files as disk
 from disk.files import StoreError
 from disk.graphs import block_diagonal
@@ -125,22 +123,3 @@ def _events(num_nodes, num_edges):
         "node_time": rng.integers(0, 100, num_nodes),
         "edge_features": rng.random((num_edges, 3)).astype(np.float32),
     }
-
-
-def _attacked(folder):
-    """Write what bench/attack.py damages, as an .npz file in folder/base -> its arrays."""
-    graph = _graph(attack.NODES, width=attack.WIDTH)
-    graph |= {attack.PARTS[part]: ids for part, ids in graph.pop("split").items()}
-    (folder / "base").mkdir()
-    np.savez(folder / "base" / "npz.npz", **graph)
-    return graph
-
-
-def _case(kind, number, folder, **more):
-    """A case of bench/attack.py in an empty working directory."""
-    case = attack.Case(kind, number, folder / "base", folder / f"{kind}{number}", **more)
-    case.folder.mkdir()
-    os.chdir(case.folder)
-    Path("victim").write_text("untouched")
-    Path("printed").touch()
-    return case

@@ -29,7 +29,7 @@ from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _code, _end, _fork, _graph, _in_child, _store, _threads
-from tests.stores import _attacked, _case, _events, _graphs, _refuses, _small_disk, _sums
+from tests.stores import _events, _graphs, _refuses, _small_disk, _sums
 
 
 def _equal(a, b):
@@ -372,7 +372,10 @@ def _kills(folder):
     """Work of bench/attack.py killed 12 times of a kind, each looked at and then brought to its end."""
     torch.set_num_threads(1)
     attack.train_on = lambda *_: None  # in this process
-    graph, base = _attacked(folder), folder / "base"
+    base, graph = folder / "base", _graph(attack.NODES, width=attack.WIDTH)
+    base.mkdir()
+    graph |= {attack.PARTS[part]: ids for part, ids in graph.pop("split").items()}
+    np.savez(base / "npz.npz", **graph)
     attack.build_in(base / "changed", graph, block_rows=30)
     rows = torch.full((23, attack.WIDTH), 2.0)
     GraphStore.open(base / "changed").features.put_rows(torch.arange(0, attack.NODES, 7), rows)
@@ -380,7 +383,11 @@ def _kills(folder):
     for kind in ("build", "put", "append"):
         usual = math.inf
         for number in range(-3, 12):  # below 0 nothing is killed
-            case = _case(kind, number, folder, usual=usual)
+            case = attack.Case(kind, number, base, folder / f"{kind}{number}", usual=usual)
+            case.folder.mkdir()
+            os.chdir(case.folder)
+            Path("victim").write_text("untouched")
+            Path("printed").touch()
             attack.attack_process(case)
             notes = case.notes()
             assert not notes.get("wrong") and not notes["strewn"], notes
