@@ -600,13 +600,13 @@ def test_any_bytes_in_indptr_are_an_error_and_no_crash(way, tmp_path):
             _unchecked(way, tmp_path, graph, [3]).sample(torch.tensor([3]), 0, relabel_outer=True)
 
 
-def _positions(degree, k, rows=100_000, step=0, **options):
+def _positions(degree, k, rows=100_000, **options):
     """Which of its `degree` neighbours each of many nodes took -> bool [rows, degree]."""
     indptr = torch.arange(rows + 1) * degree
     indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
     s = NeighborSampler(indptr, indices, [k], edge_ids=True, seed=11, **options)
     taken = torch.zeros(rows, degree, dtype=torch.bool)
-    taken.view(-1)[s.sample(torch.arange(rows), step)[0].edge_ids] = True
+    taken.view(-1)[s.sample(torch.arange(rows), 0)[0].edge_ids] = True
     return taken
 
 
@@ -665,10 +665,6 @@ def test_allowed_neighbours_are_equally_likely_and_no_other_is_taken():
     for kind in range(3):
         of_kind, n = taken[kind::3][:, allowed[kind]], int(allowed[kind].sum())
         assert _uniformity(of_kind, k) < _chi_square_limit(n - 1)
-        # the next allowed one in the place of one that is not, as a sampler might do, would be found out
-        pushed = _positions(n + 1, k, rows=rows // 3)
-        pushed[:, 6] |= pushed[:, 5]
-        assert _uniformity(pushed[:, torch.arange(n + 1) != 5], k) > _chi_square_limit(n - 1)
 
 
 def test_labor_reads_fewer_rows_and_dependent_labor_fewer_still():
