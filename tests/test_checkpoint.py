@@ -61,6 +61,10 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert (saved.batch_size, saved.fanout, saved.hidden, saved.seed) == (100, [3, 3], 16, 0)
     assert _code(f"--resume {tmp_path}/four.pt --lr 0.01 --gpus 0") == 0
     assert "changed" not in capsys.readouterr().out
+    _, straight = _run_here(tmp_path, words, "--lr-schedule constant --lr 0.01")
+    _, resumed = _run_here(tmp_path, f"--resume {tmp_path}/four.pt --epochs 6")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    capsys.readouterr()
     # given again they count, from the next epoch on; the cosine falls over all epochs, those that are done as well
     more = "--epochs 8 --lr 0.05 --lr-schedule cosine"
     log, _ = _run_here(tmp_path, f"--resume {tmp_path}/four.pt", more)

@@ -129,7 +129,7 @@ def test_memory_that_is_free_is_given_back_once_the_process_has_grown(tmp_path):
 
 
 INTERRUPTED = {  # flags, interruptions, epochs
-    "sage": ("--model sage --precision bf16 --lr-schedule cosine", 5, 24),
+    "sage": ("--model sage --lr-schedule cosine", 5, 24),
     "cached": ("--model gcn", 5, 24),
     "at times": ("--model gat", 3, 40),
     "link": ("--task link --model gcn --scorer distmult --early-stop 99 --negatives 2", 3, 8),
