@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13920,
     "lines of C and CUDA": 2100,
     "lines of bench": 2700,
-    "lines of tests": 11640,
+    "lines of tests": 11650,
     "lines of README": 200,
     "longest file": 1030,
     "functions above 60 lines": 3,
