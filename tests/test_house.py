@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13920,
-    "lines of C and CUDA": 2100,
+    "lines of product Python": 13950,
+    "lines of C and CUDA": 2180,
     "lines of bench": 2700,
-    "lines of tests": 11650,
+    "lines of tests": 11740,
     "lines of README": 200,
-    "longest file": 1030,
+    "longest file": 1045,
     "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,

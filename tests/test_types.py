@@ -1,5 +1,7 @@
 """Tests: types of edges and of nodes: what is drawn of each, layers, stores, the input of the first layer, training."""
 
+import importlib.util
+import itertools
 import shutil
 
 import numpy as np
@@ -63,7 +65,7 @@ FLAGS = "--gpus 0 --fanout 3,3 --hidden 16 --batch-size 50 --lr 0.02 --dropout 0
 
 
 @pytest.mark.parametrize("bases, edges", [(0, 700), (3, 700), (0, 90)])
-def test_rgcn_equals_dgls(bases, edges):
+def test_rgcn_equals_dgls_and_pygs(bases, edges):
     """The layer and its gradients on random multigraphs, also where edges of a list are not in the order of types."""
     dgl, rng = _dgl(), np.random.default_rng(bases)
     indptr, indices, kind, (src, dst) = _typed_graph(rng, edges=edges)
@@ -91,9 +93,21 @@ def test_rgcn_equals_dgls(bases, edges):
         found.append(_with_grads(combine(order), weight, x, *here))
     there = [other for other, _ in pairs]
     wanted = _with_grads(lambda h, *_: theirs(graph, h, kind.long(), norm), weight, x, *there)
-    for results in zip(*found, wanted, strict=True):
-        for result in results[:2]:
-            torch.testing.assert_close(result, results[2], rtol=1e-5, atol=1e-5)
+    references = [wanted]
+    if importlib.util.find_spec("torch_geometric"):
+        pyg = importlib.import_module("torch_geometric.nn").RGCNConv
+        layer = pyg(9, 6, 5, num_bases=bases or None)
+        pairs = [(layer.weight, ours.weight), (layer.bias, ours.self_linear.bias)]
+        pairs += [(layer.comp, ours.coefficients)] if bases else []
+        with torch.no_grad():
+            layer.root.copy_(ours.self_linear.weight.t())
+            for other, mine in pairs:
+                other.copy_(mine)
+        call = lambda h, *_: layer(h, torch.stack([src, dst]), kind.long())  # noqa: E731
+        references.append(_with_grads(call, weight, x, *(other for other, _ in pairs)))
+    for results, expected in itertools.product(found, references):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_rgcn_on_all_neighbours_is_exact_inference():
