@@ -257,6 +257,11 @@ def described_types(node_types) -> str:
     return ", ".join(words)
 
 
+def types_called(name, names) -> list[int]:
+    """The numbers of the types of edges, such as "user,buys,item", with this name or this middle."""
+    return [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]
+
+
 def described(graph) -> str:
     """What edges and nodes carry, in words."""
     words = ["weight"] if graph.edge_weight is not None else []

@@ -37,11 +37,11 @@ from run.own_model import is_own
 
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
-negatives negatives_by unchecked_negatives link_loss""".split()
+edge_type negatives negatives_by unchecked_negatives link_loss""".split()
 KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
 # flags that the first checkpoints lack
-LATER = {"drop_duplicates": False, "window": None, "bases": 0}
+LATER = {"drop_duplicates": False, "window": None, "bases": 0, "edge_type": None}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -233,7 +233,8 @@ def adopted(args, state, path):
     given = {name: value for name, value in state["flags"].items() if name not in args.typed}
     for name in (name for name in FIXED if name in args.typed):
         typed, value = getattr(args, name), state["flags"][name]
-        free = is_own(typed) and is_own(value) or name == "edge_split" and not args.trains
+        of_links = name in ("edge_split", "edge_type") and not args.trains
+        free = is_own(typed) and is_own(value) or of_links
         if typed != value and not free:
             was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
             raise StoreError(f"{was}, this run has {text_of(typed)}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from disk.columns import types_called
 from disk.files import StoreError
 from model import EDGE_CONVS, TYPE_CONVS
 from run.own_model import is_own, takes_edges
@@ -122,7 +123,7 @@ def hops(fanout, used):
         lists.append([hop if isinstance(hop, int) else 0] * len(names))
         for word in str(hop).split(":") if isinstance(hop, str) else ():
             name, _, k = word.rpartition("=")
-            known = [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]
+            known = types_called(name, names)
             if not known:
                 they = "; ".join(names)
                 raise StoreError(f"--fanout {word}: no such type of edges; they are {they}")

@@ -60,6 +60,7 @@ model
 --input-dropout | P = 0 | probability of the features (default: 0)
 links
 --edge-split | A/B/C = 85/5/10 | percent of edges to train, validate and test on, drawn by --seed; time:A/B/C by their time; none: train on all; or FILE.npz with valid and test [n, 2]
+--edge-type | TYPE | predict edges of this type, such as user,buys,item (default: all)
 --scorer | dot distmult mlp | of two embeddings
 --negatives | N = 1 | drawn for each training edge, none an edge
 --negatives-by | uniform degree | degree: by degree^0.75

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from disk.columns import types_called
 from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
 from sampler import DamagedGraph, mix, number_before, random_bits
@@ -116,7 +117,7 @@ def shares(text):
     return numbers if sum(numbers) == 100 and numbers[0] else None
 
 
-def split_edges(store, how, seed=0, timed=False):
+def split_edges(store, how, seed=0, timed=False, edge_type=None):
     """A view of a store for link prediction: a part of its edges to train on, the others to be predicted.
 
     Args:
@@ -125,6 +126,7 @@ def split_edges(store, how, seed=0, timed=False):
             for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
             integers [n, 2], source and destination; "none": all pairs are for training.
         timed: give each pair the time of the first edge between its nodes, in either direction.
+        edge_type: number of the type whose edges are the pairs; None: all edges are. Messages go along all types.
 
     Returns:
         A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
@@ -141,10 +143,11 @@ def split_edges(store, how, seed=0, timed=False):
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
     check_graph(store)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
+    among = edges if edge_type is None else Edges(*lists_of(store, of_type(store, edge_type)))
     if how.endswith(".npz"):
         pairs = given_pairs(how, store.num_nodes)
     else:
-        pairs = drawn_pairs(store, edges, how, seed)
+        pairs = drawn_pairs(store, edges, among, how, seed)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(held)[0]] = False
@@ -154,15 +157,18 @@ def split_edges(store, how, seed=0, timed=False):
         both = torch.stack([edges.sources.long(), torch.repeat_interleave(store.indptr.diff())])
         graph.known = Edges(*from_edge_index(torch.cat([both, held.t()], 1), store.num_nodes))
     if len(held):
-        graph.indptr = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])[store.indptr]
-        graph.indices, graph.num_edges = store.indices[keep], int(graph.indptr[-1])
+        graph.indptr, graph.indices = lists_of(store, keep)
+        graph.num_edges = graph.indices.numel()
         graph.sampled_indices, graph.sampling_threads = graph.indices, None
         for column in EDGE_COLUMNS:
             if getattr(store, column, None) is not None:
                 setattr(graph, column, getattr(store, column)[keep])
-    left = Edges(graph.indptr, graph.indices)
+    if edge_type is None:
+        left = Edges(graph.indptr, graph.indices)
+    else:
+        left = Edges(*lists_of(graph, of_type(graph, edge_type)))
     if "train" not in pairs:
-        pairs["train"] = turned(*positives(graph.indptr, left), seed)
+        pairs["train"] = turned(*positives(left), seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
         why = "has pairs that are not edges of the graph, or that are also in valid or test"
         raise StoreError(f"--edge-split {how}: `train` {why}")
@@ -187,9 +193,20 @@ def check_graph(store):
         raise DamagedGraph(f"indices holds {low if low < 0 else high}: node ids lie in [0, {V})")
 
 
-def positives(indptr, edges):
+def of_type(graph, edge_type):
+    """Which edges of a graph are of a type, bool [M]."""
+    return graph.edge_type.to(torch.int32) == edge_type
+
+
+def lists_of(graph, keep):
+    """Neighbour lists of the edges of a graph where keep [M] is True -> indptr, indices."""
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])
+    return before[graph.indptr], graph.indices[keep]
+
+
+def positives(edges):
     """Every pair of different nodes with an edge, once -> (int64 [P, 2], whether its reverse is an edge too [P])."""
-    destination, source = torch.repeat_interleave(indptr.diff()), edges.sources.long()
+    destination, source = torch.repeat_interleave(edges.indptr.diff()), edges.sources.long()
     both = edges.has(destination, source)
     keep = (source < destination) | ((source > destination) & ~both)
     # of equal edges the first
@@ -221,11 +238,12 @@ def turned(pairs, both, seed):
     return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
 
 
-def drawn_pairs(store, edges, how, seed):
-    """Split all pairs as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for "none"."""
+def drawn_pairs(store, edges, among, how, seed):
+    """Split the pairs of `among` as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for
+    "none"."""
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
-    pairs, percent = turned(*positives(store.indptr, edges), seed), shares(how)
+    pairs, percent = turned(*positives(among), seed), shares(how)
     by_time = how.startswith("time:")
     key = times_of(edges, store.edge_time, pairs, how) if by_time else bits_of(pairs, mix(seed))
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
@@ -268,57 +286,83 @@ def read_pairs(file, num_nodes):
 
 
 class Negatives:
-    """Nodes for pairs that are no edges, each a function of a key, the number of its pair and its own number.
+    """Nodes for pairs that are no edges, each a function of a key, the number of its pair and its own number, of the type
+    of the node in whose place it is.
 
     Args:
         edges: Edges in which no negative occurs; None: nothing is checked but that a node is not paired with itself.
         num_nodes: V.
         degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
+        counts: nodes of each type, whose ids lie one type behind the other; all are of one type when None.
     """
 
-    def __init__(self, edges, num_nodes, degrees=None):
+    def __init__(self, edges, num_nodes, degrees=None, counts=None):
         self.edges, self.num_nodes, self.upto = edges, num_nodes, None
+        self.ends = torch.tensor([0, *(counts or [num_nodes])]).cumsum(0)
         if degrees is not None:  # whole numbers add up to the same sum on every device
-            self.upto = (degrees.double().pow(0.75) * 1024).long().cumsum(0)
-            self.total = int(self.upto[-1])
-        if num_nodes < 2 or self.upto is not None and not self.total:
+            self.upto = F.pad((degrees.double().pow(0.75) * 1024).long().cumsum(0), (1, 0))
+        if num_nodes < 2 or self.upto is not None and not self.upto[-1]:
             raise StoreError(f"no negatives: the graph has {num_nodes} nodes, or none with an edge")
 
-    def _node(self, key, numbers, which):
-        """The node drawn `which`-th, int64, for pairs of these numbers, int64; both of one shape."""
+    def same_type(self, nodes):
+        """The first node of the type of each of these, int64, and the one behind the last."""
+        self.ends = self.ends.to(nodes.device)
+        kind = torch.bucketize(nodes.contiguous(), self.ends[1:], right=True)
+        return self.ends[kind], self.ends[kind + 1]
+
+    def _node(self, key, numbers, which, first, end):
+        """The node drawn `which`-th of first .. end - 1, int64, for pairs of these numbers, int64; all of one shape."""
         drawn = bits(key, numbers, which)
         if self.upto is None:
-            return (drawn >> 21) * self.num_nodes >> 32
-        place = (drawn.double() * (self.total / 2**53)).long()
-        return torch.searchsorted(self.upto, place, right=True)
+            return first + ((drawn >> 21) * (end - first) >> 32)
+        before = self.upto[first]
+        place = before + (drawn.double() * ((self.upto[end] - before).double() / 2**53)).long()
+        return torch.searchsorted(self.upto[1:], place, right=True)
 
     def _bad(self, source, node):
         return source == node if not self.edges else (source == node) | self.edges.has(source, node)
 
-    def draw(self, key, numbers, source, count):
-        """Destinations for `count` negatives of each pair -> int64 [P, count]: from source there is no edge to any of them.
-        key: int of 64 bits. numbers, source: int64 [P]. StoreError for a source that has an edge to every node."""
-        which = torch.arange(count, device=source.device).expand(len(source), count)
-        numbers, source = (ids.unsqueeze(1).expand_as(which) for ids in (numbers, source))
-        node = self._node(key, numbers, which)
+    def draw(self, key, numbers, pairs, count):
+        """Destinations for `count` negatives of each pair -> int64 [P, count]: from its source there is no edge to any of
+        them. key: int of 64 bits. numbers: int64 [P]. pairs: int64 [P, 2]. StoreError for a source that has an edge to
+        every node."""
+        which = torch.arange(count, device=pairs.device).expand(len(pairs), count)
+        columns = numbers, pairs[:, 0], *self.same_type(pairs[:, 1])
+        numbers, source, first, end = (ids.unsqueeze(1).expand_as(which) for ids in columns)
+        node = self._node(key, numbers, which, first, end)
         bad = self._bad(source, node)
-        for attempt in range(1, TRIES + self.num_nodes):
+        for attempt in range(1, TRIES + 2 * self.num_nodes):
             places = bad.nonzero(as_tuple=True)
             if not len(places[0]):
                 return node
+            low, high = first[places], end[places]
             if attempt < TRIES:
-                node[places] = self._node(key, numbers[places], which[places] + attempt * count)
+                draws = which[places] + attempt * count
+                node[places] = self._node(key, numbers[places], draws, low, high)
             else:
-                node[places] = (node[places] + 1) % self.num_nodes
+                following = (
+                    node[places] + 1
+                )  # of the type, then, if the source has an edge to all these, of any
+                of_type = low + (following - low) % (high - low)
+                node[places] = torch.where(
+                    attempt < TRIES + high - low, of_type, following % self.num_nodes
+                )
             bad[places] = self._bad(source[places], node[places])
         why = f"node {int(source[bad][0])} has an edge to every node"
         raise StoreError(f"{why}, so it has no negative: --unchecked-negatives takes any")
 
-    def pairs(self, key, count):
-        """`count` pairs of nodes without an edge between them -> int64 [count, 2]; the sources are drawn, too."""
-        numbers = torch.arange(count)
-        source = (bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21) * self.num_nodes >> 32
-        return torch.stack([source, self.draw(key, numbers, source, 1).squeeze(1)], 1)
+    def pairs(self, key, pairs):
+        """As many pairs of nodes without an edge between them as `pairs` [P, 2]; the sources are drawn, too."""
+        numbers, (first, end) = torch.arange(len(pairs)), self.same_type(pairs[:, 0])
+        drawn = bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21
+        pairs = torch.stack([first + (drawn * (end - first) >> 32), pairs[:, 1]], 1)
+        return torch.stack([pairs[:, 0], self.draw(key, numbers, pairs, 1).squeeze(1)], 1)
+
+
+def counts_of(graph):
+    """The nodes of each type of a graph, or None."""
+    types = getattr(graph, "node_types", None)
+    return [count for count, _ in types.values()] if types else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,17 +428,16 @@ class Links:
         self.pairs, self.edges = graph.pairs["train"].to(device), Edges(indptr, indices)
         self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
         degrees = indptr.diff() if by_degree else None
-        self.negatives = Negatives(self.edges if checked else None, graph.num_nodes, degrees)
+        known, counts = self.edges if checked else None, counts_of(graph)
+        self.negatives = Negatives(known, graph.num_nodes, degrees, counts)
 
     def draw(self, batch):
         """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: the ends of the batch's pairs and their
         negatives; options of the sampler: the edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where
         among the nodes the source, the destination and the negatives of each pair are)."""
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
-        source, destination = self.pairs[seeds].unbind(1)
-        key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
-        negatives = self.negatives.draw(key, seeds, source, self.count)
-        nodes = torch.cat([source.unsqueeze(1), destination.unsqueeze(1), negatives], 1)
+        pairs, key = self.pairs[seeds], mix(self.key ^ (batch.global_step & (1 << 64) - 1))
+        nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
         options = {}
         if self.times is None:
             nodes, y = nodes.unique(return_inverse=True)
@@ -424,8 +467,8 @@ class Evaluation:
     """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the
     same source, ROC-AUC and average precision against as many random pairs without an edge.
 
-    A pair is ranked against all nodes where there are at most SMALL, leaving out other edges of the source, else
-    against RANKED_AGAINST fixed nodes; of equal scores the mean rank counts. Negatives are checked against the whole
+    A pair is ranked against all nodes of its destination's type where there are at most SMALL nodes, leaving out other
+    edges of the source, else against RANKED_AGAINST fixed ones; of equal scores the mean rank counts. Negatives are checked against the whole
     graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
@@ -444,15 +487,15 @@ class Evaluation:
             destinations = torch.repeat_interleave(graph.known.indptr.diff())
             reverse = torch.stack([destinations, graph.known.sources.long()])
             self.lists = from_edge_index(reverse, graph.num_nodes)
-        negatives = Negatives(graph.known, graph.num_nodes)
-        self.examples = {part: self._examples(part, negatives) for part in ("valid", "test")}
+        self.negatives = Negatives(graph.known, graph.num_nodes, counts=counts_of(graph))
+        self.examples = {part: self._examples(part, self.negatives) for part in ("valid", "test")}
 
     def _examples(self, part, negatives):
         pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
         key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
-        random, others = negatives.pairs(mix(key), len(pairs)), None
+        random, others = negatives.pairs(mix(key), pairs), None
         if not self.lists:
-            others = negatives.draw(key, numbers, pairs[:, 0], RANKED_AGAINST)
+            others = negatives.draw(key, numbers, pairs, RANKED_AGAINST)
         if not self.timed:
             return pairs, random, others
         nodes = torch.cat([pairs, random, others], 1)
@@ -489,6 +532,9 @@ class Evaluation:
                 sums = scores.sum(1)
                 own = scores.gather(1, destination.unsqueeze(1))
                 scores[self._known(source)] = -torch.inf
+                first, end = (ids.unsqueeze(1) for ids in self.negatives.same_type(destination))
+                node = torch.arange(len(h))
+                scores[(node < first) | (node >= end)] = -torch.inf
                 scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
             else:
                 own = scorer(h[source], h[destination]).unsqueeze(1)
@@ -519,6 +565,20 @@ def score_pairs(scorer, h, pairs):
 # the task
 
 
+def numbered(store, name):
+    """The number of a type of edges by its name, or the middle of it; None for None."""
+    if name is None:
+        return None
+    if store.edge_type is None:
+        raise StoreError(f"--edge-type {name}: the edges of {store.path} have no types")
+    names = store.edge_types or [*map(str, range(store.num_edge_types))]
+    numbers = types_called(name, names)
+    if len(numbers) != 1:
+        why = "several types have this name" if numbers else "no such type of edges"
+        raise StoreError(f"--edge-type {name}: {why}; they are {'; '.join(names)}")
+    return numbers[0]
+
+
 class LinkTask(Task):
     """Learn embeddings of nodes that tell which pairs are edges."""
 
@@ -534,10 +594,13 @@ class LinkTask(Task):
 
     def __init__(self, args, path, say=print):
         store = open_graph(path, say)
-        self.store = split_edges(store, args.edge_split, args.seed, timed=args.temporal != "off")
+        options = {"timed": args.temporal != "off", "edge_type": numbered(store, args.edge_type)}
+        self.store = split_edges(store, args.edge_split, args.seed, **options)
         self.store.num_classes = args.hidden  # the width of embeddings
-        if store.node_types:
-            say("links   pairs are edges of all types, negatives nodes of all types")
+        if store.edge_type is not None:
+            of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
+            nodes = ", negatives nodes of the type of a pair's second" * bool(store.node_types)
+            say(f"links   pairs are edges {of}{nodes}")
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
         if args.pairs:

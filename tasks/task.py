@@ -9,7 +9,9 @@ from model import EDGE_CONVS, GNN, TYPE_CONVS
 from store import GraphStore
 
 # of --task link
-LINK_FLAGS = "edge_split scorer negatives negatives_by unchecked_negatives link_loss pairs"
+LINK_FLAGS = (
+    "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
+)
 
 
 class Task:

@@ -139,24 +139,43 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
         degrees = graph.indptr.diff()
         upto = list(itertools.accumulate(int(d**0.75 * 1024) for d in degrees.tolist()))
     edges = link.Edges(graph.indptr, graph.indices)
-    numbers, sources = torch.randint(0, 1 << 40, (200,)), torch.randint(0, 60, (200,))
-    negatives = link.Negatives(edges, 60, degrees)
-    drawn, each = negatives.draw(12345, numbers, sources, 7), sources.unsqueeze(1).expand(200, 7)
+    numbers, pairs = torch.randint(0, 1 << 40, (200,)), torch.randint(0, 60, (200, 2))
+    negatives, sources = link.Negatives(edges, 60, degrees), pairs[:, 0]
+    drawn, each = negatives.draw(12345, numbers, pairs, 7), sources.unsqueeze(1).expand(200, 7)
     assert torch.equal(drawn, _negatives_by_the_law(graph, 12345, numbers, sources, 7, upto))
     assert not edges.has(each, drawn).any() and not (drawn == each).any()
-    part = negatives.draw(12345, numbers[50:70], sources[50:70], 7)
+    part = negatives.draw(12345, numbers[50:70], pairs[50:70], 7)
     assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
-    unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, sources, 7)
+    unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, pairs, 7)
     assert edges.has(each, unchecked).any() and not (unchecked == each).any()
+
+
+@pytest.mark.parametrize("by_degree", [False, True])
+def test_negatives_are_of_the_type_of_the_node_they_replace(by_degree, tmp_path):
+    graph, counts = _link_graph(tmp_path, nodes=60, edges=600), [5, 40, 15]
+    edges, degrees = link.Edges(graph.indptr, graph.indices), graph.indptr.diff()
+    negatives = link.Negatives(edges, 60, degrees if by_degree else None, counts)
+    kind = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    numbers, pairs = torch.arange(3000), torch.randint(0, 60, (3000, 2))
+    drawn, sources = negatives.draw(99, numbers, pairs, 4), pairs[:, :1].expand(-1, 4)
+    assert torch.equal(kind[drawn], kind[pairs[:, 1:]].expand(-1, 4))
+    assert not edges.has(sources, drawn).any() and not (drawn == sources).any()
+    assert len(drawn.unique()) == 60  # all of each type
+    assert torch.equal(kind[negatives.pairs(7, pairs)], kind[pairs])
 
 
 def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
     nodes = 500  # node 0 has an edge to all but the last
     indptr = torch.cat([torch.tensor([0]), torch.arange(nodes - 1) + 1, torch.tensor([nodes - 1])])
     edges = link.Edges(indptr, torch.zeros(nodes - 1, dtype=torch.int32))
-    zeros = torch.zeros(20, dtype=torch.int64)
+    zeros = torch.zeros(20, 2, dtype=torch.int64)
     assert (link.Negatives(edges, nodes).draw(7, torch.arange(20), zeros, 3) == nodes - 1).all()
     full = link.Edges(torch.arange(nodes + 1), torch.zeros(nodes, dtype=torch.int32))
+    counts = [nodes - 100, 100]  # one free node of the second type, none of the first
+    first, second = (zeros + torch.tensor([0, end]) for end in (1, nodes - 5))
+    for pairs in (first, second):
+        drawn = link.Negatives(edges, nodes, None, counts).draw(7, torch.arange(20), pairs, 3)
+        assert (drawn == nodes - 1).all()
     said = "node 0 has an edge to every node.*--unchecked-negatives"
     _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
 

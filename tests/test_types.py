@@ -16,7 +16,7 @@ from run.edge_data import EdgeData, hops
 from sampler import NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
-from tasks.link import split_edges
+from tasks.link import Evaluation, Scorer, split_edges
 from tests.common import (
     DATA,
     OWN_LAYERS,
@@ -601,10 +601,50 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
     assert "was trained on a graph with node_types" in _train(words, code=2)
 
 
-@pytest.mark.parametrize("flags", ["--bases 2", "--model sage", "--task link --edge-split 90/5/5"])
+@pytest.mark.parametrize("flags", ["--bases 2", "--model sage", "--task link --edge-type cites"])
 def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_path):
     words = f"--dataset {mag} {NODE_FLAGS} {flags}"
     _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 2), (2, 60, 1)], epochs=2)
+
+
+@pytest.mark.parametrize("how", ["80/10/10", "none", "file"])
+def test_links_of_one_type(how, mag, tmp_path):
+    """Pairs are edges of the type; those held out leave no message, in either direction; other types are whole."""
+    graph, name = GraphStore.open(mag), "author,writes,paper"
+    before, number = _edges_by_type(graph), graph.edge_types.index(name)
+    if how == "file":
+        np.savez(how := str(tmp_path / "pairs.npz"), test=before[name][:40])
+    made = split_edges(graph, how, edge_type=number)
+    pairs = {part: set(map(tuple, made.pairs[part].tolist())) for part in made.pairs}
+    held = pairs["valid"] | pairs["test"]
+    assert set().union(*pairs.values()) == set(before[name])
+    assert not pairs["train"] & held and bool(held) == (how != "none")
+    for kind, left in _edges_by_type(made).items():
+        gone = (
+            held if kind == name else {(b, a) for a, b in held} if "rev_writes" in kind else set()
+        )
+        assert set(left) == set(before[kind]) - gone
+    scores, h = Evaluation(made), torch.randn(graph.num_nodes, 4)
+    papers, known = [*graph.node_types.values()][0][0], set(before[name])
+    if held:  # ranked among the papers without an edge
+        dot = h @ h[:papers].t()
+        ranks = [
+            1 + sum(dot[a, n] > dot[a, b] for n in range(papers) if (a, n) not in known)
+            for a, b in scores.examples["test"][0].tolist()
+        ]
+        found = scores(Scorer("dot", 4), h, "test")
+        assert abs(found["mrr"] - (1 / torch.tensor(ranks).double()).mean()) < 1e-6
+
+
+def test_train_on_links_of_one_type(mag, tmp_path):
+    words = f"--dataset {mag} {NODE_FLAGS} --task link --epochs 1 --checkpoint {tmp_path}/c.pt"
+    out = _train(f"{words} --edge-type writes")
+    assert "pairs are edges of type writes, negatives nodes of the type" in out
+    again = _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/h.npy --gpus 0")
+    assert [line for line in out.splitlines() if "MRR" in line][-1] in again
+    assert "no such type of edges; they are author," in _train(f"{words} --edge-type buys", code=2)
+    other = "--gpus 0 --dataset synthetic:nodes=300,degree=4 --task link --edge-type buys"
+    assert "have no types" in _train(f"{other} --root {tmp_path}", code=2)
 
 
 def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
