@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13950,
-    "lines of C and CUDA": 2180,
+    "lines of product Python": 14030,
+    "lines of C and CUDA": 2140,
     "lines of bench": 2700,
-    "lines of tests": 11740,
+    "lines of tests": 11810,
     "lines of README": 200,
     "longest file": 1045,
     "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,
-    "arrows": 150,
+    "arrows": 152,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
