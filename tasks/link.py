@@ -143,7 +143,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
     check_graph(store)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
-    among = edges if edge_type is None else Edges(*lists_of(store, of_type(store, edge_type)))
+    among = edges if edge_type is None else edges_of(store, edge_type)
     if how.endswith(".npz"):
         pairs = given_pairs(how, store.num_nodes)
     else:
@@ -163,10 +163,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         for column in EDGE_COLUMNS:
             if getattr(store, column, None) is not None:
                 setattr(graph, column, getattr(store, column)[keep])
-    if edge_type is None:
-        left = Edges(graph.indptr, graph.indices)
-    else:
-        left = Edges(*lists_of(graph, of_type(graph, edge_type)))
+    left = edges_of(graph, edge_type)
     if "train" not in pairs:
         pairs["train"] = turned(*positives(left), seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
@@ -193,9 +190,11 @@ def check_graph(store):
         raise DamagedGraph(f"indices holds {low if low < 0 else high}: node ids lie in [0, {V})")
 
 
-def of_type(graph, edge_type):
-    """Which edges of a graph are of a type, bool [M]."""
-    return graph.edge_type.to(torch.int32) == edge_type
+def edges_of(graph, edge_type):
+    """The `Edges` of a type in a graph, or all with None."""
+    if edge_type is None:
+        return Edges(graph.indptr, graph.indices)
+    return Edges(*lists_of(graph, graph.edge_type.to(torch.int32) == edge_type))
 
 
 def lists_of(graph, keep):
