@@ -22,6 +22,7 @@ relabelling (`relabel_outer=False`). native/sampler_cpu.py says how the passes o
 
 import functools
 import warnings
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -296,7 +297,10 @@ def _as_signed(types):
 
 def _numbers(k):
     """A fanout: int, or list of int, one for each type."""
-    return [int(number) for number in k] if isinstance(k, list | tuple) else int(k)
+    try:
+        return [*map(index, k)] if isinstance(k, list | tuple) else index(k)
+    except TypeError as error:
+        raise TypeError(f"fanouts has {k!r}: whole numbers are needed") from error
 
 
 def _check_types(fanouts, edge_type, by_type, times, backend):

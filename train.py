@@ -275,10 +275,13 @@ def train_many(ranks, args, path):
             return code
         exact.append({name: score for name, score in scores.items() if score is not None})
         path = None  # with another split the next seed may have another store
-    columns = {name: [scores[name] for scores in exact] for name in exact[0]}
+    names = dict.fromkeys(name for scores in exact for name in scores)  # a split may lack a part
+    columns = {name: [scores[name] for scores in exact if name in scores] for name in names}
     mean = {name: statistics.mean(values) for name, values in columns.items()}
-    std = {name: statistics.stdev(values) for name, values in columns.items()}
-    line = "  ".join(f"{name} {100 * mean[name]:.2f} +- {100 * std[name]:.2f}%" for name in mean)
+    std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
+    words = {name: "" if std[name] is None else f" +- {100 * std[name]:.2f}%" for name in names}
+    words |= {n: f"{words[n]} of {len(v)}" for n, v in columns.items() if len(v) < args.runs}
+    line = "  ".join(f"{name} {100 * mean[name]:.2f}{words[name]}" for name in names)
     figures = {"runs": args.runs, "mean": mean, "std": std}
     report = Report(ranks, flags.changed(args, tensorboard=None))
     report.tell(f"exact {title} over {args.runs} seeds  {line}", figures)

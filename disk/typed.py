@@ -46,8 +46,10 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     node_types, times = dict(zip(node_types, counts)), columns.pop("node_time", {})
     if not edge_index:
         raise StoreError("edge_index is empty: there are no types of edges")
-    if bad := [n for n in (*node_types, *map(_name, edge_index)) if not n.isprintable()]:
-        raise StoreError(f"the type {bad[0]!r} has no printable name")
+    words = [*node_types, *(word for kind in edge_index for word in _parts(kind))]
+    if bad := [word for word in words if not _is_name(word)]:
+        needed = "a printable text without a comma is needed"
+        raise StoreError(f"the type {bad[0]!r} has no name: {needed}")
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
     for what, of in {"features": features, "labels": labels, "node_time": times}.items():
@@ -72,6 +74,7 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
     spread = functools.partial(_spread, first, node_types)
     if times:
+        times = {k: integers(f"node_time of {k}", t) for k, t in times.items()}
         latest = max((int(np.max(t)) for t in times.values() if len(t)), default=0)
         graph["node_time"] = spread("node_time", times, latest)
     if labels:
@@ -84,11 +87,20 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     return graph
 
 
-def _name(kind):
-    """The name of a type of edges, a triple."""
+def _parts(kind):
+    """A type of edges, checked to be a triple."""
     if not isinstance(kind, tuple) or len(kind) != 3:
         raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
-    return ",".join(map(str, kind))
+    return kind
+
+
+def _is_name(word):
+    return isinstance(word, str) and word.isprintable() and word and "," not in word
+
+
+def _name(kind):
+    """The name of a type of edges, a triple."""
+    return ",".join(_parts(kind))
 
 
 def _check_columns(columns, edges):
@@ -101,6 +113,10 @@ def _check_columns(columns, edges):
             if (count := len(array_like(name, of[kind]))) != pairs.shape[1]:
                 needed = f"{pairs.shape[1]} are needed, one for each edge"
                 raise StoreError(f"{name} of {_name(kind)} has {count} rows: {needed}")
+        shapes = {kind: tuple(array_like(name, values).shape[1:]) for kind, values in of.items()}
+        if len(set(shapes.values())) > 1:
+            found = ", ".join(f"{_name(kind)} {list(shape)}" for kind, shape in shapes.items())
+            raise StoreError(f"{name} has rows of different widths by type: {found}; fill them up")
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:

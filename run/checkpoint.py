@@ -50,6 +50,7 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     names = *TASKS[args.task].widths, "edge_types"
     graph = {name: store.meta.get(name, 0) for name in names}
+    graph["several"] = getattr(store, "several", None)
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -143,6 +144,8 @@ def check_state(state):
     check_flags(flags)
     for name in ("num_edge_types", "node_types", "edge_types"):  # as above
         graph.setdefault(name, 0)
+    if graph.setdefault("several", None) not in (None, True, False):
+        raise ValueError("whether nodes have several labels is not told by true or false")
     types = graph["node_types"] or []
     if not all(type(name) is str and name.isprintable() for name, _, _ in types):
         raise ValueError("a type of nodes in it has no printable name")
@@ -276,6 +279,11 @@ def check_graph(state, path, args, task):
             raise StoreError(f"{trained}, {store.path} has {there}")
         if lenient:
             setattr(store, name, was)
+    if (was := graph["several"]) is not None:
+        if store.labelled and store.several != was:
+            labels = "several labels" if was else "one label"
+            raise StoreError(f"checkpoint {path} is of {labels} a node, {store.path} has others")
+        store.several = was
     there, was = store.meta.get("edge_types"), graph["edge_types"]
     if there and was and "num_edge_types" in task.compared(args) and was[: len(there)] != there:
         order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"

@@ -28,7 +28,7 @@ def check_scores(scores, what="scores"):
 
 
 def score(metric, logits, y):
-    """A figure from 0 to 1 for logits [n, C]; None without examples.
+    """A figure from 0 to 1 for logits [n, C]; None without examples, and for a ROC-AUC of examples of one class.
 
     Args:
         metric: "accuracy": the share of right classes, of several labels a node the share of right entries. "f1": of
@@ -45,7 +45,8 @@ def score(metric, logits, y):
         return None
     check_scores(logits)
     if metric == "roc_auc":
-        return mean_roc_auc(logits, y)
+        value = mean_roc_auc(logits, y)
+        return None if math.isnan(value) else value
     found = logits.argmax(1) if y.dim() == 1 else logits > 0
     return (found == y).double().mean().item() if metric == "accuracy" else f1(found, y)
 

@@ -11,7 +11,7 @@ from sources.prepare import prepare
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.graph import Regressor
-from tests.common import _log, _run_here, _store, _train
+from tests.common import _graph, _log, _run_here, _store, _train
 from tests.stores import _graphs, _refuses, _save_npz
 
 
@@ -117,6 +117,7 @@ def test_metrics_are_what_their_definitions_say():
     assert metrics.ranking(torch.tensor([1.0, 2, 10, 20])) == near(expected)
     assert metrics.score("f1", logits[:0], y[:0]) is None
     assert math.isnan(metrics.roc_auc(logits[:, 0], torch.ones(n)))
+    assert metrics.score("roc_auc", logits, y * 0) is None  # of one class
 
 
 def test_train_several_labels_a_node(tmp_path):
@@ -152,6 +153,14 @@ def test_train_several_labels_a_node(tmp_path):
     scores = np.load(tmp_path / "s.npy")
     assert scores.dtype == np.float32 and ((scores > 0.5) == found.numpy()).all()
     assert 0 < scores.min() < scores.max() < 1
+    # of a graph without labels the same; with one label a node it is another task
+    unlabelled = {name: arrays[name] for name in ("edge_index", "features")}
+    for name, labels in (("none", {}), ("plain", {"labels": y[:, 0], "split": split})):
+        build_store(tmp_path / name, **unlabelled, **labels, symmetrize=True)
+    again = f"--resume {one}.pt --predict {tmp_path}/n.npy --predict-what scores --gpus 0"
+    _train(f"{again} --dataset {tmp_path}/none")
+    assert np.array_equal(np.load(tmp_path / "n.npy"), scores)
+    assert "is of several labels a node, " in _train(f"{again} --dataset {tmp_path}/plain", code=2)
     words = f"{common} --epochs 2 --batch-size 60 --metric roc_auc --log {tmp_path}/auc"
     _train(words, f"--predict {tmp_path}/l.npy --predict-what logits")
     expected = metrics.score("roc_auc", torch.from_numpy(np.load(tmp_path / "l.npy"))[test], right)
@@ -171,6 +180,21 @@ def test_train_by_another_metric(metric, tiny, tmp_path):
     for part, nodes in graph.split.items():
         expected = metrics.score(metric, scores[nodes].log(), graph.labels[nodes])
         assert log[-1]["exact"][part] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_roc_auc_that_is_not_defined(tmp_path):
+    """In validation it is refused before anything is trained; in another part it is not there."""
+    graph = _graph(num_nodes=60, classes=2)
+    one = np.flatnonzero(np.asarray(graph["labels"]) == 1)
+    same, rest = one[-9:], np.setdiff1d(np.arange(60), one[-9:])
+    for name, valid, test in (("bad", same, rest[:20]), ("good", rest[:20], same)):
+        split = {"train": rest[20:], "valid": valid, "test": test}
+        build_store(tmp_path / name, **(graph | {"split": split}))
+    words = "--fanout 2 --epochs 1 --gpus 0 --metric roc_auc"
+    words += f" --log {tmp_path}/log --dataset {tmp_path}"
+    assert "the validation nodes of" in _train(f"{words}/bad", code=2)
+    _train(f"{words}/good --runs 2")
+    assert _log(tmp_path / "log")[-1]["mean"].keys() == {"train", "valid"}
 
 
 def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):

@@ -236,6 +236,17 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     assert train.main([*common, str(path), "--split", "2"]) == 0
     said = capsys.readouterr().out
     assert "split   number 2 of 3" in said and "train 30 /" in said
+    masks = {
+        f"{part}_mask": np.stack([_mask(ids)] * 3, 1)
+        for part, ids in (("train", first[0]), ("val", test))
+    }
+    masks["val_mask"][:, 1] = False  # of one split
+    _save_npz(tmp_path / "part.npz", **masks, test_idx=np.stack([valid[0]] * 3))
+    assert (
+        train.main([*common, str(tmp_path / "part.npz"), "--root", str(tmp_path), "--runs", "3"])
+        == 0
+    )
+    assert re.search(r"over 3 seeds .*valid [0-9.]+ \+- [0-9.]+% of 2", capsys.readouterr().out)
     one = build_store(tmp_path / "one", **_graph())
     for graph, number, said in ((path, 3, "split 3 is out of"), (one, 0, "--split 0 has no eff")):
         with pytest.raises(SystemExit):

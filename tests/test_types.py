@@ -197,6 +197,7 @@ def test_samplers_of_types_refuse():
         ("numbers by type need edge_type", [[3, 2]], {}),
         ("edge_type has 5 types, one number for each", [[3, 2]], typed),
         ("give one number for each hop, positive or -1", [[3, 2, 1, 1, -2]], typed),
+        ("fanouts has .3, 2.5.: whole numbers", [[3, 2.5]], typed),
         ("-1 .all. is not for replace", [[3, 2, 1, 1, -1]], {**typed, "replace": True}),
         ("edge_type decreases within the list of node", [3], {"edge_type": kind.flip(0)}),
         ("backend 'dgl' has no edge_type", [3], {**typed, "backend": "dgl"}),
@@ -426,6 +427,10 @@ def _reverse(start):
     return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
 
 
+UNEVEN = {
+    kind: np.ones((len(pairs[0]), 2 + i))
+    for i, (kind, pairs) in enumerate(_typed()["edge_index"].items())
+}
 REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("edge_type is not for a graph that is given by type", {"edge_type": [0]}),
     ("node_names is not for a graph that is given by type", {"node_names": ["a"] * 87}),
@@ -443,7 +448,11 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     (r"a mask of shape \[30\], not \[50\]", {"split": {"train": np.ones(30, bool)}}),
     ("split 'train' has dtype float64", {"split": {"train": [0.5]}}),
     ("author,writes,paper has 91 rows: 90", {"edge_weight": {k: np.ones(91) for k in ENDS}}),
-    ("has no printable name", {"node_types": {**COUNTS, "a\x1b": 3}}),
+    ("has no name: a printable text", {"node_types": {**COUNTS, "a\x1b": 3}}),
+    ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
+    ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
+    ("node_time of paper has dtype float64", {"node_time": {"paper": np.full(50, np.nan)}}),
+    ("edge_features has rows of different widths by type: author,", {"edge_features": UNEVEN}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
     ("edges place,rev_at,author are there already", _reverse("place")),
 ]
