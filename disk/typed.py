@@ -46,10 +46,7 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     node_types, times = dict(zip(node_types, counts)), columns.pop("node_time", {})
     if not edge_index:
         raise StoreError("edge_index is empty: there are no types of edges")
-    words = [*node_types, *(word for kind in edge_index for word in _parts(kind))]
-    if bad := [word for word in words if not _is_name(word)]:
-        needed = "a printable text without a comma is needed"
-        raise StoreError(f"the type {bad[0]!r} has no name: {needed}")
+    _check_names(node_types, edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
     for what, of in {"features": features, "labels": labels, "node_time": times}.items():
@@ -94,8 +91,12 @@ def _parts(kind):
     return kind
 
 
-def _is_name(word):
-    return isinstance(word, str) and word.isprintable() and word and "," not in word
+def _check_names(node_types, edge_index):
+    """Raise StoreError for a type that cannot be called by its name."""
+    for word in (*node_types, *(part for kind in edge_index for part in _parts(kind))):
+        if not isinstance(word, str) or not word.isprintable() or not word or "," in word:
+            needed = "a printable text without a comma is needed"
+            raise StoreError(f"the type {word!r} has no name: {needed}")
 
 
 def _name(kind):
