@@ -279,7 +279,7 @@ def train_many(ranks, args, path):
     columns = {name: [scores[name] for scores in exact if name in scores] for name in names}
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    words = {name: "" if std[name] is None else f" +- {100 * std[name]:.2f}%" for name in names}
+    words = {name: "%" if std[name] is None else f" +- {100 * std[name]:.2f}%" for name in names}
     words |= {n: f"{words[n]} of {len(v)}" for n, v in columns.items() if len(v) < args.runs}
     line = "  ".join(f"{name} {100 * mean[name]:.2f}{words[name]}" for name in names)
     figures = {"runs": args.runs, "mean": mean, "std": std}

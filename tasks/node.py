@@ -28,17 +28,14 @@ class NodeTask(Task):
             raise StoreError(f"{path} has no labels to learn from: {instead}")
         choose_split(store, args.split, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        store.several = (
-            store.labels.dim() == 2
-        )  # labels of a node; a checkpoint's, where this graph has none
+        # labels of a node; the checkpoint says so for a graph without any
+        store.several = store.labels.dim() == 2
         self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")
         self.title = self.metric.replace("_", " ")
         valid = store.labels[store.split["valid"]]
         ranked = self.metric == "roc_auc" and args.trains and len(valid)
         if ranked and score("roc_auc", torch.zeros(len(valid), store.num_classes), valid) is None:
-            raise StoreError(
-                f"--metric {self.metric}: the validation nodes of {path} are of one class"
-            )
+            raise StoreError(f"--metric roc_auc: the validation nodes of {path} are of one class")
 
     @staticmethod
     def network(args, widths, own=None):

@@ -268,10 +268,14 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20)])
+@pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20), (1, 257)])
 def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
     rng, S, N, D = np.random.default_rng(16), 30, 50, heads * width
-    near = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=5e-2, atol=1e-1)
+    near = (
+        dict(rtol=1e-4, atol=1e-5)
+        if dtype == torch.float32
+        else dict(rtol=5e-2, atol=max(1e-1, width / 500))
+    )
     indptr, indices = _layer_block(rng, S, N, torch.int32)
     nodes = torch.from_numpy(rng.permutation(900)[:S]).int()
     rows = torch.from_numpy(rng.permutation(N)[:S]).int()
