@@ -59,7 +59,7 @@ model
 --dropout | P = 0.5 | probability after each inner layer and of gat's attention
 --input-dropout | P = 0 | probability of the features (default: 0)
 links
---edge-split | A/B/C = 85/5/10 | percent of edges to train, validate and test on, drawn by --seed; time:A/B/C by their time; none: train on all; or FILE.npz with valid and test [n, 2]
+--edge-split | A/B/C = 85/5/10 | percent of edges to train, validate and test on, drawn by --seed; time:A/B/C by time; none: train on all; FILE.npz with valid, test [n, 2]
 --edge-type | TYPE | predict edges of this type, such as user,buys,item (default: all)
 --scorer | dot distmult mlp | of two embeddings
 --negatives | N = 1 | drawn for each training edge, none an edge
