@@ -80,6 +80,7 @@ def _in_fork(output, cwd, function, args):
     # its own is a semaphore of the system, which a kill would leave
     tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
+    torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
     spawn = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(spawn, start_method="fork")
     try:
