@@ -193,7 +193,7 @@ def build(
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
         path: directory of the store.
-        features, labels: [V, F] and [V] instead of the graph's; for tables of edges the files of such tables.
+        features, labels: [V, F] and [V] instead of the graph's, of one type of nodes; for tables of edges the files of such tables.
         split: dict of node ids or masks instead of the graph's, for tables of files of ids; or the number, from 0, of
             the one of the graph's splits that is kept.
         ignore: names of arrays to do without.
@@ -221,6 +221,8 @@ def build(
         idle, why = columns, "weights, times and edge_features are for tables"
     elif npz:
         idle, why = own, "it holds features, labels and split itself"
+    elif not is_file and len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1:
+        idle, why = own, "nodes of several types hold features, labels and split themselves"
     else:
         idle, why = given if tables else {}, "tables have no parameters"
     if idle:

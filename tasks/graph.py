@@ -13,7 +13,7 @@ from disk.files import StoreError
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from sources.splits import say_empty_parts
-from tasks.metrics import binary_cross_entropy, errors, roc_auc
+from tasks.metrics import binary_cross_entropy, errors, score
 from tasks.task import LINK_FLAGS, Task
 
 
@@ -176,7 +176,8 @@ class GraphTask(Task):
             y.append(batch.y.float().cpu())
         output, y = torch.cat(output), torch.cat(y)
         if self.binary:
-            return {"roc_auc": roc_auc(output.flatten(), y.flatten())}
+            found = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
+            return None if found is None else {"roc_auc": found}
         return errors(output, y, self.mean)
 
     def validate(self, run):

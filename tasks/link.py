@@ -339,13 +339,10 @@ class Negatives:
                 draws = which[places] + attempt * count
                 node[places] = self._node(key, numbers[places], draws, low, high)
             else:
-                following = (
-                    node[places] + 1
-                )  # of the type, then, if the source has an edge to all these, of any
-                of_type = low + (following - low) % (high - low)
-                node[places] = torch.where(
-                    attempt < TRIES + high - low, of_type, following % self.num_nodes
-                )
+                # those of the type in turn, then, if the source has an edge to each, all nodes
+                tried, after = attempt < TRIES + high - low, node[places] + 1
+                of_type = low + (after - low) % (high - low)
+                node[places] = torch.where(tried, of_type, after % self.num_nodes)
             bad[places] = self._bad(source[places], node[places])
         why = f"node {int(source[bad][0])} has an edge to every node"
         raise StoreError(f"{why}, so it has no negative: --unchecked-negatives takes any")
@@ -467,8 +464,8 @@ class Evaluation:
     same source, ROC-AUC and average precision against as many random pairs without an edge.
 
     A pair is ranked against all nodes of its destination's type where there are at most SMALL nodes, leaving out other
-    edges of the source, else against RANKED_AGAINST fixed ones; of equal scores the mean rank counts. Negatives are checked against the whole
-    graph and are the same in every run. Of more than MOST pairs the first are taken.
+    edges of the source, else against RANKED_AGAINST fixed ones; of equal scores the mean rank counts. Negatives are
+    checked against the whole graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
     against fixed nodes in any graph, and of more than MOST_TIMED the first are taken. graph: of `split_edges`.
@@ -531,9 +528,10 @@ class Evaluation:
                 sums = scores.sum(1)
                 own = scores.gather(1, destination.unsqueeze(1))
                 scores[self._known(source)] = -torch.inf
-                first, end = (ids.unsqueeze(1) for ids in self.negatives.same_type(destination))
-                node = torch.arange(len(h))
-                scores[(node < first) | (node >= end)] = -torch.inf
+                if len(self.negatives.ends) > 2:  # of several types
+                    first, end = (n.unsqueeze(1) for n in self.negatives.same_type(destination))
+                    node = torch.arange(len(h))
+                    scores[(node < first) | (node >= end)] = -torch.inf
                 scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
             else:
                 own = scorer(h[source], h[destination]).unsqueeze(1)

@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 14070,
     "lines of C and CUDA": 2140,
     "lines of bench": 2700,
-    "lines of tests": 11850,
+    "lines of tests": 11860,
     "lines of README": 200,
     "longest file": 1045,
     "functions above 60 lines": 3,

@@ -390,6 +390,9 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     for kind, edges in given["edge_index"].items():
         pyg[kind].edge_index = torch.from_numpy(edges)
     sources["pyg"] = pyg
+    said = "nodes of several types hold features, labels and split themselves"
+    for source in (sources["dgl"], pyg):
+        _refuses(said, prepare.build, source, tmp_path / "no", split={"train": [0]})
     reference = GraphStore.open(build_store(tmp_path / "g", **given, drop_duplicates=True))
     for name, source in sources.items():
         graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
