@@ -33,6 +33,7 @@
 template <class T> struct ALIGN(4 * sizeof(T)) vector_t {
   T x[COLUMNS];
   __device__ T &operator[](int q) { return x[q]; }
+  __device__ T operator[](int q) const { return x[q]; }
 };
 typedef vector_t<float> floats_t, wide_t;
 typedef vector_t<int> ints_t, wide_ints_t;

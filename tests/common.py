@@ -299,6 +299,29 @@ class _EmulatedKernels:
         return nullcontext()
 
 
+def _cuda_resources(source, arch, folder):
+    """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
+    try:
+        log = build.compile_cuda(source, arch, ["--ptxas-options=-v"])[1]
+    except OSError:
+        if not shutil.which("nvcc"):
+            pytest.skip("neither NVRTC nor nvcc is installed")
+        Path(folder, "kernels.cu").write_text(source)
+        # 177: unused functions
+        options = ["-Xptxas", "-v", "-Werror", "all-warnings", "-diag-suppress", "177"]
+        command = ["nvcc", "-cubin", f"-arch={arch}", *options, "-o", "kernels.cubin", "kernels.cu"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        log = done.stderr
+    pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
+    found = {
+        name: tuple(map(int, (used, stack, spilled)))
+        for name, stack, spilled, used in re.findall(pattern, log, re.DOTALL)
+    }
+    assert found.keys() == build.signatures(source).keys()
+    return found
+
+
 def _emulated(s, folder, seed=0, checked=False):
     """Put the CUDA backend on emulated kernels into a sampler of a graph in host memory -> the backend."""
     if not shutil.which("cc"):

@@ -15,9 +15,9 @@ HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
     "lines of product Python": 14070,
-    "lines of C and CUDA": 2140,
+    "lines of C and CUDA": 2141,
     "lines of bench": 2700,
-    "lines of tests": 11860,
+    "lines of tests": 11875,
     "lines of README": 200,
     "longest file": 1045,
     "functions above 60 lines": 3,

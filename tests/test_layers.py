@@ -17,7 +17,7 @@ from model import GNN
 from native import build
 from native import layers as fused
 from sampler import NeighborSampler
-from tests.common import _EmulatedKernels, _mix, _random_graph
+from tests.common import _cuda_resources, _EmulatedKernels, _mix, _random_graph
 
 
 def _layers_on_gpu():
@@ -135,6 +135,15 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
                 assert torch.equal(all_rows[: len(ours)], ours)
             padded[0] = padded[0][:, width:]  # the means
             assert not any(t[len(ours) :].any() for ours, t in zip(results[0], padded))
+
+
+@pytest.mark.parametrize("ids", ["int", "i64"])
+@pytest.mark.parametrize("rows", ["float", "bf16"])
+def test_cuda_layers_are_a_program_for_nvrtc(ids, rows, tmp_path):
+    """What a C compiler takes, which the other tests ask, may be none for a C++ compiler."""
+    for made in ("float", "bf16"):
+        text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
+        assert "self_and_mean_grad" in _cuda_resources(text, "sm_90", tmp_path)
 
 
 def _behind(rows, tensor):

@@ -26,7 +26,18 @@ import sampler
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import Block, NeighborSampler
-from tests.common import HERE, _as_lists, _dgl, _emulated, _end, _fork, _frame, _mix, _random_graph
+from tests.common import (
+    HERE,
+    _as_lists,
+    _cuda_resources,
+    _dgl,
+    _emulated,
+    _end,
+    _fork,
+    _frame,
+    _mix,
+    _random_graph,
+)
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
@@ -492,29 +503,6 @@ def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert build.load_cuda("a test", source + "\n", torch.device("cuda", 0)) is None
-
-
-def _cuda_resources(source, arch, folder):
-    """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
-    try:
-        log = build.compile_cuda(source, arch, ["--ptxas-options=-v"])[1]
-    except OSError:
-        if not shutil.which("nvcc"):
-            pytest.skip("neither NVRTC nor nvcc is installed")
-        Path(folder, "kernels.cu").write_text(source)
-        # 177: unused functions
-        options = ["-Xptxas", "-v", "-Werror", "all-warnings", "-diag-suppress", "177"]
-        command = ["nvcc", "-cubin", f"-arch={arch}", *options, "-o", "kernels.cubin", "kernels.cu"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        log = done.stderr
-    pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
-    found = {
-        name: tuple(map(int, (used, stack, spilled)))
-        for name, stack, spilled, used in re.findall(pattern, log, re.DOTALL)
-    }
-    assert found.keys() == build.signatures(source).keys()
-    return found
 
 
 @pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
