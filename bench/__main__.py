@@ -11,6 +11,7 @@
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
     python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
     python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
+    python -m bench roofline                     # the least time that a step's kernels take on an H100, an H200; without one
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
@@ -36,7 +37,7 @@ from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS
-NAMES = "sampler step store inference accuracy mag gpu attack picture"
+NAMES = "sampler step store inference accuracy mag roofline gpu attack picture"
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in NAMES.split()} | {"layers": "inference"}
 MODULES |= {"link": "step", "scaling": "step", "labor": "accuracy", "types": "accuracy"}

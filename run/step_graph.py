@@ -156,6 +156,24 @@ def reason(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
+def static_room(sampler, nodes, args, first_hop):
+    """Seeds of the first batch of a run, and (rows, places) of `Backend.frame` for batches like its first ones; with
+    `first_hop`, as the ring's, without the outermost hop."""
+    generator = torch.Generator().manual_seed(args.seed)
+    order = nodes[torch.randperm(nodes.numel(), generator=generator)]
+    batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - first_hop
+    most = [[0, 0] for _ in range(hops)]
+    for step, seeds in enumerate(batches):
+        blocks = sampler.sample(seeds, step, relabel_outer=not first_hop)
+        for sizes, block in zip(most, blocks[::-1]):
+            sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
+    rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
+    some_more = lambda n, bound: min(bound, -(-(n + n // 16) // 256) * 256)  # noqa: E731
+    for hop, (N, E) in enumerate(most):
+        rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])
+    return batches[0], (rows[: hops + 1], places[:hops])
+
+
 class Slot:
     """Static memory of a batch in flight, and its two graphs.
 
@@ -216,7 +234,7 @@ class StepGraphs:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the number in `weight`
-        seeds, room = self._measure(run.store.split["train"], args)
+        seeds, room = static_room(sampler, run.store.split["train"], args, self.first_hop)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
@@ -238,22 +256,6 @@ class StepGraphs:
             how = f"{why}; their kernels are launched one by one,"
         how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
         self.said = f"{how}; larger batches are taken without"
-
-    def _measure(self, nodes, args):
-        """Seeds of the first batch, and (rows, places) of `Backend.frame` for batches like the first of a run."""
-        generator = torch.Generator().manual_seed(args.seed)
-        order = nodes[torch.randperm(nodes.numel(), generator=generator)]
-        batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - self.first_hop
-        most = [[0, 0] for _ in range(hops)]
-        for step, seeds in enumerate(batches):
-            blocks = self._blocks(seeds, step)
-            for sizes, block in zip(most, blocks[::-1]):
-                sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
-        rows, places = self.sampler.engine.shapes(min(args.batch_size, nodes.numel()))
-        some_more = lambda n, bound: min(bound, -(-(n + n // 16) // 256) * 256)  # noqa: E731
-        for hop, (N, E) in enumerate(most):
-            rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])
-        return batches[0], (rows[: hops + 1], places[:hops])
 
     def _blocks(self, seeds, step):
         """A batch in its own shapes."""

@@ -96,6 +96,21 @@ def test_bench_inference_equals_dgls_loop(tmp_path):
         assert len(figures["contenders"]) == 4 and max(figures["logits_apart"].values()) < 1e-3
 
 
+def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
+    """Every byte of a product, a sum that adds up, and as many launches as the emulated GPU takes for these hops."""
+    words = f"roofline --dataset {TINY} --fanout 4,3 --batch-size 32"
+    for name, rows in _bench(words, tmp_path / "r.json")["kernels"].items():
+        *parts, whole = rows.values()
+        size, most = {"tf32": 4, "bf16": 2}[name], 0
+        for kernel, row in rows.items():
+            if kernel.startswith("product"):
+                m, k, n = (int(x.replace(",", "")) for x in kernel[8:].split(" x "))
+                most = size * (m * k + k * n + m * n + n)  # with a bias
+                assert round(1e6 * row["MB"] / row["launches"]) in (most, most - size * n)
+        assert most and whole["MB"] == pytest.approx(sum(row["MB"] for row in parts))
+        assert rows["pick_aggregate"]["launches"] == 1 and whole["launches"] < 70
+
+
 def test_bench_accuracy_trains_and_cuts_graphs(tmp_path, monkeypatch, capsys):
     """Two components of three and two nodes and one alone: the largest is kept."""
     words = {"feat_indptr": [0, 1, 3, 3, 4, 5, 6], "feat_indices": [0, 1, 2, 3, 0, 1]}

@@ -16,8 +16,8 @@ HERE = Path(__file__).resolve().parents[1]
 LIMITS = {
     "lines of product Python": 14070,
     "lines of C and CUDA": 2141,
-    "lines of bench": 2700,
-    "lines of tests": 11875,
+    "lines of bench": 2895,
+    "lines of tests": 11890,
     "lines of README": 200,
     "longest file": 1045,
     "functions above 60 lines": 3,

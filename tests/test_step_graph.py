@@ -153,15 +153,15 @@ def _small_run(folder, net, labels, x, **law):
     return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2)
 
 
-_MEASURE = step_graph.StepGraphs._measure
+_STATIC_ROOM = step_graph.static_room
 
 
-def _no_more_than_the_smallest(self, nodes, args):
-    """StepGraphs._measure, for as many edges as the smallest of a few batches has."""
-    _, (rows, _) = _MEASURE(self, nodes, args)
+def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
+    """static_room, for as many edges as the smallest of a few batches has."""
+    _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
 
     def draw(seeds):
-        blocks = self._blocks(seeds, 0)[self.first_hop :]
+        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[first_hop:]
         return [block.num_edges for block in blocks[::-1]]
 
     seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
@@ -224,7 +224,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
     x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if tight:
-        monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+        monkeypatch.setattr(step_graph, "static_room", _no_more_than_the_smallest)
     if refused:
         graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
@@ -297,7 +297,7 @@ def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monke
 
 # where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without
 _FAILING = [
-    (step_graph.StepGraphs, "_measure", 0, False),
+    (step_graph, "static_room", 0, False),
     (step_graph.Slot, "__init__", 1, False),
     (step_graph.StepGraphs, "_compute", 0, False),
     (step_graph.StepGraphs, "_compute", 2, False),
@@ -701,7 +701,7 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, 
     monkeypatch.setattr(torch.cuda, "Event", order.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: order.current)
     monkeypatch.setattr(torch.cuda, "set_stream", order.set_stream)
-    monkeypatch.setattr(step_graph.StepGraphs, "_measure", _no_more_than_the_smallest)
+    monkeypatch.setattr(step_graph, "static_room", _no_more_than_the_smallest)
     net = _net(conv, (20, 8, 5), dropout=0.5)
     for p in net.parameters():
         p.data = order.gpu(p.data)

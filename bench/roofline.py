@@ -1,0 +1,191 @@
+"""python -m bench roofline: the least time that each kernel of a training step can take on a GPU, by bytes and products.
+
+No GPU is needed. The step of run/step_graph.py is taken on the CPU in the shapes of real batches, padded as there; our
+kernels only note what they are launched with, operations of torch what they read and write. A table larger than the L2
+cache whose rows are gathered counts a row for each edge, any other tensor counts once. What stays in the cache between
+two kernels is counted all the same: small kernels can be faster than this.
+"""
+
+import contextlib
+import functools
+import types
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.step import network
+from bench.tools import opened, print_table
+from features import FeatureRing
+from model import cross_entropy, gather_rows, self_and_mean
+from native import build, layers, sampler_gpu
+from run import step_graph
+from run.adam import Adam
+from sampler import NeighborSampler
+
+# bytes and products (TF32, bf16) a second of NVIDIA's data sheets, SXM, without sparsity
+GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
+IN_ORDER, GATHERED = 0.9, 0.85  # shares of the bandwidth that kernels reach
+CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what is read where 4 are wanted
+PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # which argument has the rows
+# by kernel: the table whose rows its edges ask for
+TABLES = dict.fromkeys(("self_and_mean", "max_neighbours", "edge_sums"), "h")
+TABLES |= dict.fromkeys(
+    ("self_and_mean_grad", "max_neighbours_grad", "attention_source_grad"), "grad"
+)
+TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad", "target_grad")}
+TABLES |= {"gather_rows": "table", "pick_aggregate": "features"}
+# of sampler.cu by kernel: bytes for each row, for each edge, and how often an edge asks the table of nodes
+DRAWS = {
+    "begin": (64, 0, 0),
+    "pick": (2 * SECTOR + 20, SECTOR + 4, 2),
+    "claim": (0, SECTOR + 12, 2),
+    "mark": (0, 5, 1),
+    "number": (2 * SECTOR + 16, 8, 0),
+    "finish": (0, 8, 2),
+}
+
+
+class Costs(TorchDispatchMode):
+    """What kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, products]}."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.listed = {}, {}
+
+    def add(self, name, in_order, gathered=0, products=0):
+        row = self.rows.setdefault(name, [0, 0, 0, 0])
+        row[:] = [a + b for a, b in zip(row, (1, in_order, gathered, products))]
+
+    def __torch_dispatch__(self, func, _, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        given, made = (
+            [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (args, out)
+        )
+        places = {t.untyped_storage().data_ptr() for t in given}
+        view = made and all(t.untyped_storage().data_ptr() in places for t in made)
+        if "empty" in name or view and not func._schema.is_mutable:
+            return out
+        if name == "index_select":
+            self.add(name, size(made), size(made) + size(given[1:]))
+        elif name in PRODUCTS:
+            (m, n), k = made[0].shape, args[PRODUCTS[name]].shape[1]
+            self.add(f"product {m:,} x {k:,} x {n:,}", size(given + made), 0, 2 * m * n * k)
+        else:  # what is changed in place is read and written
+            changed = [a for a, s in zip(args, func._schema.arguments) if s.alias_info]
+            self.add(name, size(given) + size(tree_leaves(changed) if changed else made))
+        return out
+
+
+def size(tensors):
+    """Bytes of memory behind tensors."""
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors if t is not None)
+
+
+class Noted:
+    """build.Kernels whose launches only note what they would cost."""
+
+    def __init__(self, costs, source):
+        self.costs, self.signatures = costs, build.signatures(source)
+
+    def prepare(self, kernel, *values):
+        return lambda threads, stream: self.run(kernel, threads, *values)
+
+    def run(self, kernel, threads, *values):
+        """Note a launch."""
+        given, costs = dict(zip((name for _, name in self.signatures[kernel]), values)), self.costs
+        if kernel.startswith("list_"):
+            costs.listed |= {name: given[name] for name in "NE" if name in given}
+        if "b" in given and kernel != "pick_aggregate":
+            costs.add(kernel, *drawn(kernel, **given))
+            return
+        in_order, gathered, listed = 0, 0, costs.listed
+        rows = given.get("n", listed.get("E", 0))
+        rows = given["indices"].numel() if "indices" in given else rows
+        if "b" in given:  # neighbours are drawn here, and rows of the destinations read as well
+            hop = given["h"]
+            gathered, rows = SECTOR * hop.rows * (2 + hop.k), hop.rows * (1 + hop.k)
+        for c_type, name in self.signatures[kernel]:
+            value = given[name]
+            if isinstance(value, torch.Tensor):
+                far = TABLES.get(kernel) == name and value.nbytes > CACHE
+                gathered += far * rows * (value.nbytes // len(value))
+                in_order += (not far) * value.nbytes
+            elif "*" in c_type and value:  # of layers.Lists
+                in_order += 4 * listed.get("N" if name in ("start", "size") else "E", 0)
+        costs.add(kernel, in_order, gathered)
+
+    def stream(self):
+        return 0
+
+    def current(self):
+        return contextlib.nullcontext()
+
+
+def drawn(kernel, b, h=None, end=0, **_):
+    """Bytes (in order, gathered) of a kernel of sampler.cu."""
+    of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
+    rows, edges = (h.rows, h.places) if h else (0, end)
+    table = 2 * SECTOR if 4 * b.V > CACHE else 0  # read and written
+    return of_row * rows, (of_edge + asked * table) * edges
+
+
+def step_costs(args, store, dtype):
+    """What a step costs with features and activations of this dtype -> Costs."""
+    costs, settings = Costs(), types.SimpleNamespace(**vars(args), input_dropout=0)
+    bf16 = dtype == torch.bfloat16
+    sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
+    compiled = lambda name, source: Noted(costs, source)  # noqa: E731
+    backend = sampler_gpu.Backend(sampler.engine.task, args.fanout, 0, compiled)
+    sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend)
+    in_place = self_and_mean if step_graph.averages_in_place(settings, dtype) else None
+    features = store.features.tensor.to(dtype)
+    options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
+    ring = FeatureRing(features, store.labels, **options)
+    net = network(args, store, None, 0.5)
+    optimizer = Adam(net.parameters(), lr=0.003, fused=True)
+    _, room = step_graph.static_room(sampler, store.split["train"], settings, ring.first_hop)
+
+    @functools.cache
+    def load(ids, source, target, device):
+        kinds = {"ID": layers.IDS[ids], "IN": layers.TYPES[source], "OUT": layers.TYPES[target]}
+        return layers.Code(Noted(costs, build.read_source("layers.cu", **kinds)))
+
+    with (
+        patch.object(layers, "load", load),
+        patch.object(layers, "is_gpu", lambda device: True),
+        patch.object(torch.cuda, "Event", lambda: None),
+    ):
+        slot = step_graph.Slot(backend, ring, room, 0)
+        for measured in (contextlib.nullcontext(), costs):  # the first makes Adam's state
+            costs.rows.clear()
+            with measured:
+                slot.sample()
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    key, aggregated = slot.key, ring.first_hop
+                    logits = net(slot.batch.blocks, slot.x, aggregated=aggregated, key=key)
+                (cross_entropy(logits.float(), slot.y) / args.batch_size).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return costs
+
+
+def bench_roofline(args):
+    """Print a table of a step's kernels in fp32 with TF32 products, and in bf16 -> the figures."""
+    args.seed, store, figures = 0, opened(args.dataset, args.root), {}
+    for number, (name, dtype) in enumerate({"tf32": torch.float32, "bf16": torch.bfloat16}.items()):
+        rows, costs = {}, step_costs(args, store, dtype)
+        for kernel, (count, in_order, gathered, products) in costs.rows.items():
+            moved = in_order + gathered
+            rows[kernel] = row = {"launches": count, "MB": moved / 1e6, "GFLOP": products / 1e9}
+            for gpu, (bandwidth, *peaks) in GPUS.items():
+                seconds = (in_order / IN_ORDER + gathered / GATHERED) / bandwidth
+                row[f"{gpu} us"] = 1e6 * max(seconds, products / peaks[number])
+        rows = dict(sorted(rows.items(), key=lambda item: -item[1]["MB"]))
+        total = {key: sum(row[key] for row in rows.values()) for key in row}
+        large = {kernel: row for kernel, row in rows.items() if row["MB"] >= total["MB"] / 100}
+        rest = {key: total[key] - sum(row[key] for row in large.values()) for key in total}
+        print(f"{args.model}, {name}: {len(store.split['train']):,} training nodes")
+        figures[name] = print_table("kernel", {**large, "others": rest, "a step": total})
+    return {"kernels": figures}
