@@ -234,6 +234,18 @@ FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale)
 #endif
 }
 
+// What ReLU (or not) and dropout (or not) leave of columns of a row; a node below 0 gives zeros.
+#define ACTIVATE(v, row)                                                                       \
+  activate(v, relu, nodes ? (i64)nodes[row] : (i64)(row), column, drop, scale, (u64)seed, step, \
+           (u64)layer)
+FN floats_t activate(floats_t v, int relu, i64 node, int column, int drop, float scale, u64 seed,
+                     const i64 *step, u64 layer) {
+  if (node < 0) return all_of(0);
+  if (relu) v = choose(v < 0.0f, all_of(0), v);  // NaN stays
+  if (!drop) return v;
+  return drop_columns(v, mix(dropout_seed(seed, step, layer) ^ (u64)node), column, drop, scale);
+}
+
 // A step of Adam for rows of a weight and its moments, whose gradient is grad [n, width]; rate and
 // root hold the correction of the bias.
 KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, float first,
@@ -269,9 +281,11 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
 
 // Own row beside the mean of the neighbours' rows, out [S, 2 width]; or, with alpha and beta [S],
 // alpha own + beta mean, out [S, width], where the mean is of rows times gamma [N] if that is given.
+// With relu, rows are what ReLU and dropout leave of h.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                      const float *alpha, const float *beta, const float *gamma, int S, int width,
-                     int whole, OUT *out) {
+                     int whole, int relu, const ID *nodes, int drop, float scale, i64 seed,
+                     const i64 *step, i64 layer, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
@@ -279,11 +293,13 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   FETCH_SOURCES(h + column, width);
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
+  if (self >= 0 && relu) own = ACTIVATE(own, self);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     floats_t v[GROUP];
     UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
+      if (relu && u >= 0) v[j] = ACTIVATE(v[j], u);
       if (gamma && u >= 0) v[j] = v[j] * gamma[u];
       count += u >= 0;
     }
@@ -299,47 +315,48 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   store(target + width, whole, left, mean);
 }
 
-// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. kept: what ReLU and dropout
-// left of the layer below, or null; what they did not leave has no gradient.
+// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. With relu h [N, width] is
+// what ReLU and dropout were applied to, and out the gradient of that. Each of `runs` threads for a
+// column has `run` rows; sums [runs, width], if given, are those of its rows.
 KERNEL self_and_mean_grad(const int *start, const int *size, const int *destination,
                           const float *share, const IN *grad, const float *alpha,
-                          const float *gamma, int S, int N, int width, int whole, const IN *kept,
-                          float scale, OUT *out) {
-  ROW_AND_COLUMN(N);
-  const i64 u = row;
-  const float by = gamma ? gamma[u] : 1.0f;
+                          const float *gamma, int S, int N, int width, int whole, const IN *h,
+                          int relu, const ID *nodes, int drop, float scale, i64 seed,
+                          const i64 *step, i64 layer, int runs, int run, float *sums,
+                          OUT *out) {
+  ROW_AND_COLUMN(runs);
   const int stride = alpha ? width : 2 * width;
   const IN *of_mean = grad + stride - width;
-  const int first = start[u], last = first + size[u];
-  FETCH_DESTINATIONS(of_mean + column, stride);
-  floats_t sum = all_of(0);
-  if (row < S) sum = load(grad + row * stride + column, whole, left) * (alpha ? alpha[row] : 1.0f);
-  for (int q = first; q < last; q += GROUP) {
-    floats_t v[GROUP];
-    UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) {
-      v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
+  floats_t total = all_of(0);
+  for (i64 u = row * run; u < N && u < (row + 1) * run; u++) {
+    const int first = start[u], last = first + size[u];
+    const float by = gamma ? gamma[u] : 1.0f;
+    FETCH_DESTINATIONS(of_mean + column, stride);
+    floats_t sum = all_of(0);
+    if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
+    for (int q = first; q < last; q += GROUP) {
+      floats_t v[GROUP];
+      UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) {
+        v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
+      }
+      UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last)
+        sum = sum + v[j] * (share[q + j] * by);
     }
-    UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) sum = sum + v[j] * (share[q + j] * by);
+    if (relu) {
+      const floats_t v = load(h + u * width + column, whole, left);
+      sum = keep(ACTIVATE(v, u), sum, drop ? scale : 1.0f);
+    }
+    store(out + u * width + column, whole, left, sum);
+    total = total + sum;
   }
-  if (kept) sum = keep(load(kept + row * width + column, whole, left), sum, scale);
-  store(out + row * width + column, whole, left, sum);
+  if (sums) store_floats(sums + row * width + column, whole, left, total);
 }
 
-// ReLU (or not) and dropout (or not).
-KERNEL relu_dropout(const IN *h, const ID *nodes, int S, int width, int whole, i64 seed,
-                    const i64 *step, i64 layer, int relu, int drop, float scale, OUT *out) {
+KERNEL relu_dropout(const IN *h, int S, int width, int whole, int relu, const ID *nodes,
+                    int drop, float scale, i64 seed, const i64 *step, i64 layer, OUT *out) {
   ROW_AND_COLUMN(S);
-  const i64 node = nodes ? nodes[row] : row;
-  floats_t v = all_of(0);
-  if (node >= 0) {
-    v = load(h + row * width + column, whole, left);
-    if (relu) v = choose(v < 0.0f, all_of(0), v);  // NaN stays
-    if (drop) {
-      u64 key = mix(dropout_seed((u64)seed, step, (u64)layer) ^ (u64)node);
-      v = drop_columns(v, key, column, drop, scale);
-    }
-  }
-  store(out + row * width + column, whole, left, v);
+  const i64 at = row * width + column;
+  store(out + at, whole, left, ACTIVATE(load(h + at, whole, left), row));
 }
 KERNEL relu_dropout_grad(const IN *h, const IN *grad, int S, int width, int whole, float scale,
                          OUT *out) {

@@ -91,6 +91,16 @@ FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fope
 FLAGS += ["-fPIC", "-shared"]
 
 
+UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
+RUN = 16  # rows of a gradient that a thread adds up for the bias
+
+
+def activation(nodes, seed, drop, relu=1):
+    """The arguments of kernels that apply ReLU, unless relu is 0, and dropout: by nodes [N], with probability drop / 256;
+    seed may be what model.py's `layer_seed` makes of a step on the GPU."""
+    return relu, nodes, drop, 256 / (256 - drop), *_on_device(seed)
+
+
 class Code:
     """The kernels of layers.cu; `compiled` is build.Kernels or, of `load_host`, a library."""
 
@@ -109,10 +119,12 @@ class Code:
         """Threads of a row."""
         return -(-width // self.columns)
 
-    def self_and_mean(self, indptr, indices, h, self_rows, out, scales=(None, None, None)):
-        """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None."""
+    def self_and_mean(
+        self, indptr, indices, h, self_rows, out, scales=(None, None, None), active=UNCHANGED
+    ):
+        """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`."""
         (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
-        given = indptr, indices, h, self_rows, *scales, S, width, whole
+        given = indptr, indices, h, self_rows, *scales, S, width, whole, *active
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
@@ -121,26 +133,40 @@ class Code:
         indices,
         grad,
         num_src,
-        kept=None,
-        scale=1.0,
+        h=None,
+        active=UNCHANGED,
         scales=(None, None, None),
         own=True,
+        run=1,
     ):
-        """grad [S, 2F], or [S, F] with scales -> [N, F]; with `kept` [N, F], the output of ReLU and dropout, the gradient
-        of their input."""
+        """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of the h [N, F] whose
+        `activation` these were; with a run above 1 also the sums of so many rows each, float32 [N / run, F]."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
-        size = S if own else 0, *size
-        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, kept, scale
-        self.run("self_and_mean_grad", num_src * self.threads(width), *given, out)
-        return out
+        size, runs = (S if own else 0, *size), -(-num_src // run)
+        sums = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
+        given = (
+            *lists.of_source,
+            lists.share,
+            grad,
+            alpha,
+            gamma,
+            *size,
+            h,
+            *active,
+            runs,
+            run,
+            sums,
+        )
+        self.run("self_and_mean_grad", runs * self.threads(width), *given, out)
+        return out if sums is None else (out, sums)
 
-    def relu_dropout(self, h, nodes, seed, drop, scale, relu=1, out=None):
-        """h [S, D], in place or into `out`; seed may be what model.py's `layer_seed` makes of a step on the GPU."""
+    def relu_dropout(self, h, active, out=None):
+        """The `activation` of h [S, D], in place or into `out`."""
         (S, width), out = h.shape, h if out is None else out
-        given = h, nodes, S, width, _aligned(width, h, out), *_on_device(seed), relu, drop, scale
+        given = h, S, width, _aligned(width, h, out), *active
         self.run("relu_dropout", S * self.threads(width), *given, out)
 
     def edge_matrix_grad(self, block, numbers, K, width, *given):
@@ -318,7 +344,7 @@ class _ReluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, nodes, seed, drop, code):
         ctx.code, ctx.scale = code, 256 / (256 - drop)
-        code.relu_dropout(h, nodes, seed, drop, ctx.scale)
+        code.relu_dropout(h, activation(nodes, seed, drop))
         ctx.mark_dirty(h)
         ctx.save_for_backward(h)
         return h
@@ -340,7 +366,7 @@ def dropout(x, nodes, seed, drop):
     if code is None:
         return None
     out = torch.empty_like(x)
-    code.relu_dropout(x, nodes, seed, drop, 256 / (256 - drop), relu=0, out=out)
+    code.relu_dropout(x, activation(nodes, seed, drop, relu=0), out)
     return out
 
 
@@ -555,32 +581,35 @@ class _Sage(torch.autograd.Function):
                 pair = h.to(dtype)
             else:
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
-                (code if i else of_input).self_and_mean(block.indptr, block.indices, h, None, pair)
+                made = code if i else of_input
+                active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
+                given = block.indptr, block.indices, h, None, pair
+                made.self_and_mean(*given, active=active)
             own, bias, neigh = weights[3 * i : 3 * i + 3]
             weight = torch.cat([own, neigh], 1)
             if weight.dtype != dtype:
                 weight, bias = weight.to(dtype), bias.to(dtype)
             saved += [h if i else None, pair, weight]
             h = product(pair, weight, bias)
-            if i < len(drops):
-                code.relu_dropout(h, block.src_nodes, *drops[i], 256 / (256 - drops[i][1]))
         ctx.blocks, ctx.drops, ctx.code, ctx.num_input = blocks, drops, code, len(x)
         ctx.save_for_backward(*saved)
         return h
 
     @staticmethod
     def backward(ctx, grad):  # [S, C]
-        saved, grad, grads = ctx.saved_tensors, grad.contiguous(), []
+        saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
             h, pair, weight = saved[3 * i : 3 * i + 3]
             own, neigh = torch.mm(grad.t(), pair).chunk(2, 1)
-            grads = [own, grad.sum(0), neigh, *grads]
+            grads = [own, rows.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
-                kept = (h, 256 / (256 - ctx.drops[i - 1][1])) if i else ()
-                edges, num_src = (block.indptr, block.indices), len(h) if i else ctx.num_input
-                grad = product(grad, weight.t())
-                grad = ctx.code.self_and_mean_grad(*edges, grad, num_src, *kept)
-        return grad if ctx.needs_input_grad[0] else None, *[None] * 5, *grads
+                num_src = len(h) if i else ctx.num_input
+                given = block.indptr, block.indices, product(grad, weight.t()), num_src
+            if i:
+                active = activation(block.src_nodes, *ctx.drops[i - 1])
+                grad, rows = ctx.code.self_and_mean_grad(*given, h, active, run=RUN)
+        to_x = ctx.code.self_and_mean_grad(*given) if ctx.needs_input_grad[0] else None
+        return to_x, *[None] * 5, *grads
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 14070,
-    "lines of C and CUDA": 2141,
+    "lines of product Python": 14095,
+    "lines of C and CUDA": 2160,
     "lines of bench": 2895,
     "lines of tests": 11890,
     "lines of README": 200,
