@@ -602,6 +602,7 @@ class _Placed(torch.autograd.Function):
         return gather_rows(made, source)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         sizes, ids, to_weight = ctx.sizes, ctx.ids, None
         made = gather_rows(grad.contiguous(), ctx.places)

@@ -19,6 +19,7 @@ import os
 from contextlib import nullcontext
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from native import build
@@ -55,6 +56,11 @@ def functions(integers, source, target):
     if target.numel() >= 1 << 32 or any(t.numel() >= 1 << 31 for t in integers):
         return None
     return load(ids, source.dtype, target.dtype, source.device)
+
+
+def learned(*tensors):
+    """Whether one of them gets a gradient, for functions that have none for it."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def kernels(integers, source, target):
@@ -252,7 +258,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     """See model.py."""
     code = functions([indptr, indices, self_rows], h, h)
-    if code is None or alpha.dtype != torch.float32:
+    if code is None or alpha.dtype != torch.float32 or learned(beta, gamma):
         return None
     scales = alpha.contiguous(), beta.contiguous(), gamma
     if self_rows is None:
@@ -287,6 +293,7 @@ class _SelfAndMean(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
         indptr, indices, *scales, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
@@ -301,6 +308,8 @@ class _SelfAndMean(torch.autograd.Function):
 def gather_rows(features, ids, out=None):
     """See model.py. On a GPU a negative id gives a row of zeros; one of V or more aborts the kernel."""
     V, width = features.shape
+    if learned(features):
+        return None
     out = features.new_empty(ids.numel(), width) if out is None else out
     if out.dtype != features.dtype or not (out.is_contiguous() and features.is_contiguous()):
         return None
@@ -350,6 +359,7 @@ class _ReluDropout(torch.autograd.Function):
         return h
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
         given, out = (
@@ -388,6 +398,7 @@ class _MaxNeighbours(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (indptr, indices, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
         N, width = ctx.num_src, grad.shape[1]
@@ -426,6 +437,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, weight):
         (grad,) = ctx.saved_tensors
         return grad * weight, None, None
@@ -450,7 +462,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
         return None
     if edges is None:
         edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
-    if edges.dtype != torch.float32 or by.dtype != torch.float32:
+    if edges.dtype != torch.float32 or by.dtype != torch.float32 or learned(edges):
         return None
     given = source, target, attn, edges.contiguous(), by.contiguous()
     return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
@@ -480,6 +492,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         *block, dst, source, target, attn, edges, by, weights, dropped, slopes = ctx.saved_tensors
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
@@ -516,7 +529,7 @@ def edge_sums(indptr, indices, h, edges, by):
         [S, F].
     """
     code = functions([indptr, indices], h, h)
-    if code is None or edges.dtype != torch.float32 or by.dtype != torch.float32:
+    if code is None or edges.dtype != torch.float32 or by.dtype != torch.float32 or learned(edges):
         return None
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 
@@ -533,6 +546,7 @@ class _EdgeSums(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, F]
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
@@ -596,6 +610,7 @@ class _Sage(torch.autograd.Function):
         return h
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, C]
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
@@ -650,6 +665,7 @@ class _Linear(torch.autograd.Function):
         return product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, D]
         (x, weight), grad = ctx.saved_tensors, grad.contiguous()
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None

@@ -223,6 +223,33 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
     assert cuda_layers.count("relu_dropout") > 5
 
 
+def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypatch):
+    """Learned rows, features of edges and factors; gradients of gradients."""
+    indptr, indices = _layer_block(np.random.default_rng(18), 9, 12, torch.int64)
+    block = sampler.Block(indptr, indices, torch.arange(12))
+    h, beta, gamma, edges = (torch.rand(*n) for n in ((12, 4), (9,), (12,), (len(indices), 3)))
+    attention, gine = model.GATv2Conv(4, 4, edge_dim=3), model.GINEConv(4, 4, edge_dim=3)
+    weight, net = torch.randn(9, 4), GNN(4, 4, 4, num_layers=1)
+    for function, *inputs in (
+        (lambda rows: model.gather_rows(rows, indices[:9]), h),
+        (lambda b, g: model.own_plus_mean(*block[:2], h, beta, b, None, g), beta, gamma),
+        (lambda e: attention(block, h, edges=e), edges),
+        (lambda e: gine(block, h, edges=e), edges),
+    ):
+        results = []
+        for functions in (fused, None):
+            monkeypatch.setattr(model, "fused", functions)
+            results.append(_with_grads(function, weight, *inputs))
+        torch.testing.assert_close(*results)
+    monkeypatch.setattr(model, "fused", fused)
+    x = h.clone().requires_grad_()
+    for layer in (attention, gine, lambda block, x, edges: net([block], x)):
+        made = layer(block, x, edges=edges).square().sum()
+        (grad,) = torch.autograd.grad(made, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+
+
 def test_linear_is_torchs_linear(monkeypatch):
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "8")
