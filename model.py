@@ -211,6 +211,7 @@ class Conv(nn.Module):
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources, edges [E, edge_dim] -> [S, D] of its destinations."""
+        check_rows(block, h)
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
@@ -226,6 +227,13 @@ class Conv(nn.Module):
     def message(self, h, degree=None):
         """The row itself."""
         return h
+
+
+def check_rows(block, h):
+    """ValueError where h has fewer rows than the block has sources: C would read beyond its end."""
+    if len(h) < (count := block.src_nodes.numel()):
+        needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
+        raise ValueError(f"x has {len(h)} rows: {needed}")
 
 
 def block_degrees(block):
@@ -266,6 +274,7 @@ class SAGEConv(Conv):
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
+        check_rows(block, h)
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
     def apply_linear(self, pair):
@@ -324,6 +333,7 @@ class GCNConv(Conv):
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
+        check_rows(block, h)
         degree = block_degrees(block) if degree is None else degree
         S, gamma = block.indptr.numel() - 1, (degree[:, 0] + 1).rsqrt()
         scale = (degree[:S, 1] + 1).rsqrt()
@@ -763,9 +773,10 @@ class GNN(nn.Module):
         if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
         x = self.embed(blocks[0].src_nodes, x)
-        count = blocks[0].src_nodes.numel()
-        if not aggregated and len(x) < count:  # C would read beyond its end
-            raise ValueError(f"x has {len(x)} rows: {count} are needed, one for each source node")
+        if not aggregated:
+            check_rows(blocks[0], x)
+        for outer, inner in pairwise(blocks[aggregated:]):
+            check_rows(inner, outer.indptr[1:])
         if key is None and self.training:
             key = drawn_seed()
         if self.input_dropout and self.training:
@@ -905,7 +916,12 @@ def inference(
     if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):
         given = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
         raise ValueError(f"{given}: a row for each node is needed")
-    training = model.training
+    edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
+    types = types if types is None else torch.as_tensor(types)
+    for name, rows in (("edges", edges), ("types", types)):
+        if rows is not None and rows.shape[0] != len(indices):
+            raise ValueError(f"{name} has {rows.shape[0]} rows, the graph has {len(indices)} edges")
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
     degrees = getattr(model, "degrees", None)
@@ -917,7 +933,6 @@ def inference(
     first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
     barrier = (lambda: total(0)) if total else lambda: None
     h = x if hasattr(x, "gather") else torch.as_tensor(x)
-    edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
     if inputs is not None:
         made = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
         for a in range(first, last, chunk):
@@ -955,7 +970,8 @@ def inference(
             out[a:b] = network.finish(i, made, h_dst)
         barrier()  # the rows of all processes are there
         h = out
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     return h
 
 

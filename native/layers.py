@@ -462,7 +462,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
         return None
     if edges is None:
         edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
-    if edges.dtype != torch.float32 or by.dtype != torch.float32 or learned(edges):
+    if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0):
         return None
     given = source, target, attn, edges.contiguous(), by.contiguous()
     return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
@@ -519,6 +519,12 @@ class _Attend(torch.autograd.Function):
         return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
 
 
+def _fits(edges, by, count):
+    """Whether features of edges and the matrix behind them are what kernels take; torch says what is wrong."""
+    floats = edges.dtype == by.dtype == torch.float32
+    return floats and edges.shape == (count, len(by)) and not learned(edges)
+
+
 def edge_sums(indptr, indices, h, edges, by):
     """The sum of relu(h + edges by) over each destination's edges, of GINE.
 
@@ -529,7 +535,7 @@ def edge_sums(indptr, indices, h, edges, by):
         [S, F].
     """
     code = functions([indptr, indices], h, h)
-    if code is None or edges.dtype != torch.float32 or by.dtype != torch.float32 or learned(edges):
+    if code is None or not _fits(edges, by, indices.numel()):
         return None
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 

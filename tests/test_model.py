@@ -213,6 +213,7 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
         edges = [e[block.edge_ids] for block in blocks]
         near(net(blocks, x[blocks[0].src_nodes], edges=edges), expected.flip(0))
         net.train()
+        net.norms.eval()
         in_files = {"chunk": 13, "chunk_edges": 64, "memory": 0}
         for options in ({}, {"chunk": 7}, {"chunk_edges": 20}, in_files):
             logits = inference(net, *graph, x, **given, **options)
@@ -221,6 +222,7 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
         rows = _Rows(x.double())
         near(inference(net, *graph, rows, chunk=10, **given), expected)
         assert max(map(len, rows.asked)) == 10 and net.training
+        assert net.layers.training and not net.norms.training  # as they were
         net.eval()
         if net.degrees is None and net.layers[0].uses_degree:
             net.degrees = model.graph_degrees(*graph)
@@ -242,6 +244,27 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
             assert torch.equal(*both)
         with pytest.raises(ValueError, match="edges is None: with edge_dim 3"):
             net([block] * 3, x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
+    """Beyond their end C would read on."""
+    graph = _random_graph(np.random.default_rng(13), 90, 5)
+    blocks = NeighborSampler(*graph, [3, 3, 3], edge_ids=True).sample(torch.arange(9), 0)
+    net, x, edges = _net(name), torch.randn(90, 12), [torch.randn(b.num_edges, 3) for b in blocks]
+    given = {"edges": edges[0]} if net.edge_dim else {}
+    for call in (
+        lambda: net(blocks[::-1], x, edges=edges[::-1]),
+        lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
+    ):
+        with pytest.raises(ValueError, match="rows: .* are needed, one for each source node"):
+            call()
+    if given:
+        for wrong in (edges[0][1:], edges[0][:, 1:], edges[0][:, 0]):
+            with pytest.raises((RuntimeError, ValueError)):
+                net.layers[0](blocks[0], x, edges=wrong)
+        with pytest.raises(ValueError, match="edges has 5 rows, the graph has"):
+            inference(net, *graph, x, edges=torch.randn(5, 3))
 
 
 def _infers(ranks):
