@@ -171,7 +171,7 @@ class NeighborSampler:
         check=True,
         threads=None,
     ):
-        self.fanouts, self.seed = [_numbers(k) for k in fanouts], int(seed)
+        self.fanouts, self.seed = [_numbers(k) for k in fanouts], index(seed)
         dependent = layer_dependency, batch_dependency
         times = edge_times, strict, window
         _check_options(self.fanouts, replace, method, weights, times, backend, *dependent)
@@ -194,6 +194,13 @@ class NeighborSampler:
         how = bool(layer_dependency), rule, edge_ids, threads
         self.task = SamplingSpec(*graph, *drawn_from, *how)
         self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
+
+    def __getstate__(self):  # of the engine's code another process loads its own
+        return {**vars(self), "engine": None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.backend, self.engine = _load(self.backend, self.task, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
         """Sample the neighbourhood of `seeds`; several threads may do so at once.
@@ -221,7 +228,7 @@ class NeighborSampler:
         _check_ids("seeds", seeds, "node ids")
         _check_times(times, seeds, self.timed)
         exclude = None if exclude is None else self._edge_set(exclude)
-        step //= self.batch_dependency
+        step = index(step) // self.batch_dependency
         if self.backend == "native" and self.indices.is_cuda:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)

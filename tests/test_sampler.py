@@ -1,11 +1,13 @@
 """Tests: sampler.py: the law, read slowly."""
 
+import copy
 import ctypes
 import functools
 import hashlib
 import itertools
 import math
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -895,6 +897,22 @@ def test_the_adapter_feeds_dgls_dataloader(workers):
         assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
         assert torch.equal(outputs, blocks[-1].dstdata[dgl.NID])
         assert workers or torch.equal(inputs, ours.sample(outputs, step)[0].src_nodes)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_sampler_and_its_numbers_may_come_from_elsewhere(backend):
+    """A copy, one for a process that is spawned, and numbers of numpy and torch."""
+    graph = _random_graph(np.random.default_rng(5), 90, 9)
+    make = functools.partial(NeighborSampler, *graph, [3, 3], backend=backend)
+    expected = make(seed=7).sample(torch.arange(20), 3)[0].src_nodes
+    for one, step in (
+        (copy.deepcopy(make(seed=np.int64(7))), np.int64(3)),
+        (pickle.loads(pickle.dumps(make(seed=torch.tensor(7)))), torch.tensor(3)),
+    ):
+        assert torch.equal(one.sample(torch.arange(20), step)[0].src_nodes, expected)
+        assert one.backend == backend
+        with pytest.raises(TypeError):
+            one.sample(torch.arange(20), 3.0)
 
 
 def _small(**changes):
