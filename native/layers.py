@@ -247,7 +247,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     """See model.py."""
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = functions([indptr, indices, self_rows], h, target)
-    if code is None:
+    if code is None or target.shape != (indptr.numel() - 1, 2 * h.shape[1]):
         return None
     if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
         return _SelfAndMean.apply(indptr, indices, h, None, None, None, code)
@@ -311,7 +311,8 @@ def gather_rows(features, ids, out=None):
     if learned(features):
         return None
     out = features.new_empty(ids.numel(), width) if out is None else out
-    if out.dtype != features.dtype or not (out.is_contiguous() and features.is_contiguous()):
+    fits = out.dtype == features.dtype and out.shape == (ids.numel(), width)
+    if not (fits and out.is_contiguous() and features.is_contiguous()):
         return None
     if is_gpu(features.device):
         return _gather_words(features, ids, out)
@@ -343,7 +344,7 @@ def _gather_words(features, ids, out):
 
 def relu_dropout(h, nodes, seed, drop):
     """dropout(relu(h)) in place, as model.py draws it."""
-    code = functions([nodes], h, h)
+    code = functions([nodes], h, h) if nodes is None or len(nodes) == len(h) else None
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
 

@@ -278,6 +278,16 @@ def test_gather_rows_is_index_select(dtype):
     for bad in (-1, 1000):
         with pytest.raises(IndexError):
             model.gather_rows(table, torch.tensor([0, bad]))
+    block, h = (torch.tensor([0, 1, 2]), torch.tensor([1, 0])), torch.ones(3, 4)
+    # beyond the end of what is too short C would write or read
+    assert model.gather_rows(h, torch.tensor([0, 1, 2]), torch.empty(0, 4)).shape == (3, 4)
+    for call in (
+        lambda: model.self_and_mean(*block, h, out=torch.empty(9, 8)),
+        lambda: model.self_and_mean(*block, h, out=torch.empty(2, 4)),
+        lambda: model.relu_dropout(h, 0.5, nodes=torch.arange(2), seed=1),
+    ):
+        with pytest.raises(RuntimeError):
+            call()
 
 
 def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
