@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 14095,
+    "lines of product Python": 14140,
     "lines of C and CUDA": 2160,
     "lines of bench": 2895,
-    "lines of tests": 11890,
+    "lines of tests": 11970,
     "lines of README": 200,
-    "longest file": 1045,
+    "longest file": 1061,
     "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,
