@@ -159,10 +159,9 @@ class Arrays:
         print(f"{os.path.basename(self.source)}: {text}")
 
     def _do_without(self, name):
-        file = os.path.basename(self.source)
-        how = (
-            f"{file}:ignore={name}" if file.endswith(".npz") else f"ignore=[{name + self.suffix!r}]"
-        )
+        file = os.path.basename(self.source.removesuffix(f": {self.suffix[1:]}"))
+        name, of_file = name + self.suffix, file.endswith(".npz") and "," not in self.suffix
+        how = f"{file}:ignore={name}" if of_file else f"ignore=[{name!r}]"
         return f"go on without it: {how}"
 
     def find(self, *names, needed=False):
@@ -216,14 +215,16 @@ class Arrays:
 
     def columns(self, num_nodes, num_edges):
         """What edges carry, by the names that a store has for it, and `node_time`."""
-        names = {column: name for column, words in OF_EDGES.items() if (name := self.find(*words))}
+        counts = {column: num_edges for column in OF_EDGES} | {"node_time": num_nodes}
+        words = {c: OF_EDGES[c] for c, count in counts.items() if count is not None}
+        names = {column: name for column in words if (name := self.find(*words[column]))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
         columns = {column: self[name] for column, name in names.items()}
         for column, name in names.items():
             rows = (*columns[column].shape, 0)[0]
-            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
+            count, of = counts[column], "nodes" if column == "node_time" else "edges"
             if rows != count:
                 what = f"{name} has {rows} rows, one for each of the {count} {of} is needed"
                 raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
@@ -339,7 +340,12 @@ class Arrays:
             if of_edges or re.search(MATTERS, str(name).lower()):
                 near = difflib.get_close_matches(str(name), KNOWN, 1)
                 why = "no array of that name is known" + (f", {near[0]} is" if near else "")
-                if of_edges or "edge" in name:
+                if name in KNOWN and not of_edges:  # in its place it would have been taken
+                    place = self.suffix[1:] or "many small graphs"
+                    of_split = name in sum(PARTS.values(), [])
+                    needs = "a split is of the nodes whose labels are learned, not of"
+                    why = f"{needs if of_split else 'it is not for'} {place}"
+                elif of_edges or "edge" in name:
                     why = "what edges carry is called edge_weight, edge_type, edge_time or edge_features"
                 what = f"{name} is not used: {why}"
                 raise self.error(f"{what}; drop the array, or {self._do_without(name)}")

@@ -414,7 +414,9 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("edge_weight is there for some types", {"edge_weight:author,writes,paper": np.ones(90)}),
     ("edge_weight has 9 rows", {"edge_weight:author,writes,paper": np.ones(9)}),
     ("labels has no type", {"labels": np.zeros(50)}),
-    ("train_idx is not used", {"train_idx:author": np.arange(3)}),
+    ("train_idx is not used: a split .*t.npz:ignore=train_idx:a", {"train_idx:author": [0]}),
+    ("edge_weight is not used: it is not for author", {"edge_weight:author": [0] * 30}),
+    ("node_time is not used: what edges", {"node_time:author,writes,paper": [0] * 90}),
 ]
 
 
