@@ -7,7 +7,8 @@ Sampling and dropout are functions of --seed and the step, the learning rate of 
 has a state. Kept are weights, optimizer moments, the best epoch of --early-stop and the step. On resume, flags are
 
     FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME is typed again, since code runs only
-                where it is named; a changed file is reported. --edge-split may differ where --predict only predicts
+                where it is named; a changed file is reported. --split, --edge-split and --edge-type may differ where --predict
+                only predicts
     KEPT        the checkpoint's unless typed again, which takes effect from the next epoch on, the cosine over all of
                 --epochs. --batch-size x --accumulate x processes stays the same. --dataset: any path to the same
                 graph, or any graph of the same widths where --predict only predicts
@@ -236,8 +237,8 @@ def adopted(args, state, path):
     given = {name: value for name, value in state["flags"].items() if name not in args.typed}
     for name in (name for name in FIXED if name in args.typed):
         typed, value = getattr(args, name), state["flags"][name]
-        of_links = name in ("edge_split", "edge_type") and not args.trains
-        free = is_own(typed) and is_own(value) or of_links
+        of_data = name in ("edge_split", "edge_type", "split") and not args.trains
+        free = is_own(typed) and is_own(value) or of_data
         if typed != value and not free:
             was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
             raise StoreError(f"{was}, this run has {text_of(typed)}")

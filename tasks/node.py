@@ -26,7 +26,9 @@ class NodeTask(Task):
                 "--resume FILE --predict FILE.npy predicts them, --task link learns from edges"
             )
             raise StoreError(f"{path} has no labels to learn from: {instead}")
-        choose_split(store, args.split, seed=args.seed, turn=args.turn, say=say)
+        # that of a checkpoint is of its graph, perhaps not of this one
+        idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
+        choose_split(store, None if idle else args.split, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
         # labels of a node; the checkpoint says so for a graph without any
         store.several = store.labels.dim() == 2

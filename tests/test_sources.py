@@ -233,7 +233,8 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     assert train.main([*common, str(path), "--runs", "4"]) == 0
     said = capsys.readouterr().out
     assert re.findall(r"split   number (\d) of 3", said) == ["0", "1", "2", "0"]
-    assert train.main([*common, str(path), "--split", "2"]) == 0
+    state = tmp_path / "run.pt"
+    assert train.main([*common, str(path), "--split", "2", "--checkpoint", str(state)]) == 0
     said = capsys.readouterr().out
     assert "split   number 2 of 3" in said and "train 30 /" in said
     masks = {
@@ -248,6 +249,10 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     )
     assert re.search(r"over 3 seeds .*valid [0-9.]+ \+- [0-9.]+% of 2", capsys.readouterr().out)
     one = build_store(tmp_path / "one", **_graph())
+    # a graph without that split is predicted all the same
+    for graph, more in ((path, []), (one, []), (tmp_path / "part.npz", ["--split", "0"])):
+        words = ["--resume", state, "--predict", tmp_path / "p.npy", "--dataset", graph, *more]
+        assert train.main([*map(str, words), "--root", str(tmp_path)]) == 0
     for graph, number, said in ((path, 3, "split 3 is out of"), (one, 0, "--split 0 has no eff")):
         with pytest.raises(SystemExit):
             train.main([*common, str(graph), "--split", str(number)])
