@@ -266,7 +266,20 @@ def check_effects(parser, args):
 
 
 def check_files(parser, args):
-    """Refuse names of files that cannot be written."""
+    """Refuse names of files that cannot be written, or that are those of other flags."""
+    data, taken = re.match(r"(.*\.npz)(:|$)", args.dataset, re.DOTALL), {}
+    for flag in "dataset pairs edge_split resume checkpoint predict log timeline".split():
+        name = getattr(args, flag) if flag != "dataset" else data and data[1]
+        if not name or os.path.exists(name) and not os.path.isfile(name):
+            continue
+        other = taken.setdefault(os.path.realpath(name), flag)
+        if other != flag and [other, flag] != ["resume", "checkpoint"]:
+            of_other = f"that is the file of {spelled(other)}, give another name"
+            parser.error(f"--{flag} {name}: {of_other}")
+    kept = f"{Path(args.dataset).absolute()} {Path(args.root).absolute()} {args.edge_split}"
+    if args.checkpoint and not kept.isprintable():
+        why = "it would keep a name that cannot be printed"
+        parser.error(f"--checkpoint {args.checkpoint}: {why}, {ascii(kept)}: give others")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         name, suffix = getattr(args, flag), {"predict": ".npy", "timeline": ".png"}.get(flag, "")
         if name is None:

@@ -135,6 +135,9 @@ BAD_FLAGS = r"""
 --checkpoint nowhere/c.pt => --checkpoint nowhere/c.pt: the folder .* does not exist
 --log . => --log .: a file cannot be written there
 --checkpoint . => --checkpoint .: a file cannot be written there
+--checkpoint ./g.npz --dataset g.npz:split=0 => --checkpoint ./g.npz: that is the file of --dataset
+--task link --predict p.npy --pairs p.npy => --predict p.npy: that is the file of --pairs
+--log c --checkpoint c => --log c: that is the file of --checkpoint, give another name
 --seed 9223372036854775808 => --seed: '9223372036854775808' is not a whole number .* below 9223372036854775808
 --seed -1 => --seed: '-1' is not a whole number of at least 0
 --scorer mlp => --scorer mlp is for --task link, --task is node
@@ -165,6 +168,7 @@ BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
     for flag in "--fanout 3,3;--model gin;--norm layer;--input-dropout 0.2;--cache 1000;--lookahead 3;"
     "--mode cpu-cpu;--backend lmdb;--residual".split(";")
 ]
+BAD_FLAGS += ["--checkpoint c --dataset \u200b.npz => would keep a name that cannot be printed"]
 BAD_FLAGS += [
     f"--fanout {text} => write numbers above 0, or -1 for all: 15,10,5, or by types"
     for text in "any=3,a=2;any=3:a=2;a=3:4;a=0;=3;3,,2;a=-2;1e3;3,any=2".split(";")
