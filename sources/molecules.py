@@ -146,7 +146,7 @@ def _offsets(arrays, name, count, least) -> np.ndarray:
 def _targets(arrays, name, count, atoms=1) -> np.ndarray:
     """float32 [G, T], divided by the number of atoms."""
     values = arrays[name]
-    if values.ndim not in (1, 2) or len(values) != count:
+    if values.ndim not in (1, 2) or len(values) != count or not values.size:
         what = f"and there are {count} graphs: [{count}] or [{count}, T] is needed"
         raise arrays.error(f"{name} is {list(values.shape)}, {what}")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused

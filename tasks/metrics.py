@@ -116,6 +116,7 @@ def ranking(ranks):
 def errors(output, y, mean):
     """RMSE and MAE of numbers [n, T], and the RMSE of predicting the mean [T] instead -> {name: figure}."""
     check_scores(output)
+    y = y.double()  # squares of float32 may be infinite
     error, plain = output - y, mean - y
     return {
         "rmse": error.square().mean().sqrt().item(),

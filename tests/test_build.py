@@ -145,6 +145,7 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
     few, shape = made["bond_feat"][:-1], made["atom_feat"].shape
     for message, changes in (
         (r"targets is \[3\], and there are 5 graphs", {"targets": np.ones(3)}),
+        (r"targets is \[5, 0\], and there are 5", {"targets": np.ones((5, 0))}),
         ("no array targets or labels", {"targets": None}),
         ("targets holds <U1", {"targets": np.array(list("abcde"))}),
         (r"targets\[4, 0\] is inf", {"targets": np.array([0, 1, 2, 3, 1e300])}),
