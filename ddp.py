@@ -292,8 +292,8 @@ def _run(worker, ranks, store, args):
     # Gloo's threads may still hold tensors, and abort if they release them while the interpreter is finalized (pytorch
     # issue 190489): the process exits before.
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        print(end="", file=stream, flush=True)  # None where it was closed
     os._exit(code)
 
 

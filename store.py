@@ -468,7 +468,7 @@ def command(name, run) -> int:
     """Run a command line -> its exit code: 2 and a sentence for a StoreError, 141 where nobody reads its output."""
     try:
         code = run()
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout is None where it was closed
         return code or 0
     except StoreError as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -117,7 +117,8 @@ def train_epoch(run, stepper, stop, save, epoch, first):
         desc=f"epoch {epoch + 1}",
         leave=False,
         unit="step",
-        disable=None if ranks.leads else True,  # None: no bar where stderr is not a terminal
+        # None: no bar where stderr is not a terminal; it is None where it was closed
+        disable=None if ranks.leads and sys.stderr else True,
     )
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     load = stepper.load or run.task.load

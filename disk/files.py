@@ -24,6 +24,7 @@ import secrets
 import shutil
 import stat
 import struct
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -448,7 +449,7 @@ class Rows(NamedTuple):
 
 def progress_bar(progress, **options):
     """A tqdm bar, where that is wanted and stderr is a terminal."""
-    return tqdm(unit_scale=True, disable=None if progress else True, **options)
+    return tqdm(unit_scale=True, disable=None if progress and sys.stderr else True, **options)
 
 
 def chunk_rows(array) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -296,6 +297,12 @@ def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
     assert _log(tmp_path / "log")[-1]["exact"]["test"] > 0.4
 
 
+def _without_streams(*words):
+    sys.stdout = sys.stderr = None  # as Python has them where they are closed
+    assert store.main(["info", str(words[-1])]) == 0
+    return train.main(_split(words))
+
+
 def test_train_without_validation_nodes_or_a_reader(tmp_path):
     split = {"train": range(150), "valid": [], "test": range(150, 200)}
     path = build_store(tmp_path / "g", **{**_graph(), "split": split})
@@ -307,6 +314,9 @@ def test_train_without_validation_nodes_or_a_reader(tmp_path):
     os.close(os.open(pipe, os.O_RDONLY))  # `head` has read enough
     process.join(60)
     assert process.exitcode == 141
+    assert (
+        _end(_fork(tmp_path / "said", _without_streams, *common, "--procs 2 --dataset", path)) == ""
+    )
 
 
 def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
