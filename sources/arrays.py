@@ -217,6 +217,7 @@ class Arrays:
         """What edges carry, by the names that a store has for it, and `node_time`."""
         counts = {column: num_edges for column in OF_EDGES} | {"node_time": num_nodes}
         words = {c: OF_EDGES[c] for c, count in counts.items() if count is not None}
+        words |= {"node_time": ("node_time", "time")} if num_edges is None else {}  # PyG's name
         names = {column: name for column in words if (name := self.find(*words[column]))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())

@@ -376,7 +376,8 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     x, y = given["features"]["paper"], given["labels"]["paper"]
     parts = {"train_mask": np.isin(np.arange(50), given["split"]["train"])}
     parts["val_mask"] = given["split"]["valid"]
-    masks = {f"{name}:paper": mask for name, mask in parts.items()}
+    given["node_time"] = {"paper": np.arange(50)}
+    masks = {f"{name}:paper": mask for name, mask in parts.items()} | {"time:paper": np.arange(50)}
     dgl, sources = _dgl(), {"npz": _npz(tmp_path / "typed.npz", **masks)}
     sources["dgl"] = dgl.heterograph({k: tuple(e) for k, e in given["edge_index"].items()}, COUNTS)
     data = sources["dgl"].nodes["paper"].data
@@ -387,6 +388,7 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     for name, mask in parts.items():
         pyg["paper"][name] = torch.from_numpy(mask)
     pyg["author"].num_nodes, pyg["place"].num_nodes = 30, 7
+    pyg["paper"].time = data["time"] = torch.arange(50)
     for kind, edges in given["edge_index"].items():
         pyg[kind].edge_index = torch.from_numpy(edges)
     sources["pyg"] = pyg
@@ -400,6 +402,7 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
         assert graph.node_types == reference.node_types
         assert _edges_by_type(graph) == _edges_by_type(reference)
         assert torch.equal(graph.labels, reference.labels)
+        assert torch.equal(graph.node_time, reference.node_time)
         assert torch.equal(graph.features.tensor, reference.features.tensor)
         for part in ("train", "valid"):
             assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
