@@ -457,6 +457,16 @@ def _fanout(text) -> list[int]:
     return fanout
 
 
+def _whole(text, least=0) -> int:
+    if (number := int(text)) < least:
+        raise ValueError
+    return number
+
+
+def _positive(text) -> int:
+    return _whole(text, 1)
+
+
 def _gigabytes(text) -> int:
     size = float(text) * 1e9
     if not 0 <= size < 1e18:
@@ -509,11 +519,11 @@ def _parser():
         add = commands.add_parser(name, help=text).add_argument
         add("path", help="directory of the store")
     for flag, kind, default, text in (
-        ("gpus", int, 0, "GPUs, a process each; 0: CPU (default 0)"),
-        ("procs", int, 1, "processes on CPU (default 1)"),
+        ("gpus", _whole, 0, "GPUs, a process each; 0: CPU (default 0)"),
+        ("procs", _positive, 1, "processes on CPU (default 1)"),
         ("fanout", _fanout, [15, 10, 5], "from the seeds outward (default 15,10,5)"),
-        ("batch-size", int, 1024, "seeds of a process (default 1024)"),
-        ("hidden", int, 256, "width of the inner layers (default 256)"),
+        ("batch-size", _positive, 1024, "seeds of a process (default 1024)"),
+        ("hidden", _positive, 256, "width of the inner layers (default 256)"),
     ):
         add(f"--{flag}", type=kind, default=default, help=text)
     add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")

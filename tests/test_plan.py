@@ -231,3 +231,6 @@ def test_store_estimate_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit):
             store.main(["estimate", str(path), "--fanout", bad])
         assert "--fanout" in capsys.readouterr().err
+    for flag in ("--gpus=-1", "--procs=0", "--batch-size=0", "--hidden=-5"):
+        with pytest.raises(SystemExit):
+            store.main(["estimate", str(path), flag])
