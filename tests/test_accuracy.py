@@ -419,7 +419,7 @@ def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
     assert f"model   {moved}:Net has changed since the checkpoint was written" in output
     assert ran.read_text() == "xx"
     moved.write_text(OWN_LAYERS.replace("self.classify", "self.head"))
-    assert "does not fit the model" in _train(*predict, f"--model {moved}:Net", code=2)
+    assert "cannot be read: Error(s) in loading" in _train(*predict, f"--model {moved}:Net", code=2)
 
 
 def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_path):
