@@ -259,7 +259,7 @@ class NeighborSampler:
         else:
             _check_ids("exclude", exclude, f"edge ids, or a bool mask [M={M}]")
             edges = exclude.to(device, torch.int64).unique()
-            if (bad := _outside(edges, M)) is not None:
+            if (bad := outside(edges, M)) is not None:
                 raise IndexError(f"exclude contains {bad}; edge ids of this graph are 0 to {M - 1}")
         return edges if edges.numel() else None
 
@@ -383,7 +383,7 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
-    if (bad := _outside(indices, V)) is not None:
+    if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
@@ -422,11 +422,11 @@ def _kind(x):
 
 
 def _check_range(seeds, num_nodes):
-    if (bad := _outside(seeds, num_nodes)) is not None:
+    if (bad := outside(seeds, num_nodes)) is not None:
         raise IndexError(f"seeds contains {bad}; node ids of this graph are 0 to {num_nodes - 1}")
 
 
-def _outside(ids, n):
+def outside(ids, n):
     """One of the ids that is not in 0 .. n-1, or None."""
     low, high = (int(x) for x in ids.aminmax()) if ids.numel() else (0, -1)
     return low if low < 0 else high if high >= n else None
@@ -517,7 +517,7 @@ class TorchBackend:
             by = at if at is None else values[at]
             indptr, edges = self._pick(v, hop, exclude, by)
             local = self.task.indices.index_select(0, edges)
-            if not local.is_cuda and _outside(local, V) is not None:
+            if not local.is_cuda and outside(local, V) is not None:
                 raise IndexError("a node in indices")
             if hop.relabel and times is None:
                 src, local = self._relabel(table, src, local.long())
@@ -558,7 +558,7 @@ class TorchBackend:
         if hop.fanout_of is None:
             return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
         # the edges of a type are a list of their own: [G] lists, with a k and a key each
-        places = _expand(start, degree)
+        places = expand(start, degree)
         row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree)
         group = (task.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
         group, counts = group.unique_consecutive(return_counts=True)
@@ -591,7 +591,7 @@ class TorchBackend:
             gap = torch.searchsorted(exclude, start)
             degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
         if rule in ("labor", "weighted"):  # every edge of every list is looked at
-            indptr, places = _prefix_sum(degree), _expand(start, degree)
+            indptr, places = _prefix_sum(degree), expand(start, degree)
             row = torch.arange(v.numel(), device=v.device)
             row = row.repeat_interleave(degree, output_size=places.numel())
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
@@ -608,7 +608,7 @@ class TorchBackend:
             draws = degree > counts
         if rule == "latest":
             start, draws = start + degree - counts, torch.zeros_like(draws)
-        indptr, edges = _prefix_sum(counts), _expand(start, counts)
+        indptr, edges = _prefix_sum(counts), expand(start, counts)
         rows = draws.nonzero().squeeze(1)  # [R] the others take their whole list
         if rows.numel():
             j = torch.arange(k, device=v.device).unsqueeze(1)  # [k, 1]
@@ -650,7 +650,7 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
-def _expand(start, counts):
+def expand(start, counts):
     """start, start+1, ..., start+count-1 of every row, one after the other: [E]."""
     shift, E = start - counts.cumsum(0) + counts, int(counts.sum())
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)

@@ -150,7 +150,7 @@ def check_state(state, size):
     counts = state["epoch"], state["step"], state["total_batch"], best["epoch"]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
         raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
-    best["score"] = float(best["score"])
+    state["best"] = {**best, "score": float(best["score"]), "model": best["model"]}
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
     if not is_own(state["flags"]["model"]):

@@ -228,11 +228,8 @@ def cached(ranks, args, task, used, features):
 
 @contextmanager
 def reading_all_edges():
-    """A context for what reads every edge of a graph that nobody has checked: damage is a DamagedGraph, as in
-    sampling."""
+    """A context for what reads every edge of an unchecked graph: damage is a DamagedGraph, as in sampling."""
     try:
         yield
     except IndexError as error:
-        unnamed = str(error).endswith("in self")  # torch's own words
-        said = "a node id in indices is out of range" if unnamed else str(error)
-        raise DamagedGraph(said) from error
+        raise DamagedGraph(f"the graph is damaged: {error}") from error

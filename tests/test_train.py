@@ -46,7 +46,7 @@ DAMAGED = [  # file, flags, what is said
     # by exact inference, when degrees are counted, in sampling, by one rank
     ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),
     ("indices", "--model gcn", "holds 1000, and its nodes are 0 to 199"),
-    ("indices", "--model sage --cache 1000", "a node id in indices is out of range"),
+    ("indices", "--model sage --cache 1000", "the graph is damaged: "),
     ("indices", "--model sage --fanout -1,-1", "a node id in indices is out of range"),
     ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
     ("indptr", "--model sage", "in indptr"),
