@@ -90,8 +90,6 @@ class Ranks(NamedTuple):
 
     def exchange(self, parallel):
         """Average seconds a step in which gradients were exchanged and the backward pass was idle."""
-        if self.world == 1:
-            return 0.0
         times = parallel._get_ddp_logging_data()  # of the steps before the last
         names = "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"
         communication, overlap = (times.get(name, 0) for name in names)
@@ -120,10 +118,6 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def rows(self, tensor):
-        """The rows of every rank's tensor [n, ...], one below the other, in order of the ranks -> [sum of n, ...]."""
-        return torch.cat(self.gather(tensor))
 
     def gather(self, value):
         """Every rank's value (a number, a tensor, ...), in the order of the ranks -> list, on every rank."""
@@ -167,7 +161,8 @@ def under_torchrun():
 
 
 def launch(worker, nprocs, *args, gpus=0):
-    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's.
+    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's; SystemExit with the code
+    that a rank failed with or returned, if it is not 0.
 
     With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT,
     SIGTERM and SIGHUP are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT
@@ -177,9 +172,6 @@ def launch(worker, nprocs, *args, gpus=0):
         worker: a function of a module that can be imported (the processes are spawned).
         nprocs: processes on this machine; torchrun's own number takes its place.
         gpus: GPUs on this machine, one for each process, or 0 for CPU.
-
-    Raises:
-        SystemExit: with the code that a rank failed with or returned, if it is not 0.
     """
     if under_torchrun():
         env, store = os.environ, None

@@ -70,7 +70,7 @@ class Block(NamedTuple):
                 t.record_stream(stream)
 
     def to_dgl(self):
-        """The same block as a DGL block, with dgl.NID set, and dgl.EID and dgl.ETYPE where it has edge_ids and edge_type."""
+        """The same as DGL's block, with dgl.NID set, and dgl.EID and dgl.ETYPE where it has edge_ids and edge_type."""
         from native.dgl import to_dgl
 
         return to_dgl(self)
@@ -172,11 +172,9 @@ class NeighborSampler:
         threads=None,
     ):
         self.fanouts, self.seed = [_numbers(k) for k in fanouts], int(seed)
+        columns = weights, (edge_times, strict, window), (edge_type, by_type)
         dependent = layer_dependency, batch_dependency
-        times = edge_times, strict, window
-        _check_options(self.fanouts, replace, method, weights, times, backend, *dependent)
-        if not by_type or edge_type is not None or any(isinstance(k, list) for k in self.fanouts):
-            _check_types(self.fanouts, edge_type, by_type, edge_times, backend)
+        _check_options(self.fanouts, replace, method, *columns, backend, *dependent)
         if check:
             _check_graph(indptr, indices, weights, edge_times, edge_type, by_type)
         self.batch_dependency, self.timed = int(batch_dependency), edge_times is not None
@@ -245,11 +243,10 @@ class NeighborSampler:
         return blocks if self.edge_type is None else list(map(self._with_types, blocks))
 
     def _with_types(self, block):
-        types = block.edge_type
+        types, ids = block.edge_type, block.edge_ids
         if types is None:  # drawn by the C code they are there
-            types = self.edge_type.index_select(0, block.edge_ids)
-        types = _as_signed(types)
-        return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
+            types = self.edge_type.index_select(0, ids)
+        return block._replace(edge_type=_as_signed(types), edge_ids=ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
         """Edge ids or a mask -> int64 [X] on the graph's device, ascending, each once; None for no edges."""
@@ -303,16 +300,6 @@ def _numbers(k):
         raise TypeError(f"fanouts has {k!r}: whole numbers are needed") from error
 
 
-def _check_types(fanouts, edge_type, by_type, times, backend):
-    if edge_type is None:
-        raise ValueError(f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type")
-    if backend == "dgl":
-        raise ValueError("backend 'dgl' has no edge_type; use 'native' or 'torch'")
-    if not by_type and (times is not None or any(isinstance(k, list) for k in fanouts)):
-        why = "edge_times, as lists are sorted by type first, nor for numbers by type"
-        raise ValueError(f"by_type=False draws from all types together, which is not for {why}")
-
-
 def _fanout_of(fanouts, edge_type, check):
     """Numbers by type -> int64 [L, all numbers of a type], the most edges of a hop, -1: unknown."""
     there, known = 1, all(isinstance(k, list) for k in fanouts)
@@ -331,16 +318,20 @@ def _fanout_of(fanouts, edge_type, check):
     return table.to(edge_type.device), [-1 if -1 in numbers else sum(numbers) for numbers in lists]
 
 
-def _check_options(fanouts, replace, method, weights, by_time, backend, layer, steps):
-    (times, strict, window), numbers = by_time, []
+def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend, layer, steps):
+    (times, strict, window), (edge_type, by_type), numbers = by_time, by_kind, []
     for k in fanouts:
         numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
+    lists, first = (
+        any(isinstance(k, list) for k in fanouts),
+        lambda on: next(filter(on.get, on), None),
+    )
     kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
     kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
-    kinds_by_time = {"strict": strict, "window": window is not None, method: method == "latest"}
-    by_time = next((name for name, on in kinds_by_time.items() if on), None)
-    dependent = "layer_dependency" if layer else "batch_dependency" if steps > 1 else None
-    not_dgl = dependent or (None if times is None else "edge_times")
+    by_time = first({"strict": strict, "window": window is not None, method: method == "latest"})
+    dependent = first({"layer_dependency": layer, "batch_dependency": steps > 1})
+    columns = {"edge_times": times is not None, "edge_type": edge_type is not None}
+    not_dgl = dependent or first(columns)
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
@@ -357,6 +348,15 @@ def _check_options(fanouts, replace, method, weights, by_time, backend, layer, s
         ),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
         (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
+        (
+            edge_type is None and (lists or not by_type),
+            f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type",
+        ),
+        (
+            not by_type and (lists or times is not None),
+            "by_type=False draws from all types together, which is not for numbers by type, nor for "
+            "edge_times, as lists are sorted by type first",
+        ),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
     ):
         if wrong:
@@ -365,20 +365,18 @@ def _check_options(fanouts, replace, method, weights, by_time, backend, layer, s
 
 def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     """Raise unless indptr, indices, weights, edge_times and edge_type form a CSC graph."""
-    M, long = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0, (torch.int64,)
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    arrays = [("indptr", indptr, long, "int64 [V+1]")]
-    arrays += [("indices", indices, (torch.int32, *long), "int32 or int64 [M]")]
-    arrays += [] if weights is None else [("weights", weights, floats, f"float [M={M}]")]
-    arrays += [] if edge_times is None else [("edge_times", edge_times, long, f"int64 [M={M}]")]
-    small, what = (torch.uint8, torch.uint16), f"uint8 or uint16 [M={M}]"
-    arrays += [] if edge_type is None else [("edge_type", edge_type, small, what)]
-    for name, array, dtypes, what in arrays:
+    M = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0
+    arrays = [("indptr", indptr, "int64 [V+1]"), ("indices", indices, "int32 or int64 [M]")]
+    columns = [("weights", weights, f"float16, bfloat16, float32 or float64 [M={M}]")]
+    columns += [("edge_times", edge_times, f"int64 [M={M}]")]
+    columns += [("edge_type", edge_type, f"uint8 or uint16 [M={M}]")]
+    for name, array, what in arrays + [column for column in columns if column[1] is not None]:
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
         length = max(array.numel(), 1) if name == "indptr" else M
-        if array.dtype not in dtypes or array.shape != (length,):
+        accepted = what.replace(",", "").split()
+        if str(array.dtype)[6:] not in accepted or array.shape != (length,):
             raise TypeError(f"{name} must be {what}, not {_kind(array)}")
     ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
@@ -387,20 +385,17 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
-    types = None if edge_type is None else edge_type.to(torch.int32)
-    for name, values in (("edge_type", types if by_type else None), ("edge_times", edge_times)):
+    same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
+    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # from one list to the next
+    types = edge_type.to(torch.int32) if edge_type is not None and by_type else None
+    for name, values in (("edge_type", types), ("edge_times", edge_times)):
         if values is None:
             continue
-        falls = values[1:] < values[:-1]
-        falls[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # from one list to the next
-        if name == "edge_times" and types is not None:
-            falls &= types[1:] == types[:-1]
-        if (falls := falls.nonzero()).numel():
+        if (falls := (same & (values[1:] < values[:-1])).nonzero()).numel():
             v = int(torch.searchsorted(indptr, falls[0] + 1, right=True)) - 1
             how = "time" if types is None else "type, then time"
-            raise ValueError(
-                f"{name} decreases within the list of node {v}; sort each list by {how}"
-            )
+            raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
+        same &= values[1:] == values[:-1]  # times ascend within a type
 
 
 def _check_ids(name, ids, what):
@@ -411,8 +406,7 @@ def _check_ids(name, ids, what):
 def _check_times(times, seeds, timed):
     if times is not None and not timed:
         raise ValueError("times are given and the edges have none; give the sampler edge_times")
-    tensor = isinstance(times, Tensor)
-    if timed and not (tensor and times.dtype == torch.int64 and times.shape == seeds.shape):
+    if timed and _kind(times) != f"torch.int64 {list(seeds.shape)}":
         wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
         raise TypeError(f"times must be {wanted}, not {_kind(times)}")
 
@@ -433,12 +427,10 @@ def outside(ids, n):
 
 
 def _repeated(seeds, times):
-    at = torch.zeros_like(seeds) if times is None else times
-    pairs = torch.stack([seeds.cpu().long(), at.cpu().long()])
-    values, counts = pairs.unique(dim=1, return_counts=True)
-    node, time = values[:, counts > 1][:, 0].tolist()
-    which = f"node {node}" if times is None else f"node {node} at time {time}"
-    return f"seeds contains {which} more than once; seeds must be distinct within a batch"
+    columns = [ids.cpu().long() for ids in (seeds, times) if ids is not None]
+    values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
+    which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
+    return f"seeds contains node {which} more than once; seeds must be distinct within a batch"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -480,11 +472,8 @@ def random_bits(key, v, j, bits=32):
 
 
 class TorchBackend:
-    """Plain torch operations: every pass over all destinations at once.
-
-    The backends of native/ are made and called alike; `sample` of native/sampler_gpu.py takes (seeds, step,
-    relabel_outer, exclude, times) instead.
-    """
+    """Plain torch operations: every pass over all destinations at once. The backends of native/ are made and called
+    alike, but `sample` of native/sampler_gpu.py takes (seeds, step, relabel_outer, exclude, times)."""
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
@@ -493,16 +482,9 @@ class TorchBackend:
         self.tables = {}
 
     def sample(self, seeds, hops, exclude=None, times=None):
-        """Sample all hops of a batch.
-
-        Args:
-            seeds: [S], of the graph's integer type. hops: a `Hop` for each fanout.
-            exclude: int64 [X] edge ids, ascending, each once, or None. times: int64 [S] or None. With
-                times a source is the number node + V * (number of its time in the batch).
-
-        Returns:
-            The fields of a Block for each hop, from the seeds outward; None if a seed is repeated.
-        """
+        """Sample a `Hop` for each fanout -> the fields of a Block for each, from the seeds outward; None if a seed is
+        repeated. seeds: [S], of the graph's integer type. exclude: int64 [X] edge ids, ascending, each once, or None.
+        times: int64 [S] or None. With times a source is the number node + V * (number of its time in the batch)."""
         V, dtype, src, at, values = self.num_nodes, seeds.dtype, seeds, None, None
         if times is None:
             idle, table = self._number(seeds)
@@ -526,8 +508,7 @@ class TorchBackend:
                 src, local = _number_by_appearance(src, local + V * at)
             nodes, src_times = (src, None) if times is None else (src % V, values[src // V])
             edges = edges if self.task.edge_ids else None
-            block = indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times
-            blocks.append(block)
+            blocks.append((indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times))
         if times is None:
             idle.append(table.index_fill_(0, src.long(), V))
         return blocks
@@ -690,11 +671,8 @@ def _number_by_appearance(src, ends):
 
 
 def _past_excluded(edges, exclude, gap):
-    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick`.
-
-    exclude[i] - i is the number of kept edges before excluded edge i, which never decreases: a binary search in it
-    gives how many excluded edges to skip.
-    """
+    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick`. There are
+    exclude[i] - i kept edges before excluded edge i: a binary search in these gives how many excluded edges to skip."""
     behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(behind, edges - gap, right=True) - gap
 

@@ -50,16 +50,7 @@ from run.checkpoint import check_graph, common_state, complete, restore, save_ch
 from run.evaluate import open_run
 from run.finite import LossSum, all_finite, finite_scores, not_finite
 from run.own_model import is_own
-from run.report import (
-    Clock,
-    Report,
-    advice,
-    describe,
-    draw_timeline,
-    epoch_line,
-    peak_memory,
-    profile,
-)
+from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
 from sampler import DamagedGraph, mix
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
@@ -169,11 +160,12 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
                 print(f"early   stopped after epoch {epoch}: {since}")
             break
         check_in_use(run.store)
-        rate = learning_rate(args, epoch)
+        falls = (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # to 0 over all of --epochs
+        rate = args.lr * (falls if args.lr_schedule == "cosine" else 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         profiled = epoch == min(start + 1, args.epochs - 1)
-        with profile(report, ranks.rank) if args.profile and profiled else nullcontext():
+        with report.profile() if args.profile and profiled else nullcontext():
             step, stopped, figures, laps = train_epoch(run, stepper, stop, save, epoch, first)
         first = 0
         if args.timeline and profiled and ranks.leads:
@@ -204,12 +196,6 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         if args.allocator == "tuned" and not ranks.gpus:
             level = trim_memory(level)
     return 0
-
-
-def learning_rate(args, epoch):
-    """The rate of an epoch, counted from 0; the cosine falls from --lr to 0 over all of --epochs."""
-    falls = args.lr_schedule == "cosine"
-    return args.lr * ((1 + math.cos(math.pi * epoch / args.epochs)) / 2 if falls else 1.0)
 
 
 def prepare(args):

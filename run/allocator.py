@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -30,19 +31,13 @@ def orphaned():
 def before_torch():
     """Set variables that torch and oneDNN read when loaded, unless the user has; spawned ranks inherit them."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    # growing segments need NVIDIA's libnvidia-ml: without it torch 2.13 crashes
-    if not {*names} & set(os.environ) and _loads("libnvidia-ml.so.1"):
-        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+    with suppress(OSError):
+        if not {*names} & set(os.environ):
+            ctypes.CDLL("libnvidia-ml.so.1")  # growing segments need it: torch 2.13 crashes without
+            os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
     # products compiled for one batch's size are not cached, see linear() in model.py; the second cannot be 0
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
-
-
-def _loads(library):
-    try:
-        return bool(ctypes.CDLL(library))
-    except OSError:
-        return False
 
 
 def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):

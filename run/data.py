@@ -42,8 +42,8 @@ def settle(ranks, args, task):
     given["weights"] = "best" if args.early_stop else weights
     if given["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
-        needs = f"{flag} goes by validation {task.metric}"
-        raise StoreError(f"{needs}, and {store.path} has no validation {task.examples}")
+        lacks = f"{store.path} has no validation {task.examples}"
+        raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
         given["residual"], line = residual_helps(store)
         lines.append(f"model   {line}")
@@ -66,15 +66,12 @@ def settle(ranks, args, task):
 
 def settle_steps(ranks, args, task, examples):
     """{total_batch, steps, epochs, weight_decay}."""
-    total_batch = args.batch_size * args.accumulate * ranks.world
+    total_batch, decay = args.batch_size * args.accumulate * ranks.world, args.weight_decay
     examples = max(examples, 1)  # without labels there are none, and nothing is trained
-    steps, decay = -(-examples // total_batch), args.weight_decay
-    return {
-        "total_batch": total_batch,
-        "steps": steps,
-        "epochs": args.epochs or max(10, -(-LEAST_STEPS // steps)),
-        "weight_decay": task.prior / examples if decay is None else decay,
-    }
+    steps = -(-examples // total_batch)
+    epochs = args.epochs or max(10, -(-LEAST_STEPS // steps))
+    decay = task.prior / examples if decay is None else decay
+    return dict(total_batch=total_batch, steps=steps, epochs=epochs, weight_decay=decay)
 
 
 def residual_helps(store):
@@ -131,12 +128,9 @@ def place_data(ranks, args, task, used):
         return None, None
     if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
         print(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    columns = [
-        name for name in ("weight", "time", "type", "features") if getattr(used, name) is not None
-    ]
-    arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
-    arrays += [getattr(used, name) for name in columns]
-    spare = 0
+    columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
+    columns, spare = {name: c for name, c in columns.items() if c is not None}, 0
+    arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
     try:
         if pinned:
             if ranks.local_world < ranks.world:
@@ -145,9 +139,8 @@ def place_data(ranks, args, task, used):
             spare = torch.cuda.mem_get_info()[0] - takes.gpu - takes.gpu_step - args.cache
             total = ranks.sum if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
-        indptr, indices, labels, features, *placed = place(
-            *arrays[:4], args.mode, ranks.device, arrays[4:], spare
-        )
+        placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
+        indptr, indices, labels, features, *placed = placed
     except (OSError, RuntimeError) as error:
         if not pinned:
             raise
@@ -156,18 +149,10 @@ def place_data(ranks, args, task, used):
     features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
     in_place = not store.node_types and step_graph.averages_in_place(args, features.dtype, dtype)
-    ring = FeatureRing(
-        features,
-        labels,
-        slots=args.prefetch + 1,
-        device=ranks.device,
-        streams=args.sample_threads,
-        log=tqdm.write if ranks.leads else None,
-        dtype=dtype,
-        gather=gather_rows,
-        aggregate=self_and_mean if in_place else None,
-        edge_features=used.features,
-    )
+    options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
+    options |= {"device": ranks.device, "log": tqdm.write if ranks.leads else None}
+    options |= {"gather": gather_rows, "aggregate": self_and_mean if in_place else None}
+    ring = FeatureRing(features, labels, edge_features=used.features, **options)
     task.attach(ranks, args, used, indptr, indices)
     return sampler, ring
 
@@ -200,18 +185,17 @@ def cached(ranks, args, task, used, features):
         size = readable_size(budget)
         say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
+        needs = "is for a --cache before features that are mapped from a file, in mode cpu-cpu"
         here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
-        needs = "a --cache before features that are mapped from a file, in mode cpu-cpu"
-        raise StoreError(f"--lookahead {args.lookahead} is for {needs}; here {here}")
+        raise StoreError(f"--lookahead {args.lookahead} {needs}; here {here}")
     if not budget:
         return features
     if args.mode == "cuda-cuda":
         say("memory  --cache has no effect: all features are in GPU memory")
         return features
     with reading_all_edges():
-        batch_size = args.batch_size * task.sampled_for(args)
-        graph, seeds = (store.indptr, store.indices), task.seeds()
-        visits = expected_visits(*graph, seeds, taken(args, used), batch_size)
+        options = task.seeds(), taken(args, used), args.batch_size * task.sampled_for(args)
+        visits = expected_visits(store.indptr, store.indices, *options)
         visits = visits[: features.shape[0]]  # the others have no features
     trim_memory(1)  # what that took, and the cache can have
     if mapped:

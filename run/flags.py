@@ -133,11 +133,9 @@ def changed(args, **values):
 
 def make_parser():
     """The parser of FLAGS; --help fits on two screens."""
-    parser = argparse.ArgumentParser(
-        usage="python train.py [flags]",
-        formatter_class=_Help,
-        description="Train a graph neural network by neighbour sampling.",
-    )
+    said = {"usage": "python train.py [flags]", "formatter_class": _Help}
+    said["description"] = "Train a graph neural network by neighbour sampling."
+    parser = argparse.ArgumentParser(**said)
     kinds = {
         "N": (positive(int), "N"),
         "N0": (positive(int, zero=True), "N"),
@@ -158,10 +156,8 @@ def make_parser():
             group = parser.add_argument_group(flags)
             continue
         values, options = rest[0].split(), {"help": rest[1].strip()}
-        if not values:
-            options["action"] = "store_true"
-        elif values == ["on/off"]:
-            options["action"] = argparse.BooleanOptionalAction
+        if not values or values == ["on/off"]:
+            options["action"] = argparse.BooleanOptionalAction if values else "store_true"
         elif len(values) == 1 or values[1] == "=":
             kind, options["metavar"] = kinds.get(values[0], (str, values[0]))
             options |= {"type": kind, "default": kind(values[2]) if len(values) > 1 else None}
@@ -183,13 +179,10 @@ def filled_in(args):
     if args.temporal == "auto":
         given["temporal"] = task.temporal
     if args.gpus is None:
-        given["gpus"] = min(gpus_here(), 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
+        given["gpus"] = (
+            int(torch.cuda.is_available()) if args.procs == 1 and args.mode != "cpu-cpu" else 0
+        )
     return changed(args, **given)
-
-
-def gpus_here():
-    """The number of GPUs that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_values(parser, args):
@@ -199,13 +192,9 @@ def check_values(parser, args):
         given = f"--fanout {text_of(args.fanout)} has {hops} hops"
         parser.error(f"{given}, --num-layers is {args.num_layers}: one fanout a layer is needed")
     if args.model == "gat" and args.hidden % args.heads:
-        parser.error(
-            f"--hidden {args.hidden} cannot be shared by --heads {args.heads}: give a multiple"
-        )
+        parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}: give one")
     if args.norm == "batch" and args.checkpoint_activations:
-        parser.error(
-            "--checkpoint-activations counts batches of --norm batch twice: use --norm layer"
-        )
+        parser.error("--checkpoint-activations counts batches twice for --norm batch: use layer")
     if args.metric and args.metric not in task.metrics:
         known = ", ".join(task.metrics) or "none"
         parser.error(f"--metric {args.metric}: --task {args.task} has {known}")
@@ -215,7 +204,8 @@ def check_values(parser, args):
 
 def check_effects(parser, args):
     """Refuse flags that were typed and can have no effect, or not the one they name, in this run."""
-    task, own, on_gpu, here = TASKS[args.task], is_own(args.model), args.gpus > 0, gpus_here()
+    task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     embeddings = args.predict_what == "embeddings"
 
     def refuse(where, flags, why):
@@ -242,8 +232,7 @@ def check_effects(parser, args):
     refuse(one, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
-    typed = ", ".join(TYPE_CONVS)
-    refuse(args.model not in TYPE_CONVS, "bases", f"is for --model {typed}, --model is {{model}}")
+    refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn, --model is {model}")
     refuse(args.temporal == "off", "window", "is of times, --temporal is off")
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
@@ -325,8 +314,9 @@ def fanout(text):
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    by_type = "by types of edges writes=10:cites=5,writes=5 or any=15,10"
-    how = f"write numbers above 0, or -1 for all: 15,10,5, or {by_type}"
+    how = (
+        "write numbers above 0, or -1 for all: 15,10,5, or by types writes=10:cites=5 or any=15,10"
+    )
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 
 
@@ -342,15 +332,14 @@ def size(text):
 def positive(kind, zero=False, below=None):
     """An argparse type: a finite number above 0 (or from 0 on); whole numbers are below 2^31."""
     below = below or (2**31 if kind is int else math.inf)
+    what = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
 
     def parse(text):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
-        what = "whole number" if kind is int else "number"
-        limit = "of at least 0" if zero else "above 0"
-        limit += f" and below {below}" if below < math.inf else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {what} {limit}")
+        limit = f" and below {below}" if below < math.inf else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}{limit}")
 
     return parse
 
@@ -359,6 +348,5 @@ class _Help(argparse.HelpFormatter):
     """Shows defaults."""
 
     def _get_help_string(self, action):
-        if "default" in action.help or action.default in (None, False, argparse.SUPPRESS):
-            return action.help
-        return f"{action.help} (default: %(default)s)"
+        known = "default" in action.help or action.default in (None, False, argparse.SUPPRESS)
+        return action.help if known else f"{action.help} (default: %(default)s)"

@@ -125,9 +125,8 @@ def estimate(
     for mode, placement in placements(store, **sizes).items():
         takes = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not takes(n).fits(*room))
-        possible, fits = placement.fits(*room, steps=0), placement.fits(*room)
-        line = arithmetic(mode, placement, *room)
-        modes[mode] = Fit(placement, possible, fits, largest, line)
+        fits = placement.fits(*room, steps=0), placement.fits(*room)
+        modes[mode] = Fit(placement, *fits, largest, arithmetic(mode, placement, *room))
     fitting = [mode for mode in choices if modes[mode].fits]
     modest = [mode for mode in reversed(choices) if modes[mode].possible]
     return modes, next(iter(fitting + modest), None)
@@ -158,8 +157,6 @@ def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:
     host = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
     host += f" + {size(p.shared)} shared" if p.shared else ""
     host += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
-    if mode == "cpu-cpu":
-        return host
     free = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
     gpu = f"each GPU {size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
-    return f"{gpu} {free}, {host}"
+    return host if mode == "cpu-cpu" else f"{gpu} {free}, {host}"

@@ -100,33 +100,18 @@ def draw_timeline(runs, path, steps=8):
         pyplot.close(figure)
 
 
-@contextmanager
-def profile(report, rank):
-    """Trace the body on all threads with torch.profiler -> --profile FILE.rank0.json, for Perfetto."""
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(experimental_config=every_thread) as trace:
-        yield
-    path = Path(report.args.profile)
-    with report.attempt("profile"), tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(exported))  # silent where the disk is full
-        data = exported.read_bytes()
-        if not data.rstrip().endswith(b"}"):
-            raise StoreError(f"{folder} has no room for the trace")
-        write_whole(path.with_name(f"{path.stem}.rank{rank}.json"), lambda file: file.write(data))
-
-
 class Report:
     """Where rank 0 puts a run's figures: the terminal, --log, --tensorboard. A file that cannot be written is reported
     once, and training continues; failed: the flags of such files."""
 
     def __init__(self, ranks, args):
-        self.args, self.leads, self.failed, self.board = args, ranks.leads, set(), None
+        self.args, self.rank, self.leads = args, ranks.rank, ranks.leads
+        self.failed, self.board = set(), None
         if self.leads and args.log:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
-            began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._append({**start, "hardware": hardware(ranks), "began": began})
+            start |= {"hardware": hardware(ranks), "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            self._append(start)
         if self.leads and args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -142,8 +127,10 @@ class Report:
         if self.board and "epoch" in figures:
             with self.attempt("tensorboard"):
                 valid = figures.get("valid") or {}  # a dict for links and graphs
-                flat = {**figures, **{f"valid/{name}": value for name, value in valid.items()}}
-                for name, value in flat.items():
+                for name, value in {
+                    **figures,
+                    **{f"valid/{k}": v for k, v in valid.items()},
+                }.items():
                     if isinstance(value, float):
                         self.board.add_scalar(name, value, figures["epoch"])
                 self.board.flush()
@@ -152,8 +139,9 @@ class Report:
         """Report the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
         lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
         self.tell("\n".join(lines), {"scores": scores})
+        parts = [(part, values) for part, values in scores.items() if values]
         exact = {
-            f"{part} {k}": v for part, values in scores.items() for k, v in (values or {}).items()
+            f"{part} {name}": value for part, values in parts for name, value in values.items()
         }
         self.results(exact)
         return exact
@@ -181,12 +169,27 @@ class Report:
             write_whole(path, lambda file: np.save(file, array))
             print(f"wrote {path}: {array.dtype} {list(array.shape)}")
 
+    @contextmanager
+    def profile(self):
+        """Trace the body on all threads with torch.profiler -> --profile FILE.rank0.json, for Perfetto."""
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(experimental_config=every_thread) as trace:
+            yield
+        path = Path(self.args.profile)
+        path = path.with_name(f"{path.stem}.rank{self.rank}.json")
+        with self.attempt("profile"), tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder, "trace.json")
+            trace.export_chrome_trace(str(exported))  # silent where the disk is full
+            data = exported.read_bytes()
+            if not data.rstrip().endswith(b"}"):
+                raise StoreError(f"{folder} has no room for the trace")
+            write_whole(path, lambda file: file.write(data))
+
     def results(self, figures):
         """Give the final figures, {name: value or None}, to TensorBoard, beside the flags."""
         if not self.board:
             return
-        known = {k: value for k, value in figures.items() if value is not None}
-        known = {f"exact/{name.replace(' ', '_')}": value for name, value in known.items()}
+        known = {f"exact/{k.replace(' ', '_')}": v for k, v in figures.items() if v is not None}
         flags = flags_of(self.args).items()
         flags = {k: v if isinstance(v, int | float) else str(v) for k, v in flags}
         with self.attempt("tensorboard"):
@@ -247,10 +250,8 @@ def describe(run, file, epoch, step):
     if ranks.gpus and ranks.world > 1:
         cores = os.sched_getaffinity(0)
         threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
-    precision = args.precision
-    if precision == "tf32":
-        on_gpu = "tf32 products (--precision fp32 for full ones)"
-        precision = on_gpu if ranks.gpus else "fp32, for tf32 needs a GPU"
+    tf32 = "tf32 products (--precision fp32 for full ones)" * bool(ranks.gpus)
+    precision = {"tf32": tf32 or "fp32, for tf32 needs a GPU"}.get(args.precision, args.precision)
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
     epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
@@ -263,8 +264,7 @@ def describe(run, file, epoch, step):
     elif file:
         print(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
-        held = f"{args.checkpoint} holds an earlier run and will be replaced"
-        print(f"replace {held}; --resume auto would go on with it")
+        print(f"replace {args.checkpoint} of an earlier run; --resume auto would go on with it")
 
 
 def epoch_line(args, figures):

@@ -85,10 +85,8 @@ class Regressor(nn.Module):
     def forward(self, graph):
         """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
         dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
-        h, e = (
-            enter(rows if rows.dtype == torch.uint8 else rows.float())
-            for enter, rows in ((self.nodes, graph.x), (self.edges, graph.e))
-        )
+        x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
+        h, e = self.nodes(x), self.edges(e)
         for layer in self.layers:
             h, e = layer(graph.indices, dst, h, e)
         pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
@@ -170,11 +168,11 @@ class GraphTask(Task):
         if not ids.numel() or not run.ranks.leads:
             return None
         run.model.eval()
-        output, y = [], []
-        for batch in run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1):
-            output.append(run.model(batch.blocks[0]).float().cpu())
-            y.append(batch.y.float().cpu())
-        output, y = torch.cat(output), torch.cat(y)
+        loader = run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1)
+        pairs = [
+            (run.model(batch.blocks[0]).float().cpu(), batch.y.float().cpu()) for batch in loader
+        ]
+        output, y = map(torch.cat, zip(*pairs))
         if self.binary:
             found = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
             return None if found is None else {"roc_auc": found}

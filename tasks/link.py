@@ -493,7 +493,8 @@ class Evaluation:
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
         found = torch.stack([positive, negative, place], 1)
-        positive, negative, place = (ranks.rows(found) if ranks else found).unbind(1)
+        every = torch.cat(ranks.gather(found)) if ranks else found
+        positive, negative, place = every.unbind(1)
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         both = torch.cat([positive, negative]), y
         return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}

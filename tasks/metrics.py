@@ -45,8 +45,7 @@ def score(metric, logits, y):
         return None
     check_scores(logits)
     if metric == "roc_auc":
-        value = mean_roc_auc(logits, y)
-        return None if math.isnan(value) else value
+        return mean_roc_auc(logits, y)
     found = logits.argmax(1) if y.dim() == 1 else logits > 0
     return (found == y).double().mean().item() if metric == "accuracy" else f1(found, y)
 
@@ -65,15 +64,14 @@ def f1(found, y):
 
 
 def mean_roc_auc(logits, y):
-    """ROC-AUC of each column, one class against the rest where y is [n], averaged; nan where no column has both."""
+    """ROC-AUC of each column, one class against the rest where y is [n], averaged; None where no column has both."""
     if y.dim() == 1:
-        logits = F.softmax(logits.double(), 1)
-        if logits.shape[1] == 2:
-            return roc_auc(logits[:, 1], y)
-        y = F.one_hot(y, logits.shape[1])
+        logits, y = F.softmax(logits.double(), 1), F.one_hot(y, logits.shape[1])
+        if y.shape[1] == 2:
+            logits, y = logits[:, 1:], y[:, 1:]
     values = [roc_auc(column, target) for column, target in zip(logits.unbind(1), y.unbind(1))]
     values = [value for value in values if not math.isnan(value)]
-    return sum(values) / len(values) if values else math.nan
+    return sum(values) / len(values) if values else None
 
 
 def _counts(score, y):

@@ -43,8 +43,7 @@ class NodeTask(Task):
 
     def attach(self, ranks, args, used, indptr, indices):
         self.times = used.seed_time
-        if self.times is not None:
-            self.draw = seeds_at(self.times)
+        self.draw = None if self.times is None else seeds_at(self.times)
 
     def loss(self, network, output, y):
         """Summed over the seeds: cross-entropy of classes [S], or of 0 and 1 [S, C] averaged over C."""
@@ -70,11 +69,11 @@ class NodeTask(Task):
             why = "the features do not fit into memory; --predict computes it"
             report.tell(f"{name}  n/a: {why}", {"exact": None})
             return dict.fromkeys(store.split)
-        logits = run.exact()
-        exact = {
-            part: score(self.metric, logits[nodes], store.labels[nodes])
-            for part, nodes in store.split.items()
-        }
+        logits, of = (
+            run.exact(),
+            lambda nodes: score(self.metric, logits[nodes], store.labels[nodes]),
+        )
+        exact = {part: of(nodes) for part, nodes in store.split.items()}
         report.exact(name, exact)
         if args.predict:
             if args.predict_what == "embeddings":

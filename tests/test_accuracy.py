@@ -119,7 +119,7 @@ BAD_FLAGS = r"""
 --timeline steps.gif => --timeline steps.gif: .* ends in .png
 --gpu-cache lots => 'lots' is no size; write it as 4GiB
 --dropout 1 => --dropout: '1' is not a number of at least 0 and below 1
---model gat --hidden 10 => --hidden 10 cannot be shared by --heads 4
+--model gat --hidden 10 => --hidden 10 is no multiple of --heads 4
 --norm batch --checkpoint-activations => use --norm layer
 --runs 3 --checkpoint c.pt => --checkpoint c.pt is for one run, --runs is 3
 --predict classes.csv => --predict classes.csv: .* ends in .npy
@@ -383,7 +383,7 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     assert "\nexact accuracy  train " in output and "layer-wise" not in output
     for earlier in (False, True):
         said = _train(own, f"--epochs 2 --checkpoint {half}")
-        assert ("half.pt holds an earlier run and will be replaced" in said) == earlier
+        assert (f"replace {half} of an earlier run" in said) == earlier
     # arguments are the checkpoint's
     resume = f"--resume {half} --model {file}:Net --epochs 4 --checkpoint {half} --gpus 0"
     assert "not the text" not in _train(resume)

@@ -116,8 +116,13 @@ def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
     for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
         monkeypatch.delenv(name)
-    loads = lambda library: there and library == "libnvidia-ml.so.1"  # noqa: E731
-    monkeypatch.setattr(allocator, "_loads", loads)
+    libraries = {"libnvidia-ml.so.1": allocator.ctypes.CDLL if there else "none"}
+
+    def load(library):
+        if libraries[library] == "none":
+            raise OSError
+
+    monkeypatch.setattr(allocator.ctypes, "CDLL", load)
     allocator.before_torch()
     expected = "expandable_segments:True" if there else None
     assert [os.environ.get(name) for name in names] == [expected] * 2
