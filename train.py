@@ -204,19 +204,15 @@ def prepare(args):
     return datasets.prepare(args.dataset, args.root, **{k: getattr(args, k) for k in names})
 
 
-def prepare_on_one_rank(ranks, args):
-    """`prepare` on one rank of each machine; the others wait, then find the store built."""
-    with ranks.patience():
-        path = prepare(args) if ranks.local_rank == 0 else None
-    return path or prepare(args)
-
-
 def train(ranks, args, path):
     """Open, train, evaluate -> (exit code, {part: exact score}, name of that score); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
+    if not path:  # one rank of each machine builds the store, and the others find it
+        with ranks.patience():
+            path = prepare(args) if ranks.local_rank == 0 else None
     fits = {"fits": partial(check_graph, state, file)} if state else {}
-    run = open_run(ranks, args, path or prepare_on_one_rank(ranks, args), **fits)
+    run = open_run(ranks, args, path or prepare(args), **fits)
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     best = {"score": -math.inf, "epoch": 0, "model": None}  # of --weights best

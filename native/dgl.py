@@ -62,7 +62,7 @@ def to_dgl(block):
     # numbers for the edges: without them DGL's gradients of edge values (GATv2Conv) fail
     ids = torch.arange(block.num_edges, dtype=block.indices.dtype, device=block.indices.device)
     csc, sizes = (block.indptr, block.indices, ids), (block.num_src, block.num_dst)
-    made = dgl.create_block(("csc", csc), num_src_nodes=sizes[0], num_dst_nodes=sizes[1])
+    made = dgl.create_block(("csc", csc), *sizes)
     made.srcdata[dgl.NID], made.dstdata[dgl.NID] = block.src_nodes, dst
     if block.edge_ids is not None:
         made.edata[dgl.EID] = block.edge_ids

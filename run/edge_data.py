@@ -42,11 +42,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
         lines.append(f"the model sees the features of edges, {seen}")
     elif store.edge_features is not None:
-        why = (
-            "its forward has no argument `edges`"
-            if own
-            else f"{' and '.join(EDGE_CONVS)} take them"
-        )
+        why = "its forward has no `edges`" if own else f"{' and '.join(EDGE_CONVS)} take them"
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
         instead = "give that argument a default" if own else "gin is the same without"
@@ -58,9 +54,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
         if not timed:
-            lacks = "edges" if store.edge_time is None else "nodes"
-            needs = f"--temporal {args.temporal} needs edge_time and node_time"
-            raise StoreError(f"{needs}: {store.path} has no times of {lacks}")
+            lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
+            raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
         if args.model == "gcn":
             why = "divides by the degrees of the whole graph, edges of the future among them"
             raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
@@ -86,8 +81,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
     if args.sampler == "latest":
         if used.time is None:
-            needs = f"needs times of edges and nodes in {store.path}, and --temporal at or before"
-            raise StoreError(f"--sampler latest {needs}, here {args.temporal}")
+            needs = "--sampler latest needs times of edges and nodes"
+            raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
     if args.sampler == "weighted":
         if store.edge_weight is None:

@@ -222,14 +222,13 @@ def check_effects(parser, args):
         refuse(True, unused, why)
     not_best = args.early_stop and args.weights == "last"
     refuse(not_best, "weights", "contradicts --early-stop {early_stop}, which takes the best")
-    refuse(not args.predict, "predict_what", "needs --predict FILE to write to")
-    refuse(not args.predict, "pairs", "needs --predict FILE.npy to write their scores to")
+    refuse(not args.predict, "predict_what pairs", "needs --predict FILE.npy to write to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
-    why = "is for the built-in models; give {model} what it needs by --model-args"
-    refuse(own, BUILT_IN + " hidden" * (not task.embeds), why)
-    refuse(own and embeddings, "predict_what", "is for built-in models; take logits of {model}")
-    one = embeddings and args.num_layers == 1
-    refuse(one, "predict_what", "would be the features with --num-layers 1")
+    built_in, why = BUILT_IN + " hidden" * (not task.embeds), "is for the built-in models; "
+    refuse(own, built_in, why + "give {model} what it needs by --model-args")
+    refuse(own and embeddings, "predict_what", why + "take logits of {model}")
+    if embeddings:
+        refuse(args.num_layers == 1, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
     refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn, --model is {model}")
@@ -239,11 +238,9 @@ def check_effects(parser, args):
     why = "is for one run, --runs is {runs}"
     refuse(args.runs > 1, "checkpoint resume predict timeline profile", why)
     refuse(not args.trains, "timeline profile", "shows training; this command only predicts")
-    refuse(here == 0 < args.gpus, "gpus", "needs CUDA; leave it out to train on CPU")
-    refuse(args.gpus > here, "gpus", f"is more than this machine has; give at most {here}")
+    refuse(args.gpus > here, "gpus", f"needs as many CUDA GPUs: give at most {here}")
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
-    why = "has no effect under torchrun, which starts the processes: use its --nproc-per-node"
-    refuse(under_torchrun(), "procs", why)
+    refuse(under_torchrun(), "procs", "has no effect under torchrun: use its --nproc-per-node")
     needs_gpu = "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
     refuse(args.cuda_graph == "on" and not on_gpu, "cuda_graph", needs_gpu)
     refuse(args.mode.endswith("cuda") and not on_gpu, "mode", needs_gpu)
@@ -314,9 +311,7 @@ def fanout(text):
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    how = (
-        "write numbers above 0, or -1 for all: 15,10,5, or by types writes=10:cites=5 or any=15,10"
-    )
+    how = "write numbers above 0, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 
 

@@ -98,10 +98,9 @@ def placements(
     }
 
 
-def estimate(
-    store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes
-) -> tuple[dict[str, Fit], str | None]:
-    """What training takes in each mode and what fits.
+def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
+    """What training takes in each mode -> ({mode: Fit}, the first mode that fits, else the most modest that is possible,
+    else None).
 
     Args:
         store: GraphStore or the path of one.
@@ -109,9 +108,6 @@ def estimate(
         free_gpu: free bytes of the fullest GPU; of the current one when None.
         free_host: free bytes of host memory; of this machine when None.
         sizes: see `placements`.
-
-    Returns:
-        ({mode: Fit}, the first mode that fits, else the most modest that is possible, else None).
     """
     store = store if isinstance(store, GraphStore) else GraphStore.open(store)
     if free_gpu is None and torch.cuda.is_available():
@@ -134,12 +130,8 @@ def estimate(
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     """Choose where graph and features live, or check a choice ("auto" or one of MODES), before anything is loaded;
-    options: see `estimate` -> (mode, the arithmetic in one line).
-
-    Raises:
-        StoreError: for a mode whose arrays exceed memory. (A batch that may not fit is only pointed
-            out in the line: its size is an upper bound.)
-    """
+    options: see `estimate` -> (mode, the arithmetic in one line). StoreError for a mode whose arrays exceed memory; a
+    batch that may not fit is only pointed out in the line: its size is an upper bound."""
     options = options if gpus else {"free_gpu": 0, **options}  # asking a GPU takes memory there
     modes, best = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")

@@ -54,12 +54,8 @@ bits = functools.partial(random_bits, bits=53)
 class Edges:
     """Look-ups of many edges at once in a CSC graph, by binary search in its neighbour lists.
 
-    Args:
-        indptr: int64 [V+1], indices: [M], on one device. Where a list is not ascending (edges sorted by time, say), a
-            sorted copy is searched.
-
-    Attributes:
-        sources: [M], ascending in each list. order: [M], where each of them is in `indices`; None where that ascends.
+    indptr: int64 [V+1], indices: [M], on one device. sources: [M], `indices` ascending in each list: a sorted copy where
+    they are not (edges sorted by time, say). order: [M], where each of them is in `indices`; None without a copy.
     """
 
     def __init__(self, indptr, indices):
@@ -166,8 +162,9 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     if "train" not in pairs:
         pairs["train"] = positives(left, seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
-        why = "has pairs that are not edges of the graph, or that are also in valid or test"
-        raise StoreError(f"--edge-split {how}: `train` {why}")
+        raise StoreError(
+            f"--edge-split {how}: `train` has pairs that are not edges, or are held out"
+        )
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
@@ -271,10 +268,9 @@ class Negatives:
     of the node in whose place it is.
 
     Args:
-        edges: Edges in which no negative occurs; None: nothing is checked but that a node is not paired with itself.
-        num_nodes: V.
+        edges: Edges in which no negative occurs; None: a node is not paired with itself, and that is all.
         degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
-        counts: nodes of each type, whose ids lie one type behind the other; all are of one type when None.
+        counts: nodes of each type, in the order of their ids; all are of one type when None.
     """
 
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
@@ -326,8 +322,8 @@ class Negatives:
                 of_type = low + (after - low) % (high - low)
                 node[places] = torch.where(tried, of_type, after % self.num_nodes)
             bad[places] = self._bad(source[places], node[places])
-        why = f"node {int(source[bad][0])} has an edge to every node"
-        raise StoreError(f"{why}, so it has no negative: --unchecked-negatives takes any")
+        full = f"node {int(source[bad][0])} has an edge to every node"
+        raise StoreError(f"{full}, so it has no negative: --unchecked-negatives takes any")
 
     def pairs(self, key, pairs):
         """As many pairs of nodes without an edge between them as `pairs` [P, 2]; the sources are drawn, too."""
@@ -381,11 +377,10 @@ class Scorer(nn.Module):
 class Links:
     """Training pairs as the examples of a `NodeLoader`: which nodes are sampled for a batch of them, and the loss.
 
-    Args:
-        graph: of `split_edges`. indptr, indices: its edges that carry messages, on the device of the sampler.
-        negatives: K. seed: decides on them. by_degree: draw them by degree^0.75. checked: against the training edges.
-        softmax: the loss is the cross-entropy of a pair among its negatives; else that of each alone.
-        exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
+    graph: of `split_edges`. indptr, indices: its edges that carry messages, on the device of the sampler. negatives: K,
+    decided on by seed; by_degree: drawn by degree^0.75; checked: against the training edges. softmax: the loss is the
+    cross-entropy of a pair among its negatives; else that of each alone. exclude: leave the positives of the step out of
+    its messages; off for a test that shows what it is for.
     """
 
     def __init__(
@@ -410,9 +405,9 @@ class Links:
         self.negatives = Negatives(known, graph.num_nodes, degrees, counts)
 
     def draw(self, batch):
-        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: the ends of the batch's pairs and their
-        negatives; options of the sampler: the edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where
-        among the nodes the source, the destination and the negatives of each pair are)."""
+        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: ends of the pairs and their negatives;
+        options of the sampler: edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where among the nodes
+        the source, the destination and the negatives of each pair are)."""
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
         pairs, key = self.pairs[seeds], mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)

@@ -22,9 +22,7 @@ class NodeTask(Task):
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(path, say)
         if not store.labelled and args.trains:
-            instead = (
-                "--resume FILE --predict FILE.npy predicts them, --task link learns from edges"
-            )
+            instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
             raise StoreError(f"{path} has no labels to learn from: {instead}")
         choose_split(store, args.split, seed=args.seed, turn=args.turn, say=say)
         store.check_split()

@@ -119,7 +119,7 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tmp_path
     _train(words, f"--dataset {pointed} --model {file}:Net --epochs 60")
     assert _test_accuracy(log) >= 0.95
     sees = "the model sees the features of edges, 2 x float64"
-    blind = f"not used by --model {file}:Blind: its forward has no argument `edges`"
+    blind = f"not used by --model {file}:Blind: its forward has no `edges`"
     for name, dataset, code, complaint in (
         ("Net", pointed, 0, sees),
         ("Must", pointed, 0, sees),
@@ -251,7 +251,7 @@ def test_train_says_what_is_missing(tmp_path, capsys):
     whole, plain = _told_by_the_future(tmp_path / "g"), _plain(tmp_path)
     edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (
-        (plain, "--temporal at", "needs edge_time and node_time: .* has no times of edges"),
+        (plain, "--temporal at", "--temporal at: .* has no times of edges .edge_time"),
         (edges_alone, "--temporal before", "has no times of nodes"),
         (whole, "--model gcn", "--model gcn divides by the degrees of the whole graph"),
         (whole, "--sampler latest --temporal off", "times of edges and nodes"),

@@ -412,7 +412,7 @@ def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
     for path, words, complaint in (
         (plain, "--temporal at", "--temporal goes by the times of edges, and .* has none"),
         (timed, "--temporal before --model gcn", gcn),
-        (timed, "--sampler latest", "--sampler latest takes the last edges .* here off"),
+        (timed, "--sampler latest", "--sampler latest needs times of edges .* here off"),
         (timed, f"--temporal at --edge-split {tmp_path}/none.npz", no_edge),
     ):
         assert _code(LINK, "--dataset", path, words) == 2

@@ -385,14 +385,14 @@ def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypat
         assert _code(words) == 2 and complaint in capsys.readouterr().err
 
     for gpus, complaint in (
-        (0, "needs CUDA; leave it out to train"),
-        (2, "is more than this machine has; give at most 2"),
+        (0, "needs as many CUDA GPUs: give at most 0"),
+        (2, "needs as many CUDA GPUs: give at most 2"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         refused("--gpus 3", f"--gpus 3 {complaint}")
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
-    said = "--procs 2 has no effect under torchrun, which starts the processes"
+    said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
     refused("--gpus 0 --procs 2", said)
 
 
