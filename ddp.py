@@ -304,10 +304,8 @@ def cores_near(gpu, sysfs="/sys"):
 
 
 class StopSignal:
-    """Agree on stopping after a SIGINT, SIGTERM or SIGHUP: all ranks leave after the same step.
-
-    The answer is one step old, from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once.
-    """
+    """Agree on stopping after a SIGINT, SIGTERM or SIGHUP: all ranks leave after the same step. The answer is one step old,
+    from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once."""
 
     def __init__(self, ranks):
         self.ranks, self.received, self.work, self.answer = ranks, 0, None, False

@@ -33,12 +33,8 @@ class Graph(NamedTuple):
 def from_edge_index(edge_index, num_nodes):
     """Edges [2, M] (COO) -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), as they are sampled from (CSC).
 
-    Args:
-        edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
-        num_nodes: V.
-
-    Raises:
-        ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
+    edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
+    ValueError for another shape, numbers that are not integers, or a node id outside of [0, num_nodes).
     """
     edges = torch.as_tensor(edge_index).cpu()
     floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
@@ -91,12 +87,10 @@ class Batch(NamedTuple):
 
 
 def seeds_at(times, nodes=None):
-    """A `draw` for `NodeLoader` in which each seed sees no edge later than its own time.
+    """A `draw` for `NodeLoader` in which each seed sees no edge later than its own time: times int64 [V], of the nodes.
 
-    Args:
-        times: int64 [V], of the nodes.
-        nodes: int64 [n]: seeds are then indices i < n and mean node nodes[i] at times[i], with times [n], so that a node
-            can be a seed at several times.
+    With nodes int64 [n] seeds are indices i < n and mean node nodes[i] at times[i], with times [n], so that a node can be
+    a seed at several times.
     """
 
     def draw(batch):

@@ -78,11 +78,9 @@ def _stub_attribute(name):
 
 
 def import_dgl():
-    """Import DGL 2.1 also under a torch it was not built for.
-
-    Its PyPI build fails on three parts not needed here: dgl.distributed (which pulls in GraphBolt, torchdata and
-    setuptools.extern), dgl.data.movielens (pandas). They are replaced by stubs, only when the plain import fails.
-    """
+    """Import DGL 2.1 also under a torch it was not built for. Its PyPI build fails on parts not needed here,
+    dgl.distributed (GraphBolt, torchdata, setuptools.extern) and dgl.data.movielens (pandas): where the plain import
+    fails, they are replaced by stubs."""
     try:
         import dgl
     except Exception as first:
@@ -98,10 +96,10 @@ def import_dgl():
 
 
 class DGLAdapter:
-    """A NeighborSampler for DGL's DataLoader: DataLoader(graph, nodes, DGLAdapter(sampler), batch_size=1024).
+    """A NeighborSampler for DGL's DataLoader, also in worker processes: DataLoader(graph, nodes, DGLAdapter(sampler)).
 
     Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (graph.adj_tensors("csc")
-    gives indptr and indices); the DataLoader's graph is not looked at. Works in the DataLoader's worker processes too.
+    gives indptr and indices); the DataLoader's graph is not looked at.
     """
 
     def __init__(self, sampler):

@@ -3,8 +3,7 @@
     model = load_model("run.pt")                     # the trained network, in eval mode
     state = read_checkpoint("run.pt")                # all that is in the file, as a dict
 
-Sampling and dropout are functions of --seed and the step, the learning rate of the epoch: no generator and no schedule
-has a state. Kept are weights, optimizer moments, the best epoch of --early-stop and the step. On resume, flags are
+No generator and no schedule has a state: what is drawn is a function of --seed and the step. On resume, flags are
 
     FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME is typed again, since code runs only
                 where it is named; a changed file is reported. --edge-split may differ where --predict only predicts
@@ -48,13 +47,12 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    names = *TASKS[args.task].widths, "edge_types"
-    graph = {name: store.meta.get(name, 0) for name in names}
-    graph["several"] = getattr(store, "several", None)
+    graph = {name: store.meta.get(name, 0) for name in (*TASKS[args.task].widths, "edge_types")}
+    graph |= {"path": str(Path(store.path).absolute()), "files": digests(store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
-        "graph": {**graph, "path": str(Path(store.path).absolute()), "files": digests(store)},
+        "graph": {**graph, "several": getattr(store, "several", None)},
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,

@@ -133,9 +133,8 @@ def changed(args, **values):
 
 def make_parser():
     """The parser of FLAGS; --help fits on two screens."""
-    said = {"usage": "python train.py [flags]", "formatter_class": _Help}
-    said["description"] = "Train a graph neural network by neighbour sampling."
-    parser = argparse.ArgumentParser(**said)
+    about = "Train a graph neural network by neighbour sampling."
+    parser = argparse.ArgumentParser(usage="python train.py [flags]", description=about)
     kinds = {
         "N": (positive(int), "N"),
         "N0": (positive(int, zero=True), "N"),
@@ -164,6 +163,8 @@ def make_parser():
         else:
             options["default"] = None if values[0] == "-" else values[0]
             options["choices"] = [value for value in values if value != "-"]
+        if options.get("default") and "default" not in options["help"]:
+            options["help"] += " (default: %(default)s)"
         group.add_argument(*flags.split(), **options)
     return parser
 
@@ -337,11 +338,3 @@ def positive(kind, zero=False, below=None):
         raise argparse.ArgumentTypeError(f"{text!r} is not a {what}{limit}")
 
     return parse
-
-
-class _Help(argparse.HelpFormatter):
-    """Shows defaults."""
-
-    def _get_help_string(self, action):
-        known = "default" in action.help or action.default in (None, False, argparse.SUPPRESS)
-        return action.help if known else f"{action.help} (default: %(default)s)"

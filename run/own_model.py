@@ -116,14 +116,11 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         given = "".join(f", {k}={v!r}" for k, v in values.items())
         said = f"--model {model} is called as {name}(in_dim, num_classes{given}): {error}"
         raise StoreError(f"{said}; change it or --model-args") from error
-    net = make(in_dim, num_classes, **values)
-    wrong = None
+    net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
-        wrong = f"returned a {type(net).__name__}, a torch.nn.Module is needed"
-    elif not any(parameter.requires_grad for parameter in net.parameters()):
-        wrong = "has no parameters that could be trained"
-    elif edge_dim and "edges" not in inspect.signature(net.forward).parameters:
-        wrong = "takes edge_dim, and the forward of what it returned takes no `edges`"
-    if wrong:
-        raise StoreError(f"--model {model}: {name} {wrong}")
+        raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise StoreError(f"{start} has no parameters that could be trained")
+    if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
+        raise StoreError(f"{start} takes edge_dim, and the forward of what it returned no `edges`")
     return net, digest

@@ -193,9 +193,7 @@ class Report:
         flags = flags_of(self.args).items()
         flags = {k: v if isinstance(v, int | float) else str(v) for k, v in flags}
         with self.attempt("tensorboard"):
-            for name, value in known.items():
-                self.board.add_scalar(name, value, self.args.epochs)
-            self.board.add_hparams(flags, known, run_name=".")
+            self.board.add_hparams(flags, known, run_name=".", global_step=self.args.epochs)
             self.board.close()
 
     @contextmanager
@@ -231,13 +229,9 @@ def hardware(ranks):
     cpu = platform.processor()
     with suppress(OSError):
         cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    return {
-        "host": platform.node(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if ranks.gpus else None,
-        "processes": ranks.world,
-    }
+    gpu = torch.cuda.get_device_name() if ranks.gpus else None
+    machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
+    return {**machine, "processes": ranks.world}
 
 
 def describe(run, file, epoch, step):
@@ -256,15 +250,17 @@ def describe(run, file, epoch, step):
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
     epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
-    print(*run.task.lines(args, split, parameters), sep="\n")
     how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
-    print(f"run     {where}, {how}", flush=True)
+    lines = [*run.task.lines(args, split, parameters), f"run     {where}, {how}"]
     if file and args.trains and epoch < args.epochs:
-        print(f"resume  from epoch {epoch + 1}, step {step}")
+        lines.append(f"resume  from epoch {epoch + 1}, step {step}")
     elif file:
-        print(f"resume  after epoch {epoch}: nothing is trained")
+        lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
-        print(f"replace {args.checkpoint} of an earlier run; --resume auto would go on with it")
+        lines.append(
+            f"replace {args.checkpoint} of an earlier run; --resume auto would go on with it"
+        )
+    print(*lines, sep="\n", flush=True)
 
 
 def epoch_line(args, figures):
@@ -293,11 +289,9 @@ def advice(ranks, figures):
     machine, and all wait for the exchange of gradients."""
     units = ranks.world if ranks.gpus else ranks.world // ranks.local_world
     seconds, exchange = figures["seconds"], figures.get("exchange", 0)
-    if units * (seconds - exchange) >= seconds:
-        return ""
     spent = f"{ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s"
-    cores = "" if ranks.gpus else " and share the cores"
-    return f"advice  {spent} on the exchange of gradients{cores}: one will be as fast"
+    line = f"advice  {spent} on the exchange of gradients: one will be as fast"
+    return line if units * (seconds - exchange) < seconds else ""
 
 
 def percent(accuracy):

@@ -18,11 +18,9 @@ from tasks.task import LINK_FLAGS, Task
 
 
 class EdgeGatedConv(nn.Module):
-    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it.
-
-    An edge's gate is made of its own features and those of its ends; a node adds up its neighbours' messages, each
-    channel weighed by the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch.
-    """
+    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it. An edge's gate
+    is made of its own features and those of its ends; a node adds up its neighbours' messages, each channel weighed by
+    the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch."""
 
     def __init__(self, width, last=False):
         super().__init__()
@@ -56,11 +54,8 @@ class Categories(nn.Module):
 class Regressor(nn.Module):
     """Edge-gated convolutions, the mean over the nodes of each graph, and a small head.
 
-    Args:
-        node_dim, edge_dim: F, D. node_dtype, edge_dtype: uint8 for categories, otherwise numbers.
-        hidden: width W. out_dim: T. num_layers: convolutions. dropout: probability, before the head.
-
-    Buffers mean and std, float [T], of the targets: the network itself works on standardised ones.
+    node_dim, edge_dim: F, D; their dtypes uint8 for categories, otherwise numbers. hidden: width W. out_dim: T. dropout:
+    before the head. Buffers mean and std, float [T], of the targets: the network itself works on standardised ones.
     """
 
     def __init__(

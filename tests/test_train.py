@@ -366,8 +366,8 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     expected = "options data sampling model links optimisation processes and placement files"
     assert " ".join(groups) == expected
     for action in parser._actions:
-        shown, hidden = flags._Help("")._get_help_string(action), (None, False, argparse.SUPPRESS)
-        assert shown and (action.default in hidden or "default" in shown), action.dest
+        hidden = action.default in (None, False, argparse.SUPPRESS)
+        assert action.help and (hidden or "default" in action.help), action.dest
 
 
 def test_uneven_last_batches_do_not_hang(tmp_path):
