@@ -10,14 +10,13 @@ it, torch operations stand in for the C code and the CUDA kernels, after one war
 The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
-What is drawn is a function of (seed, step, hop, node) alone, by a counter-based generator (see
-`random_bits`): every backend returns the same bits, whatever the threads, ranks or prefetch depth.
+What is drawn is a function of (seed, step, hop, node) alone, by a counter-based generator (see `random_bits`): every
+backend returns the same bits, whatever the threads, ranks or prefetch depth.
 
-A hop is five passes over flat arrays that read the graph and write the block, with nothing in
-between: degrees; prefix sum, which is the block's indptr; picks (Floyd's algorithm: k draws, however
-long the list); gather of the node ids there; relabelling. Destinations need no hashing, because they
-are the sources of the hop before, and the outermost hop, by far the largest, can do without
-relabelling (`relabel_outer=False`). native/sampler_cpu.py says how the passes overlap in C.
+A hop is five passes over flat arrays that read the graph and write the block, with nothing in between: degrees; prefix
+sum, which is the block's indptr; picks (Floyd's algorithm: k draws, however long the list); gather of the node ids
+there; relabelling. Destinations need no hashing, because they are the sources of the hop before, and the outermost hop,
+by far the largest, can do without relabelling (`relabel_outer=False`). native/sampler_cpu.py says how they overlap in C.
 """
 
 import functools
@@ -322,40 +321,31 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
     (times, strict, window), (edge_type, by_type), numbers = by_time, by_kind, []
     for k in fanouts:
         numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
-    lists, first = (
-        any(isinstance(k, list) for k in fanouts),
-        lambda on: next(filter(on.get, on), None),
-    )
+    first = lambda on: next(filter(on.get, on), None)  # noqa: E731
     kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
     kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
     by_time = first({"strict": strict, "window": window is not None, method: method == "latest"})
     dependent = first({"layer_dependency": layer, "batch_dependency": steps > 1})
     columns = {"edge_times": times is not None, "edge_type": edge_type is not None}
-    not_dgl = dependent or first(columns)
+    not_dgl, lists = dependent or first(columns), any(isinstance(k, list) for k in fanouts)
+    untyped = edge_type is None and (lists or not by_type)
+    together = not by_type and (lists or times is not None)
+    wrong_number = min(numbers, default=-2) < -1
+    endless = window is not None and (window % 1 != 0 or not 0 < window < 1 << 63)
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
-        (
-            not fanouts or min(numbers) < -1,
-            f"fanouts {fanouts}: give one number for each hop, positive or -1 (all neighbours)",
-        ),
+        (wrong_number, f"fanouts {fanouts}: give one number for each hop, positive or -1 (all)"),
         (replace and -1 in numbers, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),
-        (
-            window is not None and (window % 1 != 0 or not 0 < window < 1 << 63),
-            f"window is {window}: give an int above 0",
-        ),
+        (endless, f"window is {window}: give an int above 0"),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
         (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
+        (untyped, f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type"),
         (
-            edge_type is None and (lists or not by_type),
-            f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type",
-        ),
-        (
-            not by_type and (lists or times is not None),
-            "by_type=False draws from all types together, which is not for numbers by type, nor for "
-            "edge_times, as lists are sorted by type first",
+            together,
+            "by_type=False is not for numbers by type, nor for edge_times: types come first",
         ),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
     ):

@@ -10,8 +10,7 @@
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
     python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # of a graph with the same features
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset
-    ogbn-products
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
 One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of
 it on threads. docs/design.md follows one seed node through the files.
@@ -60,12 +59,8 @@ torch.autograd.set_multithreading_enabled(False)
 
 
 class Eager:
-    """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods.
-
-    Attributes:
-        parallel: the model, in DistributedDataParallel if there are several ranks.
-        load: the loader's argument `load`; None: the task's.
-    """
+    """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods. parallel: the
+    model, in DistributedDataParallel if there are several ranks. load: the loader's argument; None: the task's."""
 
     load = None
 
@@ -102,14 +97,9 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     ranks, args, count, done = run.ranks, run.args, 0, first
     run.model.train()
     clock, losses = Clock(ranks.gpus), stepper.begin()
-    bar = tqdm(
-        total=args.steps,
-        initial=first,
-        desc=f"epoch {epoch + 1}",
-        leave=False,
-        unit="step",
-        disable=None if ranks.leads else True,  # None: no bar where stderr is not a terminal
-    )
+    options = {"total": args.steps, "initial": first, "unit": "step", "leave": False}
+    options["disable"] = None if ranks.leads else True  # None: no bar where stderr is no terminal
+    bar = tqdm(desc=f"epoch {epoch + 1}", **options)
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     load = stepper.load or run.task.load
     loader = run.loader(run.store.split["train"], timed=clock.timed, load=load)
@@ -249,9 +239,8 @@ def train_many(ranks, args, path):
     exact = []
     for turn in range(args.runs):
         seed = args.seed + turn
-        board = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        name = f"{args.run}-seed{seed}"
-        own = flags.changed(args, seed=seed, turn=turn, run=name, tensorboard=board)
+        own = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
+        own.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
         code, scores, title = train(ranks, own, path)
         if code:
             return code

@@ -39,8 +39,9 @@ input_dropout sampler layer_dependency batch_dependency temporal window seed spl
 edge_type negatives negatives_by unchecked_negatives link_loss""".split()
 KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
-# flags that the first checkpoints lack
+# what the first checkpoints lack
 LATER = {"drop_duplicates": False, "window": None, "bases": 0, "edge_type": None}
+LATER_WIDTHS = {"num_edge_types": 0, "node_types": 0, "edge_types": 0, "several": None}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -137,14 +138,7 @@ def check_state(state, size):
     describes, which is made without memory."""
     best, graph = state["best"], state["graph"]
     state["flags"] = checked_flags(state["flags"])
-    # those that the first checkpoints lack
-    state["graph"] = {
-        "num_edge_types": 0,
-        "node_types": 0,
-        "edge_types": 0,
-        "several": None,
-        **graph,
-    }
+    state["graph"] = {**LATER_WIDTHS, **graph}
     counts = state["epoch"], state["step"], state["total_batch"], best["epoch"]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
         raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
@@ -253,9 +247,7 @@ def check_graph(state, path, args, task):
         if (was := graph["several"]) is not None:
             if store.labelled and store.several != was:
                 labels = "several labels" if was else "one label"
-                raise StoreError(
-                    f"checkpoint {path} is of {labels} a node, {store.path} has others"
-                )
+                raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
             store.several = bool(was)
         there, was = store.meta.get("edge_types"), graph["edge_types"]
         if there and was and "num_edge_types" in compared and was[: len(there)] != there:

@@ -63,10 +63,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         used = used._replace(time=store.edge_time, seed_time=seed_time, window=args.window)
         used = used._replace(strict=temporal == "before")
         if store.edge_type is not None and used.type is None:
-            unseen = (
-                f"{store.path} has lists by type, then time, and --model {args.model} sees no types"
-            )
-            raise StoreError(f"{unseen}: take rgcn, or --temporal off")
+            sees = f"lists are by type, then time, and --model {args.model} sees no types"
+            raise StoreError(f"{store.path}: {sees}: take rgcn, or --temporal off")
         if str(args.fanout[0]).startswith("any="):
             why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
             raise StoreError(f"--fanout any= draws from all types together, and {why}")

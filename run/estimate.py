@@ -18,10 +18,8 @@ def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
     modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
-    fits = {
-        m: f"{fit.line}; batches of up to {fit.largest_batch:,} seeds fit"
-        for m, fit in modes.items()
-    }
+    up_to = "; batches of up to {:,} seeds fit".format
+    fits = {mode: fit.line + up_to(fit.largest_batch) for mode, fit in modes.items()}
     none = "none fits (--free-gpu GB asks about another machine's GPUs)"
     shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
     arrays, where = modes["pinned-cuda"].placement.shared, "the mapped file stays in it"

@@ -180,9 +180,8 @@ def filled_in(args):
     if args.temporal == "auto":
         given["temporal"] = task.temporal
     if args.gpus is None:
-        given["gpus"] = (
-            int(torch.cuda.is_available()) if args.procs == 1 and args.mode != "cpu-cpu" else 0
-        )
+        one = args.procs == 1 and args.mode != "cpu-cpu"
+        given["gpus"] = int(one and torch.cuda.is_available())
     return changed(args, **given)
 
 

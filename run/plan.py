@@ -50,15 +50,14 @@ def placements(
     """The Placement of every mode. graphs: hops that steps of static shapes hold; types: rows of each destination that
     rgcn makes; the others are flags of train.py.
 
-    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes
-    after each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all.
-    Input rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps
-    (in + 3 out) floats for each destination and as many for the gradients: the mean, and the result
-    before and after ReLU and dropout.
+    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop and
+    n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows, nodes and edges are held
+    for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each destination and as many for the
+    gradients: the mean, and the result before and after ReLU and dropout.
 
-    Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1
-    batches a table of V numbers, the hops with the sampler's scratch, and the input: rows, or pairs
-    of rows where the outermost hop is not held; and once more what a step computes.
+    Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1 batches a table of V
+    numbers, the hops with the sampler's scratch, and the input: rows, or pairs of rows where the outermost hop is not
+    held; and once more what a step computes.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)

@@ -127,10 +127,8 @@ class Report:
         if self.board and "epoch" in figures:
             with self.attempt("tensorboard"):
                 valid = figures.get("valid") or {}  # a dict for links and graphs
-                for name, value in {
-                    **figures,
-                    **{f"valid/{k}": v for k, v in valid.items()},
-                }.items():
+                flat = figures | {f"valid/{name}": value for name, value in valid.items()}
+                for name, value in flat.items():
                     if isinstance(value, float):
                         self.board.add_scalar(name, value, figures["epoch"])
                 self.board.flush()
@@ -140,9 +138,7 @@ class Report:
         lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
         self.tell("\n".join(lines), {"scores": scores})
         parts = [(part, values) for part, values in scores.items() if values]
-        exact = {
-            f"{part} {name}": value for part, values in parts for name, value in values.items()
-        }
+        exact = {f"{part} {k}": value for part, values in parts for k, value in values.items()}
         self.results(exact)
         return exact
 
@@ -257,9 +253,8 @@ def describe(run, file, epoch, step):
     elif file:
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
-        lines.append(
-            f"replace {args.checkpoint} of an earlier run; --resume auto would go on with it"
-        )
+        held = f"{args.checkpoint} of an earlier run"
+        lines.append(f"replace {held}; --resume auto would go on with it")
     print(*lines, sep="\n", flush=True)
 
 

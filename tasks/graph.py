@@ -14,7 +14,7 @@ from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, score
-from tasks.task import LINK_FLAGS, Task
+from tasks.task import OF_LINKS, Task
 
 
 class EdgeGatedConv(nn.Module):
@@ -68,12 +68,9 @@ class Regressor(nn.Module):
             else nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
             for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
         )
-        self.layers = nn.ModuleList(
-            EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)
-        )
-        self.head = nn.Sequential(
-            nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim)
-        )
+        layers = [EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)]
+        self.layers, inner = nn.ModuleList(layers), (nn.Linear(hidden, hidden), nn.SiLU())
+        self.head = nn.Sequential(*inner, nn.Dropout(dropout), nn.Linear(hidden, out_dim))
         self.register_buffer("mean", torch.zeros(out_dim))
         self.register_buffer("std", torch.ones(out_dim))
 
@@ -96,7 +93,7 @@ class GraphTask(Task):
     name, examples, placed = "graph", "graphs", False
     widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"
     unused = {
-        "is for --task link, --task is graph": LINK_FLAGS,
+        "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
         "checkpoint_activations backend mode cache lookahead",
         "is for --task node": "sampler temporal window early_stop weights split predict runs",
@@ -164,10 +161,8 @@ class GraphTask(Task):
             return None
         run.model.eval()
         loader = run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1)
-        pairs = [
-            (run.model(batch.blocks[0]).float().cpu(), batch.y.float().cpu()) for batch in loader
-        ]
-        output, y = map(torch.cat, zip(*pairs))
+        pairs = [(run.model(batch.blocks[0]).cpu(), batch.y.cpu()) for batch in loader]
+        output, y = (torch.cat(part).float() for part in zip(*pairs))
         if self.binary:
             found = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
             return None if found is None else {"roc_auc": found}

@@ -126,10 +126,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
         without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
         pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
-        graph. It takes about 60 bytes of memory for each edge.
-
-    Raises:
-        StoreError: where that cannot be done. DamagedGraph: for a list or a node outside of the graph.
+        graph. It takes about 60 bytes of memory for each edge. DamagedGraph for a list or a node outside of the graph.
     """
     name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
     if edge_time is None and (timed or how.startswith("time:")):
@@ -139,10 +136,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         raise DamagedGraph(DAMAGED)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     among = edges if edge_type is None else edges_of(store, edge_type)
-    if how.endswith(".npz"):
-        pairs = given_pairs(how, store.num_nodes)
-    else:
-        pairs = drawn_pairs(store, edges, among, how, seed)
+    pairs = pairs_of(store, edges, among, how, seed)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(held)[0]] = False
@@ -162,9 +156,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     if "train" not in pairs:
         pairs["train"] = positives(left, seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
-        raise StoreError(
-            f"--edge-split {how}: `train` has pairs that are not edges, or are held out"
-        )
+        raise StoreError(f"--edge-split {how}: `train` has pairs that are not edges, or held out")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
@@ -217,9 +209,11 @@ def bits_of(pairs, key):
     return bits(mix(key), pairs.amin(1), pairs.amax(1))
 
 
-def drawn_pairs(store, edges, among, how, seed):
+def pairs_of(store, edges, among, how, seed):
     """Split the pairs of `among` as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for
-    "none"."""
+    "none", and for a file without it."""
+    if how.endswith(".npz"):
+        return given_pairs(how, store.num_nodes)
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
     pairs, percent = positives(among, seed), shares(how)

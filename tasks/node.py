@@ -7,7 +7,7 @@ from loader import seeds_at
 from model import cross_entropy
 from sources.splits import choose_split
 from tasks.metrics import binary_cross_entropy, score
-from tasks.task import LINK_FLAGS, Task, described, gnn, open_graph
+from tasks.task import OF_LINKS, Task, described, gnn, open_graph
 
 
 class NodeTask(Task):
@@ -16,7 +16,7 @@ class NodeTask(Task):
     name, examples, weights, prior = "node", "nodes", "best", 0.07
     metrics = "accuracy", "roc_auc", "f1"
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
-    unused = {"is for --task link, --task is node": LINK_FLAGS}
+    unused = {"is for --task link, --task is node": OF_LINKS}
     classes_agree = static_steps = timed_inference = True
 
     def __init__(self, args, path, say=print):
@@ -67,11 +67,9 @@ class NodeTask(Task):
             why = "the features do not fit into memory; --predict computes it"
             report.tell(f"{name}  n/a: {why}", {"exact": None})
             return dict.fromkeys(store.split)
-        logits, of = (
-            run.exact(),
-            lambda nodes: score(self.metric, logits[nodes], store.labels[nodes]),
-        )
-        exact = {part: of(nodes) for part, nodes in store.split.items()}
+        logits, exact = run.exact(), {}
+        for part, nodes in store.split.items():
+            exact[part] = score(self.metric, logits[nodes], store.labels[nodes])
         report.exact(name, exact)
         if args.predict:
             if args.predict_what == "embeddings":

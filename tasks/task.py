@@ -8,10 +8,7 @@ from disk.files import StoreError
 from model import EDGE_CONVS, GNN, TYPE_CONVS
 from store import GraphStore
 
-# of --task link
-LINK_FLAGS = (
-    "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
-)
+OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
 class Task:

@@ -201,8 +201,8 @@ def test_samplers_of_types_refuse():
         ("-1 .all. is not for replace", [[3, 2, 1, 1, -1]], {**typed, "replace": True}),
         ("edge_type decreases in the list of node", [3], {"edge_type": kind.flip(0)}),
         ("backend 'dgl' has no edge_type", [3], {**typed, "backend": "dgl"}),
-        ("nor for edge_times, as lists", [3], {**mixed, "edge_times": times}),
-        ("which is not for numbers by type", [[3] * 5], mixed),
+        ("nor for edge_times: lists", [3], {**mixed, "edge_times": times}),
+        ("is not for numbers by type", [[3] * 5], mixed),
         ("window needs edge_times", [3], {"window": 5}),
         ("window is 2.9: give an int", [3], {"window": 2.9, "edge_times": times}),
         ("window is inf: give an int", [3], {"window": float("inf"), "edge_times": times}),
@@ -284,7 +284,7 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
     assert _same_weights(*paths[1:]) and not _same_weights(*paths[:2])
     for words_, complaint in (
         ("--model rgcn --fanout any=3,3", "--fanout any= draws from all types together, and"),
-        ("--model sage", "has lists by type, then time, and --model sage sees no types"),
+        ("--model sage", "lists are by type, then time, and --model sage sees no types"),
     ):
         assert complaint in _train(words, words_, code=2)
 
