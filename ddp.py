@@ -60,6 +60,11 @@ class Ranks(NamedTuple):
         """True on rank 0, which prints and writes."""
         return self.rank == 0
 
+    def say(self, line):
+        """Print a line, on rank 0, unless it is empty."""
+        if self.leads and line:
+            print(line, flush=True)
+
     def wrap(self, model, unused=False):
         """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks; unused: some
         parameters of the model may take no part in the loss."""

@@ -145,9 +145,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
 
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:
-            if ranks.leads:
-                since = f"no better score since epoch {best['epoch']}"
-                print(f"early   stopped after epoch {epoch}: {since}")
+            since = f"no better score since epoch {best['epoch']}"
+            ranks.say(f"early   stopped after epoch {epoch}: {since}")
             break
         check_in_use(run.store)
         falls = (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # to 0 over all of --epochs
@@ -177,8 +176,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         rest = {"lr": rate, **valid, "peak_bytes": peak_memory(ranks)}
         figures = {"epoch": epoch + 1, **figures, **rest}
         report.tell(epoch_line(args, figures), figures)
-        if epoch == start and ranks.leads and (line := advice(ranks, figures)):
-            print(line)
+        ranks.say(advice(ranks, figures) if epoch == start else "")
         if args.weights == "best" and watched > best["score"]:
             weights = {name: value.clone() for name, value in model.state_dict().items()}
             best.update(score=watched, epoch=epoch + 1, model=weights)
@@ -212,10 +210,8 @@ def train(ranks, args, path):
     static = run.task.static_steps and args.trains and start < args.epochs
     graphs, said = step_graph.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
-    if ranks.leads:
-        describe(run, file, start, first)
-    if ranks.leads and said:
-        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
+    describe(run, file, start, first)
+    ranks.say(said and f"graph   {'' if graphs else 'no CUDA graphs: '}{said}")
     report = Report(ranks, args)
     with ddp.StopSignal(ranks) as stop:
         code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
@@ -224,9 +220,8 @@ def train(ranks, args, path):
     ranks.check_equal(model)
     if best["model"]:
         model.load_state_dict(best["model"])
-        if ranks.leads:
-            score = run.task.score_text(best["score"])
-            print(f"best    weights of epoch {best['epoch']}: valid {score}")
+        score = run.task.score_text(best["score"])
+        ranks.say(f"best    weights of epoch {best['epoch']}: valid {score}")
     with finite_scores(run, "after the last epoch"):
         exact = run.task.finish(run, report)
     ranks.barrier()

@@ -55,8 +55,7 @@ def announce(ranks, args):
         said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
     elif args.allocator == "tuned":
         said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-    if ranks.leads:
-        print(f"memory  allocator: {said}; --allocator system leaves it alone")
+    ranks.say(f"memory  allocator: {said}; --allocator system leaves it alone")
 
 
 def trim_memory(level):

@@ -272,14 +272,13 @@ def restore(state, path, ranks, args, model, optimizer, best):
     """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
     for weights in (state["best"]["model"] or state["model"], state["model"]):
         load_weights(model, weights, path)
-    if ranks.leads and is_own(args.model) and str(state.get("code")) != model.digest:
-        print(f"model   {args.model} has changed since the checkpoint was written")
+    if is_own(args.model) and str(state.get("code")) != model.digest:
+        ranks.say(f"model   {args.model} has changed since the checkpoint was written")
     if args.trains:
         saved = state["flags"]
         new = {name: getattr(args, name) for name in KEPT if name in args.typed}
         changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
-        if changes and ranks.leads:
-            print(f"changed  {', '.join(changes)}")
+        ranks.say(changes and f"changed  {', '.join(changes)}")
         parameters = list(model.parameters())
         with reading(f"checkpoint {path}"):
             for number, moments in state["optimizer"].items():

@@ -59,8 +59,7 @@ def settle(ranks, args, task):
         asked = {"procs": ranks.local_world, **sizes(args, task, used)}
         given["mode"], line = choose_mode(store, args.gpus, args.mode, **asked)
         lines += [f"memory  {line}", *(f"edges   {line}" for line in of_edges)]
-    if ranks.leads and lines:
-        print(*lines, sep="\n")
+    ranks.say("\n".join(lines))
     return argparse.Namespace(**{**vars(args), **given}), used
 
 
@@ -126,8 +125,8 @@ def place_data(ranks, args, task, used):
     if not task.placed:
         task.attach(ranks, args)
         return None, None
-    if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
-        print(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
+    if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
+        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
     columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
     columns, spare = {name: c for name, c in columns.items() if c is not None}, 0
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
@@ -177,13 +176,12 @@ def cached(ranks, args, task, used, features):
     """The features behind the cache of --cache, one for each process: the rows that batches use most often, chosen once;
     on CPU, before a memory-mapped table, the page cache is planned as well."""
     store, budget = task.store, args.cache
-    say = print if ranks.leads else lambda line: None
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not budget:
         budget = store.features.default_cache() // ranks.local_world
         size = readable_size(budget)
-        say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
+        ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
         needs = "is for a --cache before features that are mapped from a file, in mode cpu-cpu"
         here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
@@ -191,7 +189,7 @@ def cached(ranks, args, task, used, features):
     if not budget:
         return features
     if args.mode == "cuda-cuda":
-        say("memory  --cache has no effect: all features are in GPU memory")
+        ranks.say("memory  --cache has no effect: all features are in GPU memory")
         return features
     with reading_all_edges():
         options = task.seeds(), taken(args, used), args.batch_size * task.sampled_for(args)
@@ -206,7 +204,7 @@ def cached(ranks, args, task, used, features):
     part = ranks.local_rank, ranks.local_world
     cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
     if cache.room:
-        say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
     return cache
 
 

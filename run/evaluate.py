@@ -27,7 +27,7 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, args, path, fits=lambda args, task: None):
     """Open the store at a path, place it and build the network -> Run. fits: function of the settled flags and the task
     that raises where the data is not that of the checkpoint to go on from."""
-    task = TASKS[args.task](args, path, print if ranks.leads else lambda line: None)
+    task = TASKS[args.task](args, path, ranks.say)
     args, used = settle(ranks, args, task)
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)

@@ -72,6 +72,6 @@ def check_features(ranks, store, dtype):
     if feature > end:
         limit = f"{str(dtype)[6:]}, to train in, ends at {end:.3g}"
         raise StoreError(f"{store.path}: {largest}, and {limit}: scale the features")
-    if feature > UNUSUAL and ranks.leads:
+    if feature > UNUSUAL:
         advice = "scale each column, to a standard deviation of 1 say, if the loss does not fall"
-        print(f"data    {largest}: {advice}")
+        ranks.say(f"data    {largest}: {advice}")

@@ -255,7 +255,7 @@ def describe(run, file, epoch, step):
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
         held = f"{args.checkpoint} of an earlier run"
         lines.append(f"replace {held}; --resume auto would go on with it")
-    print(*lines, sep="\n", flush=True)
+    ranks.say("\n".join(lines))
 
 
 def epoch_line(args, figures):

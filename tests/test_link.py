@@ -289,7 +289,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     rows = []
     for rank in range(3):
         part = ddp.Ranks(rank, 3).part
-        ranks = types.SimpleNamespace(part=part, rows=lambda t: rows.append(t) or t)
+        ranks = types.SimpleNamespace(part=part, gather=lambda t: rows.append(t) or [t])
         evaluation(scorer, h, "test", ranks)
     assert len(torch.cat(rows)) == len(pairs)
     assert link.ranking(torch.cat(rows)[:, 2])["mrr"] == pytest.approx(found["mrr"])
