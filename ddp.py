@@ -66,8 +66,8 @@ class Ranks(NamedTuple):
             print(line, flush=True)
 
     def wrap(self, model, unused=False):
-        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks; unused: some
-        parameters of the model may take no part in the loss."""
+        """Average gradients over the ranks and start from rank 0's parameters, when there are several. unused: some
+        parameters may take no part in the loss."""
         if self.world == 1:
             return model
         if unused:  # of a model in which all parameters take part
@@ -295,8 +295,7 @@ def _run(worker, ranks, store, args):
 
 
 def cores_near(gpu, sysfs="/sys"):
-    """Cores of this process that are local to the PCI slot of a GPU (torch.cuda.get_device_properties); all of them if
-    the kernel does not know."""
+    """Cores of this process near a GPU (torch.cuda.get_device_properties); all of them if the kernel does not know."""
     cores = os.sched_getaffinity(0)
     try:
         slot = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

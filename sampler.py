@@ -216,14 +216,18 @@ class NeighborSampler:
             DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
         _check_ids("seeds", seeds, "node ids")
-        _check_times(times, seeds, self.timed)
+        if times is not None and not self.timed:
+            raise ValueError("times are given and the edges have none; give the sampler edge_times")
+        if self.timed and _kind(times) != f"torch.int64 {list(seeds.shape)}":
+            wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
+            raise TypeError(f"times must be {wanted}, not {_kind(times)}")
         exclude = None if exclude is None else self._edge_set(exclude)
         step //= self.batch_dependency
         if self.backend == "native" and self.indices.is_cuda:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
         else:
-            _check_range(seeds, self.num_nodes)
+            _check_range("seeds", seeds, self.num_nodes, "node")
             device, hops = self.indices.device, []
             for i, k in enumerate(self.fanouts):
                 key = hop_key(self.seed, step, 0 if self.task.one_draw else i)
@@ -236,8 +240,11 @@ class NeighborSampler:
         except IndexError as error:  # seeds were checked: the bad index came from the graph
             raise DamagedGraph(DAMAGED) from error
         if blocks is None:
-            _check_range(seeds, self.num_nodes)
-            raise ValueError(_repeated(seeds, times))
+            _check_range("seeds", seeds, self.num_nodes, "node")
+            columns = [ids.cpu().long() for ids in (seeds, times) if ids is not None]
+            values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
+            which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
+            raise ValueError(f"seeds contains node {which} more than once; they must be distinct")
         blocks = [Block(*fields) for fields in reversed(blocks)]
         return blocks if self.edge_type is None else list(map(self._with_types, blocks))
 
@@ -255,8 +262,7 @@ class NeighborSampler:
         else:
             _check_ids("exclude", exclude, f"edge ids, or a bool mask [M={M}]")
             edges = exclude.to(device, torch.int64).unique()
-            if (bad := outside(edges, M)) is not None:
-                raise IndexError(f"exclude contains {bad}; edge ids of this graph are 0 to {M - 1}")
+            _check_range("exclude", edges, M, "edge")
         return edges if edges.numel() else None
 
 
@@ -393,34 +399,19 @@ def _check_ids(name, ids, what):
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of {what}, not {_kind(ids)}")
 
 
-def _check_times(times, seeds, timed):
-    if times is not None and not timed:
-        raise ValueError("times are given and the edges have none; give the sampler edge_times")
-    if timed and _kind(times) != f"torch.int64 {list(seeds.shape)}":
-        wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
-        raise TypeError(f"times must be {wanted}, not {_kind(times)}")
-
-
 def _kind(x):
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _check_range(seeds, num_nodes):
-    if (bad := outside(seeds, num_nodes)) is not None:
-        raise IndexError(f"seeds contains {bad}; node ids of this graph are 0 to {num_nodes - 1}")
+def _check_range(name, ids, n, kind):
+    if (bad := outside(ids, n)) is not None:
+        raise IndexError(f"{name} contains {bad}; {kind} ids of this graph are 0 to {n - 1}")
 
 
 def outside(ids, n):
     """One of the ids that is not in 0 .. n-1, or None."""
     low, high = (int(x) for x in ids.aminmax()) if ids.numel() else (0, -1)
     return low if low < 0 else high if high >= n else None
-
-
-def _repeated(seeds, times):
-    columns = [ids.cpu().long() for ids in (seeds, times) if ids is not None]
-    values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
-    which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
-    return f"seeds contains node {which} more than once; seeds must be distinct within a batch"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ class Backend:
             self.graph.edata["weight"] = task.weights
 
     def sample(self, seeds, hops, exclude=None, times=None):
-        """Sample all hops of a batch."""
         if exclude is not None:
             raise ValueError("backend 'dgl' cannot exclude edges: use 'native' or 'torch'")
         if seeds.unique().numel() < seeds.numel():

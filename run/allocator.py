@@ -16,16 +16,10 @@ def end_with_torchrun():
     """Under torchrun, have the kernel kill this rank when its agent dies, also while it imports torch."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if orphaned():
-            os._exit(1)
-
-
-def orphaned():
-    """Whether the parent is process 1, which adopts orphans, and is not Python: in a container it may be torchrun."""
-    if os.getppid() != 1:
-        return False
-    program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-    return not os.path.basename(program).startswith(b"python")
+        if os.getppid() == 1:  # it adopts orphans, and in a container it may be torchrun
+            program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
+            if not os.path.basename(program).startswith(b"python"):
+                os._exit(1)
 
 
 def before_torch():

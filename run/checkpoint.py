@@ -16,8 +16,7 @@ A graph is recognised by the SHA-256 of its files in meta.json, not by its path.
 once it has, it is no longer compared.
 
 A checkpoint may come from a stranger. Its pickle names tensors and dicts alone; its flags pass through the parser of the
-command line, none names code or a file to write; the network they describe is compared with the tensors before either
-takes memory.
+command line, none names code or a file to write; its tensors have to fit the network they describe on the meta device.
 """
 
 import io

@@ -31,10 +31,7 @@ LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 
 def settle(ranks, args, task):
     """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, weights, residual,
-    precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store).
-
-    Default epochs and weight decay depend on the number of training examples, not of processes.
-    """
+    precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store)."""
     store, lines = task.store, []
     examples, valid = (store.split[part].numel() for part in ("train", "valid"))
     given = {"metric": task.metric, **settle_steps(ranks, args, task, examples)}
@@ -64,7 +61,7 @@ def settle(ranks, args, task):
 
 
 def settle_steps(ranks, args, task, examples):
-    """{total_batch, steps, epochs, weight_decay}."""
+    """{total_batch, steps, epochs, weight_decay}; by default the last two depend on the number of training examples."""
     total_batch, decay = args.batch_size * args.accumulate * ranks.world, args.weight_decay
     examples = max(examples, 1)  # without labels there are none, and nothing is trained
     steps = -(-examples // total_batch)
@@ -97,14 +94,10 @@ def residual_helps(store):
 
 def sizes(args, task, used):
     """What the memory of a run depends on; see `placements` of run/plan.py."""
-    return {
-        "fanout": taken(args, used),
-        "types": (args.bases or used.num_types) if args.model in TYPE_CONVS else 0,
-        "batch_size": args.batch_size * task.sampled_for(args),
-        "hidden": args.hidden,
-        "prefetch": args.prefetch,
-        "graphs": step_graph.hops_held(args, task.store, used) if args.trains else 0,
-    }
+    found = {"fanout": taken(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
+    found["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
+    found["graphs"] = step_graph.hops_held(args, task.store, used) if args.trains else 0
+    return {**found, "hidden": args.hidden, "prefetch": args.prefetch}
 
 
 def taken(args, used):
@@ -186,10 +179,9 @@ def cached(ranks, args, task, used, features):
         needs = "is for a --cache before features that are mapped from a file, in mode cpu-cpu"
         here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
         raise StoreError(f"--lookahead {args.lookahead} {needs}; here {here}")
-    if not budget:
-        return features
-    if args.mode == "cuda-cuda":
+    if budget and args.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
+    if not budget or args.mode == "cuda-cuda":
         return features
     with reading_all_edges():
         options = task.seeds(), taken(args, used), args.batch_size * task.sampled_for(args)

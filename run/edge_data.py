@@ -1,9 +1,7 @@
 """Which weights, times and features of edges a run uses, and the lines about them.
 
-    used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
-    model.degrees = degrees_at(store.indptr, used)
-
-The second line is for layers that divide by degrees, where seeds have times.
+used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
+model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times
 """
 
 from typing import NamedTuple

@@ -194,7 +194,7 @@ def check_values(parser, args):
     if args.model == "gat" and args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}: give one")
     if args.norm == "batch" and args.checkpoint_activations:
-        parser.error("--checkpoint-activations counts batches twice for --norm batch: use layer")
+        parser.error("--norm batch counts twice with --checkpoint-activations: use --norm layer")
     if args.metric and args.metric not in task.metrics:
         known = ", ".join(task.metrics) or "none"
         parser.error(f"--metric {args.metric}: --task {args.task} has {known}")

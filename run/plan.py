@@ -1,8 +1,6 @@
 """Memory that a run takes in each mode, and the mode that fits.
 
-mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])
-
-run/estimate.py prints all modes.
+mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])    # run/estimate.py prints all modes
 """
 
 import bisect
@@ -114,14 +112,18 @@ def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
     free_host = free_host_bytes() if free_host is None else free_host
     ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
     room = ranks, free_gpu, free_host
-    seeds = range(1, len(store.split["train"]) + 1)
-
-    modes = {}
-    for mode, placement in placements(store, **sizes).items():
+    seeds, modes, size = range(1, len(store.split["train"]) + 1), {}, readable_size
+    on_gpu = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
+    for mode, p in placements(store, **sizes).items():
         takes = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not takes(n).fits(*room))
-        fits = placement.fits(*room, steps=0), placement.fits(*room)
-        modes[mode] = Fit(placement, *fits, largest, arithmetic(mode, placement, *room))
+        line = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
+        line += f" + {size(p.shared)} shared" if p.shared else ""
+        line += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
+        if mode != "cpu-cpu":
+            gpu = f"{size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
+            line = f"each GPU {gpu} {on_gpu}, {line}"
+        modes[mode] = Fit(p, p.fits(*room, steps=0), p.fits(*room), largest, line)
     fitting = [mode for mode in choices if modes[mode].fits]
     modest = [mode for mode in reversed(choices) if modes[mode].possible]
     return modes, next(iter(fitting + modest), None)
@@ -140,14 +142,3 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     if not fit.fits:
         line += f"; a batch may be too large; {fit.largest_batch:,} seeds fit for certain"
     return chosen, line
-
-
-def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:
-    """What a Placement takes of the free memory, term by term."""
-    size = readable_size
-    host = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
-    host += f" + {size(p.shared)} shared" if p.shared else ""
-    host += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
-    free = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
-    gpu = f"each GPU {size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
-    return host if mode == "cpu-cpu" else f"{gpu} {free}, {host}"

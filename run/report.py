@@ -26,10 +26,7 @@ STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "st
 
 class Clock:
     """Start and end of each stage, on any thread. CUDA work is timed by events, resolved at the end without a wait.
-
-    Attributes:
-        zero: seconds of the host at which it began. laps: (stage, start, end, thread or GPU).
-    """
+    zero: seconds of the host at which it began. laps: (stage, start, end, thread or GPU)."""
 
     def __init__(self, cuda):
         self.cuda, self.laps, self.events, self.zero = cuda, [], [], time.perf_counter()
@@ -74,10 +71,7 @@ class Clock:
 def draw_timeline(runs, path, steps=8):
     """Draw a Gantt chart of the first training steps into a .png file, a row for each run, stage and thread; runs:
     {title: laps of a Clock}."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = {}
     for title, laps in runs.items():
@@ -88,16 +82,14 @@ def draw_timeline(runs, path, steps=8):
             rows.setdefault((label, stage), []).append((1e3 * start, 1e3 * (end - start)))
     if not rows:
         return  # an epoch that was resumed at its end has no steps
-    figure, axis = pyplot.subplots(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
+    figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
+    axis = figure.subplots()
     for y, ((_, stage), bars) in enumerate(rows.items()):
         axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
     axis.set_yticks(range(len(rows)), [label for label, _ in rows])
     axis.invert_yaxis()
     axis.set_xlabel(f"milliseconds, the first {steps} training steps")
-    try:
-        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
-    finally:
-        pyplot.close(figure)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
 class Report:
@@ -110,8 +102,12 @@ class Report:
         if self.leads and args.log:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
-            start |= {"hardware": hardware(ranks), "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            self._append(start)
+            cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
+            with suppress(OSError):
+                cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+            machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
+            start["hardware"] = {**machine, "processes": ranks.world}
+            self._append({**start, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         if self.leads and args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -218,16 +214,6 @@ def flags_of(args):
     """The flags of a run, without what parse_args adds -> {name: value}."""
     added = ("typed", "trains", "again", "run", "turn")
     return {name: value for name, value in vars(args).items() if name not in added}
-
-
-def hardware(ranks):
-    """What a run runs on -> {name: value}."""
-    cpu = platform.processor()
-    with suppress(OSError):
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    gpu = torch.cuda.get_device_name() if ranks.gpus else None
-    machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
-    return {**machine, "processes": ranks.world}
 
 
 def describe(run, file, epoch, step):

@@ -213,7 +213,14 @@ def pairs_of(store, edges, among, how, seed):
     """Split the pairs of `among` as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for
     "none", and for a file without it."""
     if how.endswith(".npz"):
-        return given_pairs(how, store.num_nodes)
+        name, none = f"--edge-split {how}", np.zeros((0, 2), np.int64)
+        with reading(name), np.load(how, allow_pickle=False) as content:
+            arrays = {"valid": none, "test": none, **content}
+        if unknown := set(arrays) - set(SPLITS):
+            names = ", ".join(SPLITS)
+            raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
+        V = store.num_nodes
+        return {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
     pairs, percent = positives(among, seed), shares(how)
@@ -222,17 +229,6 @@ def pairs_of(store, edges, among, how, seed):
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
     parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
     return dict(zip(SPLITS, parts))
-
-
-def given_pairs(file, num_nodes):
-    """The pairs of an .npz file -> {part: int64 [n, 2]}; "train" only where it is there."""
-    name, none = f"--edge-split {file}", np.zeros((0, 2), np.int64)
-    with reading(name), np.load(file, allow_pickle=False) as content:
-        arrays = {"valid": none, "test": none, **content}
-    if unknown := set(arrays) - set(SPLITS):
-        names = ", ".join(SPLITS)
-        raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
-    return {part: checked_pairs(f"{name}: {part}", arrays[part], num_nodes) for part in arrays}
 
 
 def checked_pairs(name, pairs, num_nodes):
@@ -432,14 +428,14 @@ class Links:
 
 class Evaluation:
     """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the
-    same source, ROC-AUC and average precision against as many random pairs without an edge.
+    same source, ROC-AUC and average precision against as many random pairs without an edge. graph: of `split_edges`.
 
     A pair is ranked against all nodes of its destination's type where there are at most SMALL nodes, leaving out other
     edges of the source, else against RANKED_AGAINST fixed ones; of equal scores the mean rank counts. Negatives are
     checked against the whole graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
-    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken. graph: of `split_edges`.
+    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
 
     Attributes:
         seen: where pairs have times, {part: (nodes int64 [n], times int64 [n]) of which embeddings are asked for}.
@@ -533,20 +529,6 @@ def score_pairs(scorer, h, pairs):
 # the task
 
 
-def numbered(store, name):
-    """The number of a type of edges by its name, or the middle of it; None for None."""
-    if name is None:
-        return None
-    if store.edge_type is None:
-        raise StoreError(f"--edge-type {name}: the edges of {store.path} have no types")
-    names = store.edge_types or [*map(str, range(store.num_edge_types))]
-    numbers = types_called(name, names)
-    if len(numbers) != 1:
-        why = "several types have this name" if numbers else "no such type of edges"
-        raise StoreError(f"--edge-type {name}: {why}; they are {'; '.join(names)}")
-    return numbers[0]
-
-
 class LinkTask(Task):
     """Learn embeddings of nodes that tell which pairs are edges."""
 
@@ -561,9 +543,17 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store = open_graph(path, say)
-        options = {"timed": args.temporal != "off", "edge_type": numbered(store, args.edge_type)}
-        self.store = split_edges(store, args.edge_split, args.seed, **options)
+        store, number = open_graph(path, say), None
+        if args.edge_type is not None:
+            if store.edge_type is None:
+                raise StoreError(f"--edge-type {args.edge_type}: the edges of {path} have no types")
+            names = store.edge_types or [*map(str, range(store.num_edge_types))]
+            number, *more = types_called(args.edge_type, names) or [None]
+            if number is None or more:
+                why = f"there is {'more than one' if more else 'none'} among {'; '.join(names)}"
+                raise StoreError(f"--edge-type {args.edge_type}: {why}")
+        timed = args.temporal != "off"
+        self.store = split_edges(store, args.edge_split, args.seed, timed, number)
         self.store.num_classes = args.hidden  # the width of embeddings
         if store.edge_type is not None:
             of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
@@ -595,8 +585,8 @@ class LinkTask(Task):
     def attach(self, ranks, args, used, indptr, indices):
         options = {"negatives": args.negatives, "checked": not args.unchecked_negatives}
         options |= {"by_degree": args.negatives_by == "degree", "seed": args.seed}
-        softmax = args.link_loss == "softmax"
-        self.links = Links(self.store, indptr, indices, softmax=softmax, **options)
+        options["softmax"] = args.link_loss == "softmax"
+        self.links = Links(self.store, indptr, indices, **options)
         self.draw, self.evaluation = self.links.draw, Evaluation(self.store)
 
     def loss(self, network, output, y):

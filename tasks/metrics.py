@@ -14,8 +14,6 @@ import re
 import torch
 from torch.nn import functional as F
 
-HITS = (1, 10)  # the K of Hits@K
-
 
 class NotFinite(ValueError):
     """A loss, a weight or a score is NaN or infinite."""
@@ -41,7 +39,13 @@ def score(metric, logits, y):
         return None
     check_scores(logits)
     if metric == "roc_auc":
-        return mean_roc_auc(logits, y)
+        if y.dim() == 1:
+            logits, y = F.softmax(logits.double(), 1), F.one_hot(y, logits.shape[1])
+            if y.shape[1] == 2:
+                logits, y = logits[:, 1:], y[:, 1:]
+        values = map(roc_auc, logits.unbind(1), y.unbind(1))
+        values = [value for value in values if not math.isnan(value)]
+        return sum(values) / len(values) if values else None
     found = logits.argmax(1) if y.dim() == 1 else logits > 0
     return (found == y).double().mean().item() if metric == "accuracy" else f1(found, y)
 
@@ -57,17 +61,6 @@ def f1(found, y):
     hit, ours, theirs = (torch.bincount(ids, minlength=size).double() for ids in columns)
     there = ours + theirs > 0
     return (2 * hit / (ours + theirs))[there].mean().item()
-
-
-def mean_roc_auc(logits, y):
-    """ROC-AUC of each column, one class against the rest where y is [n], averaged; None where no column has both."""
-    if y.dim() == 1:
-        logits, y = F.softmax(logits.double(), 1), F.one_hot(y, logits.shape[1])
-        if y.shape[1] == 2:
-            logits, y = logits[:, 1:], y[:, 1:]
-    values = [roc_auc(column, target) for column, target in zip(logits.unbind(1), y.unbind(1))]
-    values = [value for value in values if not math.isnan(value)]
-    return sum(values) / len(values) if values else None
 
 
 def _counts(score, y):
@@ -102,7 +95,7 @@ def ranking(ranks):
     """Mean reciprocal rank and Hits@K for ranks [n], counted from 1 -> {name: figure}; nan without ranks."""
     check_scores(ranks)
     found = {"mrr": ranks.double().reciprocal().mean().item()}
-    return found | {f"hits@{k}": (ranks <= k).double().mean().item() for k in HITS}
+    return found | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
 
 
 def errors(output, y, mean):

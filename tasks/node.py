@@ -74,7 +74,11 @@ class NodeTask(Task):
         if args.predict:
             if args.predict_what == "embeddings":
                 logits = run.exact(layers=args.num_layers - 1)
-            report.write(predictions(args.predict_what, logits, store.several))
+            elif args.predict_what == "classes":
+                logits = (logits > 0).to(torch.int8) if store.several else logits.argmax(1)
+            elif args.predict_what == "scores":
+                logits = logits.sigmoid() if store.several else logits.softmax(1)
+            report.write(logits)
         return exact
 
     def score_text(self, score):
@@ -84,13 +88,3 @@ class NodeTask(Task):
         graph, network, fanout = described(args, self.store)
         yield f"{graph}, {self.store.feature_dim} features, {self.store.num_classes} classes; {split}"
         yield f"model   {network}, {parameters}; {fanout}"
-
-
-def predictions(what, logits, several):
-    """What --predict writes: of logits [V, C] the classes [V] or their probabilities; of `several` labels a node 0 and
-    1 and the probability of each [V, C]. Logits and embeddings stay as they are."""
-    if what == "classes":
-        return (logits > 0).to(torch.int8) if several else logits.argmax(1)
-    if what == "scores":
-        return logits.sigmoid() if several else logits.softmax(1)
-    return logits

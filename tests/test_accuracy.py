@@ -108,7 +108,7 @@ def test_the_synthetic_graph_needs_its_edges(tmp_path):
 BAD_FLAGS = r"""
 --dataset nosuch => nosuch.*synthetic.*ogbn-products
 --dataset synthetic:nodez=5 => nodez
---gpus 64 => --gpus 64 (is more than|needs CUDA)
+--gpus 64 => --gpus 64 needs as many CUDA GPUs
 --mode cuda-cuda --gpus 0 => --mode cuda-cuda needs a CUDA GPU
 --fanout 15,x => --fanout.*15,x.*15,10,5
 --fanout 5,5 --num-layers 3 => --fanout 5,5 has 2 hops, --num-layers is 3
@@ -166,7 +166,7 @@ BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
     "--mode cpu-cpu;--backend lmdb;--residual".split(";")
 ]
 BAD_FLAGS += [
-    f"--fanout {text} => write numbers above 0, or -1 for all: 15,10,5, or by types"
+    f"--fanout {text} => write numbers above 0, or -1 for all: 15,10,5; by types"
     for text in "any=3,a=2;any=3:a=2;a=3:4;a=0;=3;3,,2;a=-2;1e3;3,any=2".split(";")
 ]
 

@@ -201,7 +201,7 @@ def test_samplers_of_types_refuse():
         ("-1 .all. is not for replace", [[3, 2, 1, 1, -1]], {**typed, "replace": True}),
         ("edge_type decreases in the list of node", [3], {"edge_type": kind.flip(0)}),
         ("backend 'dgl' has no edge_type", [3], {**typed, "backend": "dgl"}),
-        ("nor for edge_times: lists", [3], {**mixed, "edge_times": times}),
+        ("nor for edge_times: types", [3], {**mixed, "edge_times": times}),
         ("is not for numbers by type", [[3] * 5], mixed),
         ("window needs edge_times", [3], {"window": 5}),
         ("window is 2.9: give an int", [3], {"window": 2.9, "edge_times": times}),
@@ -654,7 +654,7 @@ def test_train_on_links_of_one_type(mag, tmp_path):
     assert "pairs are edges of type writes, negatives nodes of the type" in out
     again = _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/h.npy --gpus 0")
     assert [line for line in out.splitlines() if "MRR" in line][-1] in again
-    assert "no such type of edges; they are author," in _train(f"{words} --edge-type buys", code=2)
+    assert "there is none among author," in _train(f"{words} --edge-type buys", code=2)
     other = "--gpus 0 --dataset synthetic:nodes=300,degree=4 --task link --edge-type buys"
     assert "have no types" in _train(f"{other} --root {tmp_path}", code=2)
 
