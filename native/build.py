@@ -282,7 +282,7 @@ class Kernels:
 
 
 class Launch:
-    """A kernel with its own argument memory, for one host thread at a time, whose GPU is current: launch(threads, stream)."""
+    """A kernel with its own argument memory, for one host thread at a time with its GPU current: launch(threads, stream)."""
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
