@@ -57,9 +57,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         if args.model == "gcn":
             why = "divides by the degrees of the whole graph, edges of the future among them"
             raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
-        seed_time = None if task.timed_pairs else store.node_time
-        used = used._replace(time=store.edge_time, seed_time=seed_time, window=args.window)
-        used = used._replace(strict=temporal == "before")
+        times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
+        used = used._replace(**times, seed_time=None if task.timed_pairs else store.node_time)
         if store.edge_type is not None and used.type is None:
             sees = f"lists are by type, then time, and --model {args.model} sees no types"
             raise StoreError(f"{store.path}: {sees}: take rgcn, or --temporal off")

@@ -61,8 +61,7 @@ def finite_scores(run, when):
 
 def largest_feature(store):
     """The largest absolute value among the features as meta.json has it; None where it has none."""
-    records = [r["largest"] for r in store.meta["files"].values() if "largest" in r]
-    return max(records, default=None)
+    return max((r["largest"] for r in store.meta["files"].values() if "largest" in r), default=None)
 
 
 def check_features(ranks, store, dtype):
