@@ -60,9 +60,14 @@ class Ranks(NamedTuple):
         """True on rank 0, which prints and writes."""
         return self.rank == 0
 
+    def say(self, line):
+        """Print a line, on rank 0, unless it is empty."""
+        if self.leads and line:
+            print(line, flush=True)
+
     def wrap(self, model, unused=False):
-        """Average gradients over the ranks and start from rank 0's parameters, when there are several ranks; unused: some
-        parameters of the model may take no part in the loss."""
+        """Average gradients over the ranks and start from rank 0's parameters, when there are several. unused: some
+        parameters may take no part in the loss."""
         if self.world == 1:
             return model
         if unused:  # of a model in which all parameters take part
@@ -90,8 +95,6 @@ class Ranks(NamedTuple):
 
     def exchange(self, parallel):
         """Average seconds a step in which gradients were exchanged and the backward pass was idle."""
-        if self.world == 1:
-            return 0.0
         times = parallel._get_ddp_logging_data()  # of the steps before the last
         names = "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"
         communication, overlap = (times.get(name, 0) for name in names)
@@ -120,10 +123,6 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def rows(self, tensor):
-        """The rows of every rank's tensor [n, ...], one below the other, in order of the ranks -> [sum of n, ...]."""
-        return torch.cat(self.gather(tensor))
 
     def gather(self, value):
         """Every rank's value (a number, a tensor, ...), in the order of the ranks -> list, on every rank."""
@@ -167,7 +166,8 @@ def under_torchrun():
 
 
 def launch(worker, nprocs, *args, gpus=0):
-    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's.
+    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's; SystemExit with the code
+    that a rank failed with or returned, if it is not 0.
 
     With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT,
     SIGTERM and SIGHUP are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT
@@ -177,9 +177,6 @@ def launch(worker, nprocs, *args, gpus=0):
         worker: a function of a module that can be imported (the processes are spawned).
         nprocs: processes on this machine; torchrun's own number takes its place.
         gpus: GPUs on this machine, one for each process, or 0 for CPU.
-
-    Raises:
-        SystemExit: with the code that a rank failed with or returned, if it is not 0.
     """
     if under_torchrun():
         env, store = os.environ, None
@@ -298,8 +295,7 @@ def _run(worker, ranks, store, args):
 
 
 def cores_near(gpu, sysfs="/sys"):
-    """Cores of this process that are local to the PCI slot of a GPU (torch.cuda.get_device_properties); all of them if
-    the kernel does not know."""
+    """Cores of this process near a GPU (torch.cuda.get_device_properties); all of them if the kernel does not know."""
     cores = os.sched_getaffinity(0)
     try:
         slot = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -312,10 +308,8 @@ def cores_near(gpu, sysfs="/sys"):
 
 
 class StopSignal:
-    """Agree on stopping after a SIGINT, SIGTERM or SIGHUP: all ranks leave after the same step.
-
-    The answer is one step old, from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once.
-    """
+    """Agree on stopping after a SIGINT, SIGTERM or SIGHUP: all ranks leave after the same step. The answer is one step old,
+    from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once."""
 
     def __init__(self, ranks):
         self.ranks, self.received, self.work, self.answer = ranks, 0, None, False

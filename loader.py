@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from features import FeatureRing, prefetch
-from sampler import NeighborSampler, mix
+from sampler import NeighborSampler, mix, outside
 
 
 class Graph(NamedTuple):
@@ -33,12 +33,8 @@ class Graph(NamedTuple):
 def from_edge_index(edge_index, num_nodes):
     """Edges [2, M] (COO) -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), as they are sampled from (CSC).
 
-    Args:
-        edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
-        num_nodes: V.
-
-    Raises:
-        ValueError: for another shape, numbers that are not integers, or a node id outside of [0, V).
+    edge_index: integers [2, M], sources over destinations, as PyG has them: a tensor, an array or two lists.
+    ValueError for another shape, numbers that are not integers, or a node id outside of [0, num_nodes).
     """
     edges = torch.as_tensor(edge_index).cpu()
     floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
@@ -46,9 +42,8 @@ def from_edge_index(edge_index, num_nodes):
         what = f"{edges.dtype} {list(edges.shape)}"
         raise ValueError(f"edge_index is {what}: integers [2, M] are needed, sources first")
     source, destination = edges.long()
-    low, high = map(int, edges.aminmax()) if edges.numel() else (0, -1)
-    if low < 0 or high >= num_nodes:
-        raise ValueError(f"edge_index has ids {low} to {high}: ids must be in [0, {num_nodes})")
+    if (bad := outside(edges, num_nodes)) is not None:
+        raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
     # one int64 an edge: numpy sorts these fastest
     keys = np.sort((destination * num_nodes + source).numpy())
     indptr = np.zeros(num_nodes + 1, np.int64)
@@ -60,9 +55,9 @@ def from_edge_index(edge_index, num_nodes):
 def _check_sizes(graph, seeds, edges):
     """Raise ValueError unless features, labels, a mask and the features of edges have a row for each node or edge."""
     V, M = len(graph.indptr) - 1, len(graph.indices)
-    sizes = [("labels", graph.labels, V)]
-    if not getattr(graph, "node_types", None):  # else only the first of them have features
-        sizes.insert(0, ("features", graph.features, V))
+    # of nodes with types only the first have features
+    sizes = [] if getattr(graph, "node_types", None) else [("features", graph.features, V)]
+    sizes += [("labels", graph.labels, V)]
     sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
     sizes += [("edge_features", getattr(graph, "edge_features", None), M)] if edges else []
     for name, values, count in sizes:
@@ -92,12 +87,10 @@ class Batch(NamedTuple):
 
 
 def seeds_at(times, nodes=None):
-    """A `draw` for `NodeLoader` in which each seed sees no edge later than its own time.
+    """A `draw` for `NodeLoader` in which each seed sees no edge later than its own time: times int64 [V], of the nodes.
 
-    Args:
-        times: int64 [V], of the nodes.
-        nodes: int64 [n]: seeds are then indices i < n and mean node nodes[i] at times[i], with times [n], so that a node
-            can be a seed at several times.
+    With nodes int64 [n] seeds are indices i < n and mean node nodes[i] at times[i], with times [n], so that a node can be
+    a seed at several times.
     """
 
     def draw(batch):
@@ -229,16 +222,14 @@ class NodeLoader:
             step_seeds = order[step * self.total_batch : (step + 1) * self.total_batch]
             for i, part in enumerate(step_seeds.tensor_split(self.accumulate)):
                 a, b = (part.numel() * rank // self.world for rank in (self.rank, self.rank + 1))
-                last = i == self.accumulate - 1
-                total = step_seeds.numel()
-                yield Batch([], None, None, part[a:b], step, global_step, total, last, step_seeds)
+                rest = step_seeds.numel(), i == self.accumulate - 1, step_seeds
+                yield Batch([], None, None, part[a:b], step, global_step, *rest)
 
     def _sample(self, part, slot=0):
         with self.timed("sample"):
             nodes, options, y = self.draw(part) if self.draw else (part.seeds, {}, None)
-            blocks = self.sampler.sample(
-                nodes, part.global_step, relabel_outer=not self.ring.first_hop, **options
-            )
+            options = {**options, "relabel_outer": not self.ring.first_hop}
+            blocks = self.sampler.sample(nodes, part.global_step, **options)
         return part._replace(blocks=blocks, y=y)
 
     def _make(self, part, slot):

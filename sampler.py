@@ -10,14 +10,13 @@ it, torch operations stand in for the C code and the CUDA kernels, after one war
 The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
-What is drawn is a function of (seed, step, hop, node) alone, by a counter-based generator (see
-`random_bits`): every backend returns the same bits, whatever the threads, ranks or prefetch depth.
+What is drawn is a function of (seed, step, hop, node) alone, by a counter-based generator (see `random_bits`): every
+backend returns the same bits, whatever the threads, ranks or prefetch depth.
 
-A hop is five passes over flat arrays that read the graph and write the block, with nothing in
-between: degrees; prefix sum, which is the block's indptr; picks (Floyd's algorithm: k draws, however
-long the list); gather of the node ids there; relabelling. Destinations need no hashing, because they
-are the sources of the hop before, and the outermost hop, by far the largest, can do without
-relabelling (`relabel_outer=False`). native/sampler_cpu.py says how the passes overlap in C.
+A hop is five passes over flat arrays that read the graph and write the block, with nothing in between: degrees; prefix
+sum, which is the block's indptr; picks (Floyd's algorithm: k draws, however long the list); gather of the node ids
+there; relabelling. Destinations need no hashing, because they are the sources of the hop before, and the outermost hop,
+by far the largest, can do without relabelling (`relabel_outer=False`). native/sampler_cpu.py says how they overlap in C.
 """
 
 import functools
@@ -70,7 +69,7 @@ class Block(NamedTuple):
                 t.record_stream(stream)
 
     def to_dgl(self):
-        """The same block as a DGL block, with dgl.NID set, and dgl.EID and dgl.ETYPE where it has edge_ids and edge_type."""
+        """The same as DGL's block, with dgl.NID set, and dgl.EID and dgl.ETYPE where it has edge_ids and edge_type."""
         from native.dgl import to_dgl
 
         return to_dgl(self)
@@ -172,11 +171,9 @@ class NeighborSampler:
         threads=None,
     ):
         self.fanouts, self.seed = [_numbers(k) for k in fanouts], index(seed)
+        columns = weights, (edge_times, strict, window), (edge_type, by_type)
         dependent = layer_dependency, batch_dependency
-        times = edge_times, strict, window
-        _check_options(self.fanouts, replace, method, weights, times, backend, *dependent)
-        if not by_type or edge_type is not None or any(isinstance(k, list) for k in self.fanouts):
-            _check_types(self.fanouts, edge_type, by_type, edge_times, backend)
+        _check_options(self.fanouts, replace, method, *columns, backend, *dependent)
         if check:
             _check_graph(indptr, indices, weights, edge_times, edge_type, by_type)
         self.batch_dependency, self.timed = int(batch_dependency), edge_times is not None
@@ -226,14 +223,18 @@ class NeighborSampler:
             DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
         """
         _check_ids("seeds", seeds, "node ids")
-        _check_times(times, seeds, self.timed)
+        if times is not None and not self.timed:
+            raise ValueError("times are given and the edges have none; give the sampler edge_times")
+        if self.timed and _kind(times) != f"torch.int64 {list(seeds.shape)}":
+            wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
+            raise TypeError(f"times must be {wanted}, not {_kind(times)}")
         exclude = None if exclude is None else self._edge_set(exclude)
         step = index(step) // self.batch_dependency
         if self.backend == "native" and self.indices.is_cuda:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
         else:
-            _check_range(seeds, self.num_nodes)
+            _check_range("seeds", seeds, self.num_nodes, "node")
             device, hops = self.indices.device, []
             for i, k in enumerate(self.fanouts):
                 key = hop_key(self.seed, step, 0 if self.task.one_draw else i)
@@ -246,17 +247,19 @@ class NeighborSampler:
         except IndexError as error:  # seeds were checked: the bad index came from the graph
             raise DamagedGraph(DAMAGED) from error
         if blocks is None:
-            _check_range(seeds, self.num_nodes)
-            raise ValueError(_repeated(seeds, times))
+            _check_range("seeds", seeds, self.num_nodes, "node")
+            columns = [ids.cpu().long() for ids in (seeds, times) if ids is not None]
+            values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
+            which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
+            raise ValueError(f"seeds contains node {which} more than once; they must be distinct")
         blocks = [Block(*fields) for fields in reversed(blocks)]
         return blocks if self.edge_type is None else list(map(self._with_types, blocks))
 
     def _with_types(self, block):
-        types = block.edge_type
+        types, ids = block.edge_type, block.edge_ids
         if types is None:  # drawn by the C code they are there
-            types = self.edge_type.index_select(0, block.edge_ids)
-        types = _as_signed(types)
-        return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
+            types = self.edge_type.index_select(0, ids)
+        return block._replace(edge_type=_as_signed(types), edge_ids=ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
         """Edge ids or a mask -> int64 [X] on the graph's device, ascending, each once; None for no edges."""
@@ -266,8 +269,7 @@ class NeighborSampler:
         else:
             _check_ids("exclude", exclude, f"edge ids, or a bool mask [M={M}]")
             edges = exclude.to(device, torch.int64).unique()
-            if (bad := _outside(edges, M)) is not None:
-                raise IndexError(f"exclude contains {bad}; edge ids of this graph are 0 to {M - 1}")
+            _check_range("exclude", edges, M, "edge")
         return edges if edges.numel() else None
 
 
@@ -310,16 +312,6 @@ def _numbers(k):
         raise TypeError(f"fanouts has {k!r}: whole numbers are needed") from error
 
 
-def _check_types(fanouts, edge_type, by_type, times, backend):
-    if edge_type is None:
-        raise ValueError(f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type")
-    if backend == "dgl":
-        raise ValueError("backend 'dgl' has no edge_type; use 'native' or 'torch'")
-    if not by_type and (times is not None or any(isinstance(k, list) for k in fanouts)):
-        why = "edge_times, as lists are sorted by type first, nor for numbers by type"
-        raise ValueError(f"by_type=False draws from all types together, which is not for {why}")
-
-
 def _fanout_of(fanouts, edge_type, check):
     """Numbers by type -> int64 [L, all numbers of a type], the most edges of a hop, -1: unknown."""
     there, known = 1, all(isinstance(k, list) for k in fanouts)
@@ -338,32 +330,36 @@ def _fanout_of(fanouts, edge_type, check):
     return table.to(edge_type.device), [-1 if -1 in numbers else sum(numbers) for numbers in lists]
 
 
-def _check_options(fanouts, replace, method, weights, by_time, backend, layer, steps):
-    (times, strict, window), numbers = by_time, []
+def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend, layer, steps):
+    (times, strict, window), (edge_type, by_type), numbers = by_time, by_kind, []
     for k in fanouts:
         numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
+    first = lambda on: next(filter(on.get, on), None)  # noqa: E731
     kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
     kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
-    kinds_by_time = {"strict": strict, "window": window is not None, method: method == "latest"}
-    by_time = next((name for name, on in kinds_by_time.items() if on), None)
-    dependent = "layer_dependency" if layer else "batch_dependency" if steps > 1 else None
-    not_dgl = dependent or (None if times is None else "edge_times")
+    by_time = first({"strict": strict, "window": window is not None, method: method == "latest"})
+    dependent = first({"layer_dependency": layer, "batch_dependency": steps > 1})
+    columns = {"edge_times": times is not None, "edge_type": edge_type is not None}
+    not_dgl, lists = dependent or first(columns), any(isinstance(k, list) for k in fanouts)
+    untyped = edge_type is None and (lists or not by_type)
+    together = not by_type and (lists or times is not None)
+    wrong_number = min(numbers, default=-2) < -1
+    endless = window is not None and (window % 1 != 0 or not 0 < window < 1 << 63)
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
-        (
-            not fanouts or min(numbers) < -1,
-            f"fanouts {fanouts}: give one number for each hop, positive or -1 (all neighbours)",
-        ),
+        (wrong_number, f"fanouts {fanouts}: give one number for each hop, positive or -1 (all)"),
         (replace and -1 in numbers, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),
-        (
-            window is not None and (window % 1 != 0 or not 0 < window < 1 << 63),
-            f"window is {window}: give an int above 0",
-        ),
+        (endless, f"window is {window}: give an int above 0"),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
         (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
+        (untyped, f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type"),
+        (
+            together,
+            "by_type=False is not for numbers by type, nor for edge_times: types come first",
+        ),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
     ):
         if wrong:
@@ -372,42 +368,37 @@ def _check_options(fanouts, replace, method, weights, by_time, backend, layer, s
 
 def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     """Raise unless indptr, indices, weights, edge_times and edge_type form a CSC graph."""
-    M, long = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0, (torch.int64,)
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    arrays = [("indptr", indptr, long, "int64 [V+1]")]
-    arrays += [("indices", indices, (torch.int32, *long), "int32 or int64 [M]")]
-    arrays += [] if weights is None else [("weights", weights, floats, f"float [M={M}]")]
-    arrays += [] if edge_times is None else [("edge_times", edge_times, long, f"int64 [M={M}]")]
-    small, what = (torch.uint8, torch.uint16), f"uint8 or uint16 [M={M}]"
-    arrays += [] if edge_type is None else [("edge_type", edge_type, small, what)]
-    for name, array, dtypes, what in arrays:
+    M = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0
+    arrays = [("indptr", indptr, "int64 [V+1]"), ("indices", indices, "int32 or int64 [M]")]
+    columns = [("weights", weights, f"float16, bfloat16, float32 or float64 [M={M}]")]
+    columns += [("edge_times", edge_times, f"int64 [M={M}]")]
+    columns += [("edge_type", edge_type, f"uint8 or uint16 [M={M}]")]
+    for name, array, what in arrays + [column for column in columns if column[1] is not None]:
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
         length = max(array.numel(), 1) if name == "indptr" else M
-        if array.dtype not in dtypes or array.shape != (length,):
+        accepted = what.replace(",", "").split()
+        if str(array.dtype)[6:] not in accepted or array.shape != (length,):
             raise TypeError(f"{name} must be {what}, not {_kind(array)}")
     ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
-    if (bad := _outside(indices, V)) is not None:
+    if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
-    types = None if edge_type is None else edge_type.to(torch.int32)
-    for name, values in (("edge_type", types if by_type else None), ("edge_times", edge_times)):
+    same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
+    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # from one list to the next
+    types = edge_type.to(torch.int32) if edge_type is not None and by_type else None
+    for name, values in (("edge_type", types), ("edge_times", edge_times)):
         if values is None:
             continue
-        falls = values[1:] < values[:-1]
-        falls[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # from one list to the next
-        if name == "edge_times" and types is not None:
-            falls &= types[1:] == types[:-1]
-        if (falls := falls.nonzero()).numel():
+        if (falls := (same & (values[1:] < values[:-1])).nonzero()).numel():
             v = int(torch.searchsorted(indptr, falls[0] + 1, right=True)) - 1
             how = "time" if types is None else "type, then time"
-            raise ValueError(
-                f"{name} decreases within the list of node {v}; sort each list by {how}"
-            )
+            raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
+        same &= values[1:] == values[:-1]  # times ascend within a type
 
 
 def _check_ids(name, ids, what):
@@ -415,37 +406,19 @@ def _check_ids(name, ids, what):
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of {what}, not {_kind(ids)}")
 
 
-def _check_times(times, seeds, timed):
-    if times is not None and not timed:
-        raise ValueError("times are given and the edges have none; give the sampler edge_times")
-    tensor = isinstance(times, Tensor)
-    if timed and not (tensor and times.dtype == torch.int64 and times.shape == seeds.shape):
-        wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
-        raise TypeError(f"times must be {wanted}, not {_kind(times)}")
-
-
 def _kind(x):
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _check_range(seeds, num_nodes):
-    if (bad := _outside(seeds, num_nodes)) is not None:
-        raise IndexError(f"seeds contains {bad}; node ids of this graph are 0 to {num_nodes - 1}")
+def _check_range(name, ids, n, kind):
+    if (bad := outside(ids, n)) is not None:
+        raise IndexError(f"{name} contains {bad}; {kind} ids of this graph are 0 to {n - 1}")
 
 
-def _outside(ids, n):
+def outside(ids, n):
     """One of the ids that is not in 0 .. n-1, or None."""
     low, high = (int(x) for x in ids.aminmax()) if ids.numel() else (0, -1)
     return low if low < 0 else high if high >= n else None
-
-
-def _repeated(seeds, times):
-    at = torch.zeros_like(seeds) if times is None else times
-    pairs = torch.stack([seeds.cpu().long(), at.cpu().long()])
-    values, counts = pairs.unique(dim=1, return_counts=True)
-    node, time = values[:, counts > 1][:, 0].tolist()
-    which = f"node {node}" if times is None else f"node {node} at time {time}"
-    return f"seeds contains {which} more than once; seeds must be distinct within a batch"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -487,11 +460,8 @@ def random_bits(key, v, j, bits=32):
 
 
 class TorchBackend:
-    """Plain torch operations: every pass over all destinations at once.
-
-    The backends of native/ are made and called alike; `sample` of native/sampler_gpu.py takes (seeds, step,
-    relabel_outer, exclude, times) instead.
-    """
+    """Plain torch operations: every pass over all destinations at once. The backends of native/ are made and called
+    alike, but `sample` of native/sampler_gpu.py takes (seeds, step, relabel_outer, exclude, times)."""
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
@@ -500,16 +470,9 @@ class TorchBackend:
         self.tables = {}
 
     def sample(self, seeds, hops, exclude=None, times=None):
-        """Sample all hops of a batch.
-
-        Args:
-            seeds: [S], of the graph's integer type. hops: a `Hop` for each fanout.
-            exclude: int64 [X] edge ids, ascending, each once, or None. times: int64 [S] or None. With
-                times a source is the number node + V * (number of its time in the batch).
-
-        Returns:
-            The fields of a Block for each hop, from the seeds outward; None if a seed is repeated.
-        """
+        """Sample a `Hop` for each fanout -> the fields of a Block for each, from the seeds outward; None if a seed is
+        repeated. seeds: [S], of the graph's integer type. exclude: int64 [X] edge ids, ascending, each once, or None.
+        times: int64 [S] or None. With times a source is the number node + V * (number of its time in the batch)."""
         V, dtype, src, at, values = self.num_nodes, seeds.dtype, seeds, None, None
         if times is None:
             idle, table = self._number(seeds)
@@ -524,7 +487,7 @@ class TorchBackend:
             by = at if at is None else values[at]
             indptr, edges = self._pick(v, hop, exclude, by)
             local = self.task.indices.index_select(0, edges)
-            if not local.is_cuda and _outside(local, V) is not None:
+            if not local.is_cuda and outside(local, V) is not None:
                 raise IndexError("a node in indices")
             if hop.relabel and times is None:
                 src, local = self._relabel(table, src, local.long())
@@ -533,8 +496,7 @@ class TorchBackend:
                 src, local = _number_by_appearance(src, local + V * at)
             nodes, src_times = (src, None) if times is None else (src % V, values[src // V])
             edges = edges if self.task.edge_ids else None
-            block = indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times
-            blocks.append(block)
+            blocks.append((indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times))
         if times is None:
             idle.append(table.index_fill_(0, src.long(), V))
         return blocks
@@ -565,7 +527,7 @@ class TorchBackend:
         if hop.fanout_of is None:
             return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
         # the edges of a type are a list of their own: [G] lists, with a k and a key each
-        places = _expand(start, degree)
+        places = expand(start, degree)
         row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree)
         group = (task.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
         group, counts = group.unique_consecutive(return_counts=True)
@@ -598,7 +560,7 @@ class TorchBackend:
             gap = torch.searchsorted(exclude, start)
             degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
         if rule in ("labor", "weighted"):  # every edge of every list is looked at
-            indptr, places = _prefix_sum(degree), _expand(start, degree)
+            indptr, places = _prefix_sum(degree), expand(start, degree)
             row = torch.arange(v.numel(), device=v.device)
             row = row.repeat_interleave(degree, output_size=places.numel())
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
@@ -615,7 +577,7 @@ class TorchBackend:
             draws = degree > counts
         if rule == "latest":
             start, draws = start + degree - counts, torch.zeros_like(draws)
-        indptr, edges = _prefix_sum(counts), _expand(start, counts)
+        indptr, edges = _prefix_sum(counts), expand(start, counts)
         rows = draws.nonzero().squeeze(1)  # [R] the others take their whole list
         if rows.numel():
             j = torch.arange(k, device=v.device).unsqueeze(1)  # [k, 1]
@@ -657,7 +619,7 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
-def _expand(start, counts):
+def expand(start, counts):
     """start, start+1, ..., start+count-1 of every row, one after the other: [E]."""
     shift, E = start - counts.cumsum(0) + counts, int(counts.sum())
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
@@ -697,11 +659,8 @@ def _number_by_appearance(src, ends):
 
 
 def _past_excluded(edges, exclude, gap):
-    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick`.
-
-    exclude[i] - i is the number of kept edges before excluded edge i, which never decreases: a binary search in it
-    gives how many excluded edges to skip.
-    """
+    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick`. There are
+    exclude[i] - i kept edges before excluded edge i: a binary search in these gives how many excluded edges to skip."""
     behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(behind, edges - gap, right=True) - gap
 

@@ -10,8 +10,7 @@
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
     python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # of a graph with the same features
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4 --dataset
-    ogbn-products
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
 One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of
 it on threads. docs/design.md follows one seed node through the files.
@@ -50,16 +49,7 @@ from run.checkpoint import check_graph, common_state, complete, restore, save_ch
 from run.evaluate import open_run
 from run.finite import LossSum, all_finite, finite_scores, not_finite
 from run.own_model import is_own
-from run.report import (
-    Clock,
-    Report,
-    advice,
-    describe,
-    draw_timeline,
-    epoch_line,
-    peak_memory,
-    profile,
-)
+from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
 from sampler import DamagedGraph, mix
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
@@ -69,12 +59,8 @@ torch.autograd.set_multithreading_enabled(False)
 
 
 class Eager:
-    """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods.
-
-    Attributes:
-        parallel: the model, in DistributedDataParallel if there are several ranks.
-        load: the loader's argument `load`; None: the task's.
-    """
+    """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods. parallel: the
+    model, in DistributedDataParallel if there are several ranks. load: the loader's argument; None: the task's."""
 
     load = None
 
@@ -111,15 +97,10 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     ranks, args, count, done = run.ranks, run.args, 0, first
     run.model.train()
     clock, losses = Clock(ranks.gpus), stepper.begin()
-    bar = tqdm(
-        total=args.steps,
-        initial=first,
-        desc=f"epoch {epoch + 1}",
-        leave=False,
-        unit="step",
-        # None: no bar where stderr is not a terminal; it is None where it was closed
-        disable=None if ranks.leads and sys.stderr else True,
-    )
+    options = {"total": args.steps, "initial": first, "unit": "step", "leave": False}
+    # None: no bar where stderr is no terminal; it is None where it was closed
+    options["disable"] = None if ranks.leads and sys.stderr else True
+    bar = tqdm(desc=f"epoch {epoch + 1}", **options)
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     load = stepper.load or run.task.load
     loader = run.loader(run.store.split["train"], timed=clock.timed, load=load)
@@ -165,16 +146,16 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
 
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:
-            if ranks.leads:
-                since = f"no better score since epoch {best['epoch']}"
-                print(f"early   stopped after epoch {epoch}: {since}")
+            since = f"no better score since epoch {best['epoch']}"
+            ranks.say(f"early   stopped after epoch {epoch}: {since}")
             break
         check_in_use(run.store)
-        rate = learning_rate(args, epoch)
+        falls = (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # to 0 over all of --epochs
+        rate = args.lr * (falls if args.lr_schedule == "cosine" else 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         profiled = epoch == min(start + 1, args.epochs - 1)
-        with profile(report, ranks.rank) if args.profile and profiled else nullcontext():
+        with report.profile() if args.profile and profiled else nullcontext():
             step, stopped, figures, laps = train_epoch(run, stepper, stop, save, epoch, first)
         first = 0
         if args.timeline and profiled and ranks.leads:
@@ -196,8 +177,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         rest = {"lr": rate, **valid, "peak_bytes": peak_memory(ranks)}
         figures = {"epoch": epoch + 1, **figures, **rest}
         report.tell(epoch_line(args, figures), figures)
-        if epoch == start and ranks.leads and (line := advice(ranks, figures)):
-            print(line)
+        ranks.say(advice(ranks, figures) if epoch == start else "")
         if args.weights == "best" and watched > best["score"]:
             weights = {name: value.clone() for name, value in model.state_dict().items()}
             best.update(score=watched, epoch=epoch + 1, model=weights)
@@ -207,31 +187,21 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
     return 0
 
 
-def learning_rate(args, epoch):
-    """The rate of an epoch, counted from 0; the cosine falls from --lr to 0 over all of --epochs."""
-    falls = args.lr_schedule == "cosine"
-    return args.lr * ((1 + math.cos(math.pi * epoch / args.epochs)) / 2 if falls else 1.0)
-
-
 def prepare(args):
     """The store directory of --dataset, built on first use."""
     names = "seed", "backend", "symmetrize", "drop_duplicates"
     return datasets.prepare(args.dataset, args.root, **{k: getattr(args, k) for k in names})
 
 
-def prepare_on_one_rank(ranks, args):
-    """`prepare` on one rank of each machine; the others wait, then find the store built."""
-    with ranks.patience():
-        path = prepare(args) if ranks.local_rank == 0 else None
-    return path or prepare(args)
-
-
 def train(ranks, args, path):
     """Open, train, evaluate -> (exit code, {part: exact score}, name of that score); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
+    if not path:  # one rank of each machine builds the store, and the others find it
+        with ranks.patience():
+            path = prepare(args) if ranks.local_rank == 0 else None
     fits = {"fits": partial(check_graph, state, file)} if state else {}
-    run = open_run(ranks, args, path or prepare_on_one_rank(ranks, args), **fits)
+    run = open_run(ranks, args, path or prepare(args), **fits)
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     best = {"score": -math.inf, "epoch": 0, "model": None}  # of --weights best
@@ -241,10 +211,8 @@ def train(ranks, args, path):
     static = run.task.static_steps and args.trains and start < args.epochs
     graphs, said = step_graph.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
-    if ranks.leads:
-        describe(run, file, start, first)
-    if ranks.leads and said:
-        print(f"graph   {said}" if graphs else f"graph   no CUDA graphs: {said}", flush=True)
+    describe(run, file, start, first)
+    ranks.say(said and f"graph   {'' if graphs else 'no CUDA graphs: '}{said}")
     report = Report(ranks, args)
     with ddp.StopSignal(ranks) as stop:
         code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
@@ -253,9 +221,8 @@ def train(ranks, args, path):
     ranks.check_equal(model)
     if best["model"]:
         model.load_state_dict(best["model"])
-        if ranks.leads:
-            score = run.task.score_text(best["score"])
-            print(f"best    weights of epoch {best['epoch']}: valid {score}")
+        score = run.task.score_text(best["score"])
+        ranks.say(f"best    weights of epoch {best['epoch']}: valid {score}")
     with finite_scores(run, "after the last epoch"):
         exact = run.task.finish(run, report)
     ranks.barrier()
@@ -268,9 +235,8 @@ def train_many(ranks, args, path):
     exact = []
     for turn in range(args.runs):
         seed = args.seed + turn
-        board = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        name = f"{args.run}-seed{seed}"
-        own = flags.changed(args, seed=seed, turn=turn, run=name, tensorboard=board)
+        own = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
+        own.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
         code, scores, title = train(ranks, own, path)
         if code:
             return code

@@ -47,10 +47,7 @@ def _kind(c_type):
 
 
 def read_source(file, **defines):
-    """Text of a source file of this folder: macros, then the file with what it includes in place.
-
-    The same text goes to the compiler and into the cache's key.
-    """
+    """Text of a source file of this folder: macros, then the file with what it includes in place."""
 
     def lines(file):
         yield f'#line 1 "{file}"'
@@ -63,10 +60,8 @@ def read_source(file, **defines):
 
 
 def struct_type(source, name):
-    """The C struct `name` of a source, `typedef struct {...} name;`, as a ctypes.Structure.
-
-    Its fields are pointers, numbers, or structs of the same source, whose fields are reached directly.
-    """
+    """The C struct `name` of a source, `typedef struct {...} name;`, as a ctypes.Structure: of pointers, numbers, and
+    structs of the same source, whose fields are reached directly."""
     body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
     fields, nested = [], []
     for c_type, names in re.findall(r"(?:const )?(\w+)\s+([^;]+);", re.sub("//.*", "", body)):
@@ -106,11 +101,8 @@ def _warn_once(name, text, error):
 
 
 def _cache_folder(stack):
-    """The cache's folder, made if need be, or None where it is not this user's alone.
-
-    It is opened once, until the ExitStack ends, and reached through that handle, so renaming a folder above it cannot
-    exchange it.
-    """
+    """The cache's folder, made if need be, or None where it is not this user's alone. It is opened once, until the
+    ExitStack ends, and reached through that handle, so renaming a folder above it cannot exchange it."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,12 +115,8 @@ def _cache_folder(stack):
 
 @contextlib.contextmanager
 def cached(name, key, suffix, make):
-    """A context: path of a compiled file, in the cache or, where that cannot be used, in a private temporary folder.
-
-    Args:
-        name, suffix: what the file's name begins and ends with. key: text of all that the content depends on.
-        make: function that writes the file to the path it is given.
-    """
+    """A context: path of a compiled file NAME-...SUFFIX, in the cache or, where that cannot be used, in a private temporary
+    folder. key: text of all that the content depends on. make: function that writes the file to the path it is given."""
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with tempfile.TemporaryDirectory(prefix="ringblock-") as private, contextlib.ExitStack() as at:
         folder = _cache_folder(at)
@@ -158,31 +146,27 @@ def _digest(path):
 
 
 def load_c(name, source, flags):
-    """Compile C source into a shared library, if the cache does not have it, and load it.
+    """Compile C source into a shared library, if the cache does not have it, and load it -> ctypes.CDLL, or None where
+    that fails, after one warning for each `name`.
 
     Args:
         name: whose code this is, for the warning and the file's name. source: C, as text; functions whose type begins a
             line can be called, with tensors and structs for pointers.
         flags: of the compiler, which is `cc` or the environment variable CC.
-
-    Returns:
-        ctypes.CDLL, or None where it cannot be compiled or loaded, after one warning for each `name`.
     """
     compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
-
-    def run(*arguments):
-        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True)
-        return done.stdout
+    options = {"capture_output": True, "text": True, "check": True}
 
     def make(path):
-        code = path.with_suffix(".c")
-        code.write_text(source)
-        run(*flags, code, "-o", path, "-lm")
+        path.with_suffix(".c").write_text(source)
+        words = *flags, path.with_suffix(".c"), "-o", path, "-lm"
+        subprocess.run([compiler, *words], **options)
 
     try:
         cpu = cpu.read_text() if cpu.exists() else platform.processor()  # for -march=native
         cpu = next(re.finditer("^(flags|Features).*", cpu, re.MULTILINE), [cpu])[0]
-        key = [source, run("--version"), *flags, sys.platform, platform.machine(), cpu]
+        version = subprocess.run([compiler, "--version"], **options).stdout
+        key = [source, version, *flags, sys.platform, platform.machine(), cpu]
         with cached(name, "\0".join(key), ".so", make) as path:
             library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
@@ -219,16 +203,9 @@ def load_host(name, source, flags):
 
 
 def load_cuda(name, source, device):
-    """Compile CUDA source as one program, if the cache does not have it, and load it on a GPU; thread-safe.
-
-    Args:
-        name: whose code this is, for the warning and the file's name. source: CUDA C++ as text, see base.h.
-        device: the GPU, a torch.device.
-
-    Returns:
-        Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning
-        for each `name`.
-    """
+    """Compile CUDA C++ as one program, if the cache does not have it, and load it on a GPU, a torch.device; thread-safe ->
+    Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning for
+    each `name`. source: text, see base.h."""
     index = torch.device(device).index
     key = source, torch.cuda.current_device() if index is None else index
     with _lock:
@@ -243,17 +220,14 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
 
-    options: of NVRTC, such as ("--use_fast_math",).
-    """
-
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda)])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
@@ -262,8 +236,8 @@ class Kernels:
             code = self._driver.cuModuleLoadData(ctypes.byref(module), image)
             self.check(code, "cuModuleLoadData")
             for kernel in self.signatures:
-                function = self._functions[kernel] = ctypes.c_void_p()
-                pointer = ctypes.byref(function)
+                self._functions[kernel] = ctypes.c_void_p()
+                pointer = ctypes.byref(self._functions[kernel])
                 code = self._driver.cuModuleGetFunction(pointer, module, kernel.encode())
                 self.check(code, kernel)
 
@@ -308,10 +282,7 @@ class Kernels:
 
 
 class Launch:
-    """A kernel with its own argument memory, for one host thread at a time: launch(threads, stream).
-
-    Its GPU has to be current (torch.cuda.device).
-    """
+    """A kernel with its own argument memory, for one host thread at a time with its GPU current: launch(threads, stream)."""
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
@@ -370,13 +341,11 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def compile_cuda(source, arch, options=()):
-    """Compile CUDA C++ for an architecture such as "sm_90" -> (module for cuModuleLoadData, NVRTC's log).
+    """Compile CUDA C++ for an architecture such as "sm_90" -> (module for cuModuleLoadData, NVRTC's log). OSError
+    without NVRTC; RuntimeError, with the first error, where it refuses the source.
 
     A GPU younger than NVRTC gets PTX of the latest architecture before it, which its driver compiles. With the option
     --ptxas-options=-v the log has the registers and local memory of each kernel.
-
-    Raises:
-        OSError: no NVRTC is found. RuntimeError: it refuses the source, with the first error.
     """
     nvrtc, program, size, count = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()
 

@@ -25,7 +25,6 @@ class Backend:
             self.graph.edata["weight"] = task.weights
 
     def sample(self, seeds, hops, exclude=None, times=None):
-        """Sample all hops of a batch."""
         if exclude is not None:
             raise ValueError("backend 'dgl' cannot exclude edges: use 'native' or 'torch'")
         if seeds.unique().numel() < seeds.numel():
@@ -62,7 +61,7 @@ def to_dgl(block):
     # numbers for the edges: without them DGL's gradients of edge values (GATv2Conv) fail
     ids = torch.arange(block.num_edges, dtype=block.indices.dtype, device=block.indices.device)
     csc, sizes = (block.indptr, block.indices, ids), (block.num_src, block.num_dst)
-    made = dgl.create_block(("csc", csc), num_src_nodes=sizes[0], num_dst_nodes=sizes[1])
+    made = dgl.create_block(("csc", csc), *sizes)
     made.srcdata[dgl.NID], made.dstdata[dgl.NID] = block.src_nodes, dst
     if block.edge_ids is not None:
         made.edata[dgl.EID] = block.edge_ids
@@ -78,11 +77,9 @@ def _stub_attribute(name):
 
 
 def import_dgl():
-    """Import DGL 2.1 also under a torch it was not built for.
-
-    Its PyPI build fails on three parts not needed here: dgl.distributed (which pulls in GraphBolt, torchdata and
-    setuptools.extern), dgl.data.movielens (pandas). They are replaced by stubs, only when the plain import fails.
-    """
+    """Import DGL 2.1 also under a torch it was not built for. Its PyPI build fails on parts not needed here,
+    dgl.distributed (GraphBolt, torchdata, setuptools.extern) and dgl.data.movielens (pandas): where the plain import
+    fails, they are replaced by stubs."""
     try:
         import dgl
     except Exception as first:
@@ -98,10 +95,10 @@ def import_dgl():
 
 
 class DGLAdapter:
-    """A NeighborSampler for DGL's DataLoader: DataLoader(graph, nodes, DGLAdapter(sampler), batch_size=1024).
+    """A NeighborSampler for DGL's DataLoader, also in worker processes: DataLoader(graph, nodes, DGLAdapter(sampler)).
 
     Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (graph.adj_tensors("csc")
-    gives indptr and indices); the DataLoader's graph is not looked at. Works in the DataLoader's worker processes too.
+    gives indptr and indices); the DataLoader's graph is not looked at.
     """
 
     def __init__(self, sampler):

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -15,34 +16,22 @@ def end_with_torchrun():
     """Under torchrun, have the kernel kill this rank when its agent dies, also while it imports torch."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if orphaned():
-            os._exit(1)
-
-
-def orphaned():
-    """Whether the parent is process 1, which adopts orphans, and is not Python: in a container it may be torchrun."""
-    if os.getppid() != 1:
-        return False
-    program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-    return not os.path.basename(program).startswith(b"python")
+        if os.getppid() == 1:  # it adopts orphans, and in a container it may be torchrun
+            program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
+            if not os.path.basename(program).startswith(b"python"):
+                os._exit(1)
 
 
 def before_torch():
     """Set variables that torch and oneDNN read when loaded, unless the user has; spawned ranks inherit them."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    # growing segments need NVIDIA's libnvidia-ml: without it torch 2.13 crashes
-    if not {*names} & set(os.environ) and _loads("libnvidia-ml.so.1"):
-        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+    with suppress(OSError):
+        if not {*names} & set(os.environ):
+            ctypes.CDLL("libnvidia-ml.so.1")  # growing segments need it: torch 2.13 crashes without
+            os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
     # products compiled for one batch's size are not cached, see linear() in model.py; the second cannot be 0
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
-
-
-def _loads(library):
-    try:
-        return bool(ctypes.CDLL(library))
-    except OSError:
-        return False
 
 
 def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
@@ -60,8 +49,7 @@ def announce(ranks, args):
         said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
     elif args.allocator == "tuned":
         said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-    if ranks.leads:
-        print(f"memory  allocator: {said}; --allocator system leaves it alone")
+    ranks.say(f"memory  allocator: {said}; --allocator system leaves it alone")
 
 
 def trim_memory(level):

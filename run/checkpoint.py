@@ -3,8 +3,7 @@
     model = load_model("run.pt")                     # the trained network, in eval mode
     state = read_checkpoint("run.pt")                # all that is in the file, as a dict
 
-Sampling and dropout are functions of --seed and the step, the learning rate of the epoch: no generator and no schedule
-has a state. Kept are weights, optimizer moments, the best epoch of --early-stop and the step. On resume, flags are
+No generator and no schedule has a state: what is drawn is a function of --seed and the step. On resume, flags are
 
     FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME is typed again, since code runs only
                 where it is named; a changed file is reported. --split, --edge-split and --edge-type may differ where --predict
@@ -18,8 +17,7 @@ A graph is recognised by the SHA-256 of its files in meta.json, not by its path.
 once it has, it is no longer compared.
 
 A checkpoint may come from a stranger. Its pickle names tensors and dicts alone; its flags pass through the parser of the
-command line, none names code or a file to write; the network they describe is compared with the tensors before either
-takes memory.
+command line, none names code or a file to write; its tensors have to fit the network they describe on the meta device.
 """
 
 import io
@@ -32,7 +30,7 @@ from types import SimpleNamespace
 
 import torch
 
-from disk.files import DTYPES, StoreError, write_whole
+from disk.files import StoreError, reading, write_whole
 from run.flags import TASKS, changed, check_values, filled_in, make_parser, spelled, text_of
 from run.own_model import is_own
 
@@ -41,21 +39,21 @@ input_dropout sampler layer_dependency batch_dependency temporal window seed spl
 edge_type negatives negatives_by unchecked_negatives link_loss""".split()
 KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
-# flags that the first checkpoints lack
+# what the first checkpoints lack
 LATER = {"drop_duplicates": False, "window": None, "bases": 0, "edge_type": None}
+LATER_WIDTHS = {"num_edge_types": 0, "node_types": 0, "edge_types": 0, "several": None}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
 
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    names = *TASKS[args.task].widths, "edge_types"
-    graph = {name: store.meta.get(name, 0) for name in names}
-    graph["several"] = getattr(store, "several", None)
+    graph = {name: store.meta.get(name, 0) for name in (*TASKS[args.task].widths, "edge_types")}
+    graph |= {"path": str(Path(store.path).absolute()), "files": digests(store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
-        "graph": {**graph, "path": str(Path(store.path).absolute()), "files": digests(store)},
+        "graph": {**graph, "several": getattr(store, "several", None)},
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -78,8 +76,7 @@ def load_model(path, model=None):
     the nn.Module to load the weights into: a checkpoint names no code to be run. StoreError for other files.
     """
     state = read_checkpoint(path)
-    if model is None and is_own(state["flags"]["model"]):
-        own = state["flags"]["model"]
+    if model is None and is_own(own := state["flags"]["model"]):
         raise StoreError(f"{path} holds weights of {own}: build it and give it as `model`")
     model = described_network(state) if model is None else model
     load_weights(model, state["best"]["model"] or state["model"], path)
@@ -94,11 +91,8 @@ def described_network(state):
 
 def load_weights(model, weights, path):
     """Put the weights of the checkpoint `path` into a network; StoreError where they are not its own."""
-    try:
+    with reading(f"checkpoint {path}"):
         model.load_state_dict(weights)
-    except RuntimeError as error:
-        said = " ".join(str(error).split())[:300]
-        raise StoreError(f"checkpoint {path} does not fit the model: {said}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,12 +100,13 @@ def load_weights(model, weights, path):
 
 
 def read_checkpoint(path, data=None):
-    """Read a checkpoint (or its bytes) and check everything in it -> dict with flags, total_batch, graph, model,
-    optimizer, best, epoch and step; tensors on the CPU. StoreError where it is damaged, forged or no checkpoint."""
+    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch and step;
+    tensors on the CPU. StoreError where it is damaged, forged or no checkpoint. What is not looked at here is where it
+    is used, inside `reading`."""
     try:
         data = Path(path).read_bytes() if data is None else data
         state = torch.load(checked_archive(data), map_location="cpu", weights_only=True)
-        check_state(state)
+        check_state(state, len(data))
     except Exception as error:  # of a dozen types; torch.load asserts as well
         said = (str(error) or repr(error)).splitlines()[0]
         raise StoreError(f"{path} is not a checkpoint of train.py: {said[:300]}") from error
@@ -125,10 +120,9 @@ def checked_archive(data):
     copy = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(copy, "w") as checked:
         entries = {entry.filename: entry for entry in archive.infolist()}
-        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries.values())
         size = sum(entry.file_size for entry in archive.infolist())
-        if not stored or len(entries) < len(archive.infolist()) or size > len(data):
-            raise ValueError("its entries are compressed, repeated or larger than the file")
+        if any(entry.compress_type for entry in entries.values()) or size > len(data):
+            raise ValueError("its entries are compressed or larger than the file")
         for name, entry in entries.items():
             content = archive.read(entry)  # compares the checksum
             for operation, named, _ in pickletools.genops(content) if name.endswith(".pkl") else ():
@@ -139,55 +133,31 @@ def checked_archive(data):
     return copy
 
 
-def check_state(state):
-    """Raise unless everything in a checkpoint has its type and the tensors are those of the network it describes."""
-    flags, graph, best, weights = (state[name] for name in ("flags", "graph", "best", "model"))
-    check_flags(flags)
-    for name in ("num_edge_types", "node_types", "edge_types"):  # as above
-        graph.setdefault(name, 0)
-    if graph.setdefault("several", None) not in (None, True, False):
-        raise ValueError("whether nodes have several labels is not told by true or false")
-    types = graph["node_types"] or []
-    if not all(type(name) is str and name.isprintable() for name, _, _ in types):
-        raise ValueError("a type of nodes in it has no printable name")
-    widths = [graph[name] for name in TASKS[flags["task"]].widths]
-    counts = [state["epoch"], state["step"], state["total_batch"], best["epoch"]]
-    counts += [width for width in widths if width not in DTYPES and width is not types]
-    counts += [number for _, *numbers in types for number in numbers]
+def check_state(state, size):
+    """Raise unless a checkpoint of `size` bytes has flags that can be typed, counts, and tensors of the network that it
+    describes, which is made without memory."""
+    best, graph = state["best"], state["graph"]
+    state["flags"] = checked_flags(state["flags"])
+    state["graph"] = {**LATER_WIDTHS, **graph}
+    counts = state["epoch"], state["step"], state["total_batch"], best["epoch"]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
-        raise ValueError("a count or a width in it is no whole number from 0 to 2^32 - 1")
-    words = [
-        *(graph["edge_types"] or []),
-        graph["path"],
-        *graph["files"],
-        *filter(None, graph["files"].values()),
-    ]
-    if not all(type(word) is str and word.isprintable() for word in words):
-        raise ValueError("the path, a file name or a digest of its graph is not printable text")
-    moments = [tensor for of in state["optimizer"].values() for tensor in of.values()]
-    tensors = [*moments, *weights.values(), *(best["model"] or {}).values()]
-    if type(best["score"]) is not float or not all(type(t) is torch.Tensor for t in tensors):
-        raise ValueError("what should be a number or a tensor is none")
-    if flags["num_layers"] > len(weights):
-        raise ValueError(f"it has {len(weights)} tensors of {flags['num_layers']} layers")
-    if not is_own(flags["model"]):
-        with torch.device("meta"):  # without memory, whatever the sizes
-            compare(weights, described_network(state).state_dict())
-    if best["model"] is not None:
-        compare(best["model"], weights)
+        raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
+    state["best"] = {**best, "score": float(best["score"]), "model": best["model"]}
+    if any(tensor.nbytes > size for tensor in state["model"].values()):
+        raise ValueError("a tensor in it is larger than the file")
+    if not is_own(state["flags"]["model"]):
+        with torch.device("meta"):
+            network = described_network(state)
+        network.load_state_dict(dict(state["model"]), assign=True)
 
 
-def check_flags(saved):
-    """Raise unless these are the flags that a checkpoint keeps, with values that can be typed."""
-    if {*saved, *LATER, "weights"} != {*FIXED, *KEPT}:
+def checked_flags(saved):
+    """The flags of a checkpoint, with those that the first ones lack; raises for values that cannot be typed."""
+    saved = {**LATER, "weights": "best" if saved["early_stop"] else "last", **saved}
+    if {*saved} != {*FIXED, *KEPT}:
         raise ValueError("some of its flags are missing or unknown")
-    for name, value in {**LATER, "weights": "best" if saved["early_stop"] else "last"}.items():
-        saved.setdefault(name, value)
     words = []
     for name, value in saved.items():
-        parts = value if type(value) is list else [value]
-        if not all(part is None or type(part) in (bool, int, float, str) for part in parts):
-            raise ValueError(f"its {spelled(name)} is no value of a flag")
         if name == "residual" and value is False:
             words.append("--no-residual")
         elif value is not None and value is not False:
@@ -202,17 +172,9 @@ def check_flags(saved):
     parser.error = refuse
     args = filled_in(parser.parse_args(words))
     check_values(parser, args)
-    for name, value in saved.items():
-        if getattr(args, name) != value:
-            refuse(f"{spelled(name)} {text_of(value)} is no value that the command line accepts")
-
-
-def compare(tensors, expected):
-    """Raise unless two dicts of tensors have the same names, shapes and kinds of numbers."""
-    kind = lambda t: t is not None and (t.shape, t.is_floating_point())  # noqa: E731
-    for name in tensors.keys() | expected:
-        if kind(tensors.get(name)) != kind(expected.get(name)):
-            raise ValueError(f"its flags describe another network: {name!r} differs")
+    if saved != {name: getattr(args, name) for name in saved}:
+        refuse("some are not what the command line makes of them")
+    return saved
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,13 +200,14 @@ def adopted(args, state, path):
     for name in (name for name in FIXED if name in args.typed):
         typed, value = getattr(args, name), state["flags"][name]
         of_data = name in ("edge_split", "edge_type", "split") and not args.trains
-        free = is_own(typed) and is_own(value) or of_data
-        if typed != value and not free:
+        if typed != value and not (is_own(typed) and is_own(value) or of_data):
             was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
             raise StoreError(f"{was}, this run has {text_of(typed)}")
     if is_own(own := given.get("model")):
         raise StoreError(f"checkpoint {path} holds weights of {own}: give --model FILE.py:NAME")
-    if "dataset" not in args.typed and Path(state["graph"]["path"], "meta.json").is_file():
+    with reading(f"checkpoint {path}"):
+        store_is_here = Path(state["graph"]["path"], "meta.json").is_file()
+    if "dataset" not in args.typed and store_is_here:
         given["dataset"] = state["graph"]["path"]  # whatever --root is
         # that store has been built with them
         given |= dict.fromkeys({"symmetrize", "drop_duplicates"}.difference(args.typed), False)
@@ -271,58 +234,60 @@ def common_state(ranks, args):
 def check_graph(state, path, args, task):
     """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; for
     prediction the widths must match, and fewer classes and types of edges may occur."""
-    store, graph = task.store, state["graph"]
-    for name in task.compared(args):
-        there, was = store.meta.get(name, 0), graph[name]
-        lenient = name in ("num_classes", "num_edge_types")  # another graph may lack some
-        if there != was and (args.trains or not lenient or there > was):
-            trained = f"checkpoint {path} was trained on a graph with {name} {was}"
-            raise StoreError(f"{trained}, {store.path} has {there}")
-        if lenient:
-            setattr(store, name, was)
-    if (was := graph["several"]) is not None:
-        if store.labelled and store.several != was:
-            labels = "several labels" if was else "one label"
-            raise StoreError(f"checkpoint {path} is of {labels} a node, {store.path} has others")
-        store.several = was
-    there, was = store.meta.get("edge_types"), graph["edge_types"]
-    if there and was and "num_edge_types" in task.compared(args) and was[: len(there)] != there:
-        order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"
-        raise StoreError(f"checkpoint {path} was trained on a graph whose {order}")
+    store, graph, compared = task.store, state["graph"], task.compared(args)
+    trained = f"checkpoint {path} was trained on a graph"
+    with reading(f"checkpoint {path}"):
+        for name in compared:
+            there, was = store.meta.get(name, 0), graph[name]
+            lenient = name in ("num_classes", "num_edge_types")  # another graph may lack some
+            if there != was and (args.trains or not lenient or there > was):
+                raise StoreError(f"{trained} with {name} {was}, {store.path} has {there}")
+            if lenient:
+                setattr(store, name, int(was))
+        if (was := graph["several"]) is not None:
+            if store.labelled and store.several != was:
+                labels = "several labels" if was else "one label"
+                raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
+            store.several = bool(was)
+        there, was = store.meta.get("edge_types"), graph["edge_types"]
+        if there and was and "num_edge_types" in compared and was[: len(there)] != there:
+            order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"
+            raise StoreError(f"{trained} whose {order}")
+        files, was = digests(store), graph["files"]
+        other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
         return
-    files, was = digests(store), graph["files"]
-    if other := [name for name in was if was[name] and files.get(name) not in (None, was[name])]:
+    if other:
         said = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
         raise StoreError(f"{said}; give its graph, or another --checkpoint to start anew")
-    if state["total_batch"] != args.total_batch:
-        batch = state["total_batch"] * args.batch_size // args.total_batch
-        was = f"--batch-size x --accumulate x processes = {state['total_batch']}"
-        said = f"checkpoint {path} was made with {was}, this run has {args.total_batch}"
-        raise StoreError(f"{said}; give --batch-size {batch}")
+    if (was := state["total_batch"]) != args.total_batch:
+        said = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
+        batch = was * args.batch_size // args.total_batch
+        raise StoreError(f"{said}, this run has {args.total_batch}; give --batch-size {batch}")
     if (step := state["step"]) > args.steps:
         raise StoreError(f"checkpoint {path} is damaged: step {step} of {args.steps} of an epoch")
 
 
 def restore(state, path, ranks, args, model, optimizer, best):
     """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
-    load_weights(model, state["model"], path)
-    if ranks.leads and is_own(args.model) and str(state.get("code")) != model.digest:
-        print(f"model   {args.model} has changed since the checkpoint was written")
+    for weights in (state["best"]["model"] or state["model"], state["model"]):
+        load_weights(model, weights, path)
+    if is_own(args.model) and str(state.get("code")) != model.digest:
+        ranks.say(f"model   {args.model} has changed since the checkpoint was written")
     if args.trains:
         saved = state["flags"]
         new = {name: getattr(args, name) for name in KEPT if name in args.typed}
         changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
-        if changes and ranks.leads:
-            print(f"changed  {', '.join(changes)}")
-        parameters = dict(enumerate(model.parameters()))
-        for number, moments in state["optimizer"].items():
-            shape = parameters[number].shape if number in parameters else None
-            shapes = {name: value.shape for name, value in moments.items()}
-            if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
-                raise StoreError(f"checkpoint {path} is damaged: {number} has no moments of Adam")
-        rates = optimizer.state_dict()["param_groups"]  # of this run's flags
-        optimizer.load_state_dict({"state": state["optimizer"], "param_groups": rates})
+        ranks.say(changes and f"changed  {', '.join(changes)}")
+        parameters = list(model.parameters())
+        with reading(f"checkpoint {path}"):
+            for number, moments in state["optimizer"].items():
+                shapes = {name: value.shape for name, value in moments.items()}
+                shape = parameters[number].shape
+                if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
+                    raise ValueError(f"parameter {number} has no moments of Adam")
+            rates = optimizer.state_dict()["param_groups"]  # of this run's flags
+            optimizer.load_state_dict({"state": state["optimizer"], "param_groups": rates})
     best.update(state["best"])
     if not best["model"]:
         best["epoch"] = state["epoch"]  # --early-stop counts from here

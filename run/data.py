@@ -31,10 +31,7 @@ LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
 
 def settle(ranks, args, task):
     """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, weights, residual,
-    precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store).
-
-    Default epochs and weight decay depend on the number of training examples, not of processes.
-    """
+    precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store)."""
     store, lines = task.store, []
     examples, valid = (store.split[part].numel() for part in ("train", "valid"))
     given = {"metric": task.metric, **settle_steps(ranks, args, task, examples)}
@@ -42,8 +39,8 @@ def settle(ranks, args, task):
     given["weights"] = "best" if args.early_stop else weights
     if given["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
-        needs = f"{flag} goes by validation {task.metric}"
-        raise StoreError(f"{needs}, and {store.path} has no validation {task.examples}")
+        lacks = f"{store.path} has no validation {task.examples}"
+        raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
         given["residual"], line = residual_helps(store)
         lines.append(f"model   {line}")
@@ -59,22 +56,18 @@ def settle(ranks, args, task):
         asked = {"procs": ranks.local_world, **sizes(args, task, used)}
         given["mode"], line = choose_mode(store, args.gpus, args.mode, **asked)
         lines += [f"memory  {line}", *(f"edges   {line}" for line in of_edges)]
-    if ranks.leads and lines:
-        print(*lines, sep="\n")
+    ranks.say("\n".join(lines))
     return argparse.Namespace(**{**vars(args), **given}), used
 
 
 def settle_steps(ranks, args, task, examples):
-    """{total_batch, steps, epochs, weight_decay}."""
-    total_batch = args.batch_size * args.accumulate * ranks.world
+    """{total_batch, steps, epochs, weight_decay}; by default the last two depend on the number of training examples."""
+    total_batch, decay = args.batch_size * args.accumulate * ranks.world, args.weight_decay
     examples = max(examples, 1)  # without labels there are none, and nothing is trained
-    steps, decay = -(-examples // total_batch), args.weight_decay
-    return {
-        "total_batch": total_batch,
-        "steps": steps,
-        "epochs": args.epochs or max(10, -(-LEAST_STEPS // steps)),
-        "weight_decay": task.prior / examples if decay is None else decay,
-    }
+    steps = -(-examples // total_batch)
+    epochs = args.epochs or max(10, -(-LEAST_STEPS // steps))
+    decay = task.prior / examples if decay is None else decay
+    return dict(total_batch=total_batch, steps=steps, epochs=epochs, weight_decay=decay)
 
 
 def residual_helps(store):
@@ -101,14 +94,10 @@ def residual_helps(store):
 
 def sizes(args, task, used):
     """What the memory of a run depends on; see `placements` of run/plan.py."""
-    return {
-        "fanout": taken(args, used),
-        "types": (args.bases or used.num_types) if args.model in TYPE_CONVS else 0,
-        "batch_size": args.batch_size * task.sampled_for(args),
-        "hidden": args.hidden,
-        "prefetch": args.prefetch,
-        "graphs": step_graph.hops_held(args, task.store, used) if args.trains else 0,
-    }
+    found = {"fanout": taken(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
+    found["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
+    found["graphs"] = step_graph.hops_held(args, task.store, used) if args.trains else 0
+    return {**found, "hidden": args.hidden, "prefetch": args.prefetch}
 
 
 def taken(args, used):
@@ -129,14 +118,11 @@ def place_data(ranks, args, task, used):
     if not task.placed:
         task.attach(ranks, args)
         return None, None
-    if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda") and ranks.leads:
-        print(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    columns = [
-        name for name in ("weight", "time", "type", "features") if getattr(used, name) is not None
-    ]
-    arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
-    arrays += [getattr(used, name) for name in columns]
-    spare = 0
+    if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
+        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
+    columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
+    columns, spare = {name: c for name, c in columns.items() if c is not None}, 0
+    arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
     try:
         if pinned:
             if ranks.local_world < ranks.world:
@@ -145,9 +131,8 @@ def place_data(ranks, args, task, used):
             spare = torch.cuda.mem_get_info()[0] - takes.gpu - takes.gpu_step - args.cache
             total = ranks.sum if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
-        indptr, indices, labels, features, *placed = place(
-            *arrays[:4], args.mode, ranks.device, arrays[4:], spare
-        )
+        placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
+        indptr, indices, labels, features, *placed = placed
     except (OSError, RuntimeError) as error:
         if not pinned:
             raise
@@ -156,18 +141,10 @@ def place_data(ranks, args, task, used):
     features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
     in_place = not store.node_types and step_graph.averages_in_place(args, features.dtype, dtype)
-    ring = FeatureRing(
-        features,
-        labels,
-        slots=args.prefetch + 1,
-        device=ranks.device,
-        streams=args.sample_threads,
-        log=tqdm.write if ranks.leads else None,
-        dtype=dtype,
-        gather=gather_rows,
-        aggregate=self_and_mean if in_place else None,
-        edge_features=used.features,
-    )
+    options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
+    options |= {"device": ranks.device, "log": tqdm.write if ranks.leads else None}
+    options |= {"gather": gather_rows, "aggregate": self_and_mean if in_place else None}
+    ring = FeatureRing(features, labels, edge_features=used.features, **options)
     task.attach(ranks, args, used, indptr, indices)
     return sampler, ring
 
@@ -192,26 +169,23 @@ def cached(ranks, args, task, used, features):
     """The features behind the cache of --cache, one for each process: the rows that batches use most often, chosen once;
     on CPU, before a memory-mapped table, the page cache is planned as well."""
     store, budget = task.store, args.cache
-    say = print if ranks.leads else lambda line: None
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not budget:
         budget = store.features.default_cache() // ranks.local_world
         size = readable_size(budget)
-        say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
+        ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
+        needs = "is for a --cache before features that are mapped from a file, in mode cpu-cpu"
         here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
-        needs = "a --cache before features that are mapped from a file, in mode cpu-cpu"
-        raise StoreError(f"--lookahead {args.lookahead} is for {needs}; here {here}")
-    if not budget:
-        return features
-    if args.mode == "cuda-cuda":
-        say("memory  --cache has no effect: all features are in GPU memory")
+        raise StoreError(f"--lookahead {args.lookahead} {needs}; here {here}")
+    if budget and args.mode == "cuda-cuda":
+        ranks.say("memory  --cache has no effect: all features are in GPU memory")
+    if not budget or args.mode == "cuda-cuda":
         return features
     with reading_all_edges():
-        batch_size = args.batch_size * task.sampled_for(args)
-        graph, seeds = (store.indptr, store.indices), task.seeds()
-        visits = expected_visits(*graph, seeds, taken(args, used), batch_size)
+        options = task.seeds(), taken(args, used), args.batch_size * task.sampled_for(args)
+        visits = expected_visits(store.indptr, store.indices, *options)
         visits = visits[: features.shape[0]]  # the others have no features
     trim_memory(1)  # what that took, and the cache can have
     if mapped:
@@ -222,17 +196,14 @@ def cached(ranks, args, task, used, features):
     part = ranks.local_rank, ranks.local_world
     cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
     if cache.room:
-        say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
     return cache
 
 
 @contextmanager
 def reading_all_edges():
-    """A context for what reads every edge of a graph that nobody has checked: damage is a DamagedGraph, as in
-    sampling."""
+    """A context for what reads every edge of an unchecked graph: damage is a DamagedGraph, as in sampling."""
     try:
         yield
     except IndexError as error:
-        unnamed = str(error).endswith("in self")  # torch's own words
-        said = "a node id in indices is out of range" if unnamed else str(error)
-        raise DamagedGraph(said) from error
+        raise DamagedGraph(f"the graph is damaged: {error}") from error

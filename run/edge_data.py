@@ -1,9 +1,7 @@
 """Which weights, times and features of edges a run uses, and the lines about them.
 
-    used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
-    model.degrees = degrees_at(store.indptr, used)
-
-The second line is for layers that divide by degrees, where seeds have times.
+used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
+model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times
 """
 
 from typing import NamedTuple
@@ -35,37 +33,38 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """What a run uses of a store's columns -> (EdgeData, a line for each that is there); task: a `Task` or its class.
     StoreError for flags that need a column which the store lacks, or a model that cannot go with it."""
     used, lines, own = EdgeData(), [], is_own(args.model)
-    can, must = args.model in EDGE_CONVS, args.model == "gine"
-    if own:
-        can, must = takes_edges(args.model)
+    built_in = args.model in EDGE_CONVS, args.model == "gine"
+    can, must = takes_edges(args.model) if own else built_in
     if can and store.edge_features is not None:
         used = used._replace(features=store.edge_features)
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
         lines.append(f"the model sees the features of edges, {seen}")
     elif store.edge_features is not None:
-        why = f"{' and '.join(EDGE_CONVS)} take them"
-        why = "its forward has no argument `edges`" if own else why
+        why = "its forward has no `edges`" if own else f"{' and '.join(EDGE_CONVS)} take them"
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
-        instead = "give that argument a default to go without" if own else "gin is the same without"
-        needs = f"--model {args.model} takes features of edges"
-        raise StoreError(f"{needs}, and {store.path} has none; {instead}")
+        instead = "give that argument a default" if own else "gin is the same without"
+        needs = f"--model {args.model} takes features of edges, and {store.path} has none"
+        raise StoreError(f"{needs}; {instead}")
     used, line = typed_edges(args, store, used, own)
-    lines += [line] if line else []
+    lines += line
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
-        check_times(args, store, timed)
-        seed_time = None if task.timed_pairs else store.node_time
-        used = used._replace(time=store.edge_time, seed_time=seed_time, strict=temporal == "before")
+        if not timed:
+            lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
+            raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
+        if args.model == "gcn":
+            why = "divides by the degrees of the whole graph, edges of the future among them"
+            raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
+        times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
+        used = used._replace(**times, seed_time=None if task.timed_pairs else store.node_time)
         if store.edge_type is not None and used.type is None:
-            why = "has lists by type, then time, and --model"
-            instead = "take rgcn, or --temporal off"
-            raise StoreError(f"{store.path} {why} {args.model} does not see types: {instead}")
+            sees = f"lists are by type, then time, and --model {args.model} sees no types"
+            raise StoreError(f"{store.path}: {sees}: take rgcn, or --temporal off")
         if str(args.fanout[0]).startswith("any="):
             why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
             raise StoreError(f"--fanout any= draws from all types together, and {why}")
-        used = used._replace(window=args.window)
         when = "at their own time or before it" if temporal == "at" else "before their own time"
         when += f", of the last {args.window}" if args.window else ""
         who = "the ends of a pair and its negatives" if task.timed_pairs else "seeds"
@@ -77,24 +76,21 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
     if args.sampler == "latest":
         if used.time is None:
-            given = f"and --temporal at or before, here {args.temporal}"
-            needs = f"times of edges and nodes in {store.path}"
-            raise StoreError(f"--sampler latest takes the last edges by {needs}, {given}")
+            needs = "--sampler latest needs times of edges and nodes"
+            raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
     if args.sampler == "weighted":
         if store.edge_weight is None:
-            how = "draws neighbours by the weights of edges"
-            raise StoreError(f"--sampler weighted {how}, {store.path} has none")
+            raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
         used = used._replace(weight=store.edge_weight)
-        how = "are drawn by the weights of their edges"
-        lines.append(f"neighbours {how}; exact inference counts all edges alike")
+        lines.append("neighbours are drawn by weight; exact inference counts all edges alike")
     elif store.edge_weight is not None:
         lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
     return used, lines
 
 
-def typed_edges(args, store, used, own) -> tuple[EdgeData, str]:
-    """What a run uses of the types of edges -> (EdgeData, a line about it)."""
+def typed_edges(args, store, used, own) -> tuple[EdgeData, list[str]]:
+    """What a run uses of the types of edges -> (EdgeData, a line where there are some)."""
     if store.edge_type is not None and (own or args.model in TYPE_CONVS):
         count, names = store.num_edge_types, store.edge_types
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)
@@ -102,14 +98,14 @@ def typed_edges(args, store, used, own) -> tuple[EdgeData, str]:
         of = "each of them" if isinstance(lists[0], list) else "all together"
         if isinstance(lists[0], list) and 0 in sum(lists, []):
             of = "those it names, exact inference for all"
-        return used, f"edges have {count} types; --fanout is for {of}, and the model sees them"
+        return used, [f"edges have {count} types; --fanout is for {of}, and the model sees them"]
     if not all(isinstance(hop, int) for hop in args.fanout):
         why = f"it is for rgcn, or a model of your own, and a graph with types, here {store.path}"
         raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
     if args.model in TYPE_CONVS:
         raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
     unused = f"types of edges are not used by --model {args.model}: rgcn takes them"
-    return used, unused if store.edge_type is not None else ""
+    return used, [unused] if store.edge_type is not None else []
 
 
 def hops(fanout, used):
@@ -132,17 +128,6 @@ def hops(fanout, used):
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
                 lists[-1][i] = int(k)
     return lists
-
-
-def check_times(args, store, timed):
-    """Raise StoreError where times are missing, or the model cannot go without the future."""
-    if not timed:
-        lacks = "edges" if store.edge_time is None else "nodes"
-        needs = f"--temporal {args.temporal} needs times of edges and nodes (edge_time, node_time)"
-        raise StoreError(f"{needs}: {store.path} has no times of {lacks}")
-    if args.model == "gcn":
-        why = "divides by the degrees of the whole graph, edges of the future among them"
-        raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
 
 
 def degrees_at(indptr, used):

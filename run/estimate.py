@@ -18,9 +18,8 @@ def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
     modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
-    lines = [("on disk", f"graph {size(sum(disk.values()))}, features {size(features)}")]
-    for mode, fit in modes.items():
-        lines += [(mode, f"{fit.line}; batches of up to {fit.largest_batch:,} seeds fit")]
+    up_to = "; batches of up to {:,} seeds fit".format
+    fits = {mode: fit.line + up_to(fit.largest_batch) for mode, fit in modes.items()}
     none = "none fits (--free-gpu GB asks about another machine's GPUs)"
     shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
     arrays, where = modes["pinned-cuda"].placement.shared, "the mapped file stays in it"
@@ -28,13 +27,12 @@ def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
         where = "rows are read from the mapped file's disk, behind --cache"
     if graph.indices.nbytes > free_host // 2:
         where += f", and neighbour lists as they are sampled ({size(graph.indices.nbytes)})"
-    lines += [
-        ("mode", best or none),
-        ("steps", f"of {shapes if graphs else 'the shapes of their batches'}"),
-        (
-            "features",
-            f"mmap: graph and features take {size(arrays)} and {size(free_host)} of host memory "
-            f"are free: {where}; lmdb is for rows that change while others read them",
-        ),
-    ]
-    return "\n".join(f"{name:<14} {value}" for name, value in lines)
+    free = f"graph and features take {size(arrays)} and {size(free_host)} of host memory are free"
+    lines = {
+        "on disk": f"graph {size(sum(disk.values()))}, features {size(features)}",
+        **fits,
+        "mode": best or none,
+        "steps": f"of {shapes if graphs else 'the shapes of their batches'}",
+        "features": f"mmap: {free}: {where}; lmdb is for rows that change while others read them",
+    }
+    return "\n".join(f"{name:<14} {value}" for name, value in lines.items())

@@ -27,7 +27,7 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, args, path, fits=lambda args, task: None):
     """Open the store at a path, place it and build the network -> Run. fits: function of the settled flags and the task
     that raises where the data is not that of the checkpoint to go on from."""
-    task = TASKS[args.task](args, path, print if ranks.leads else lambda line: None)
+    task = TASKS[args.task](args, path, ranks.say)
     args, used = settle(ranks, args, task)
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
@@ -42,40 +42,33 @@ def build_model(ranks, args, task, used):
     torch.manual_seed(args.seed)
     if own_model.is_own(args.model):
         if store.features.shape[0] < store.num_nodes:
-            some = "nodes without features, for which rgcn and other built-in models learn rows"
+            some = "nodes without features, for which built-in models learn rows"
             raise StoreError(f"--model {args.model}: {store.path} has types of {some}")
         edge_dim = store.edge_dim if used.features is not None else 0
         sizes = store.feature_dim, store.num_classes, edge_dim
         own, digest = own_model.build(args.model, args.model_args or [], *sizes)
     names = "num_classes", "edge_dim", "num_edge_types"
-    widths = {name: getattr(store, name, 0) for name in names}
-    model = task.network(args, {**store.meta, **widths}, own)
+    model = task.network(args, store.meta | {n: getattr(store, n, 0) for n in names}, own)
     model.digest = digest  # SHA-256 of the file of a user's network
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
-    if layerwise(model) and any(layer.uses_degree for layer in model.layers):
-        if used.time is not None:
-            if used.type is not None:
-                what = "a layer counts degrees by time, and lists are sorted by type first"
-                raise StoreError(f"--model {args.model}: {what}; --temporal off shows all edges")
-            model.degrees = degrees_at(store.indptr, used)
-        else:
-            with reading_all_edges():
-                degrees = graph_degrees(store.indptr, store.indices)
-            model.degrees = degrees.to(ranks.device, dtype)
+    if not layerwise(model) or not any(layer.uses_degree for layer in model.layers):
+        return model
+    if used.time is not None and used.type is not None:
+        what = "a layer counts degrees by time, and lists are sorted by type first"
+        raise StoreError(f"--model {args.model}: {what}; --temporal off shows all edges")
+    if used.time is not None:
+        model.degrees = degrees_at(store.indptr, used)
+    else:
+        with reading_all_edges():
+            model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
     return model
 
 
 class Run:
-    """Flags, data and network of a run.
-
-    Attributes:
-        ranks, args: of ddp.py; the settled flags. task, store: of tasks/, and its data. sampler, ring: None for a task
-        that loads its batches itself. used: EdgeData. model: the network, not distributed.
-        by_layers: exact inference goes layer by layer. With times it cannot: a node's row in each layer depends on
-            whose time it is seen at.
-    """
+    """Flags, data and network of a run. by_layers: exact inference goes layer by layer. With times it cannot: a node's
+    row in each layer depends on whose time it is seen at."""
 
     def __init__(self, ranks, args, task, used, sampler, ring, model):
         self.ranks, self.args, self.task, self.store = ranks, args, task, task.store
@@ -136,20 +129,13 @@ class Run:
         if not self.by_layers:
             logits = self.exact_in_batches(model, layers)
         else:
+            x = getattr(store.features, "tensor", store.features)
+            options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
+            options |= {"rank": ranks.local_rank, "world": ranks.local_world}
+            options["total"] = ranks.sum_here if ranks.local_world > 1 else None
             try:
                 with reading_all_edges():
-                    logits = inference(
-                        model,
-                        store.indptr,
-                        store.indices,
-                        getattr(store.features, "tensor", store.features),
-                        rank=ranks.local_rank,
-                        edges=self.used.features,
-                        types=self.used.type,
-                        world=ranks.local_world,
-                        total=ranks.sum_here if ranks.local_world > 1 else None,
-                        layers=layers,
-                    )
+                    logits = inference(model, store.indptr, store.indices, x, **options)
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")
@@ -162,20 +148,13 @@ class Run:
         args, ranks, store, used = self.args, self.ranks, self.store, self.used
         small = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None
         fanout, drawn = [-1] * (layers or len(args.fanout)), used._replace(weight=None)
-        loader = self.loader(
-            torch.arange(store.num_nodes),
-            fanout,
-            shuffle=False,
-            sampler=make_sampler(args, store.indptr, store.indices, fanout, drawn),
-            ring=None,
-            edges=used.features is not None,
-            draw=None if used.time is None else seeds_at(used.seed_time),
-            batch_size=-(-store.num_nodes // ranks.world) if small else args.batch_size,
-            accumulate=1,
-            device=ranks.device,
-            depth=0 if small else args.prefetch,
-            reuse=True,
-        )
+        sampler = make_sampler(args, store.indptr, store.indices, fanout, drawn)
+        options = {"sampler": sampler, "ring": None, "device": ranks.device, "reuse": True}
+        options |= {"edges": used.features is not None, "shuffle": False, "accumulate": 1}
+        options["draw"] = None if used.time is None else seeds_at(used.seed_time)
+        if small:
+            options |= {"batch_size": -(-store.num_nodes // ranks.world), "depth": 0}
+        loader = self.loader(torch.arange(store.num_nodes), fanout, **options)
 
         def output(batch):
             if not isinstance(model, GNN):

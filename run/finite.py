@@ -41,12 +41,9 @@ def not_finite(what, run):
     args, feature = run.args, largest_feature(run.store) or 0.0
     weights = torch.cat([p.detach().flatten().double().cpu() for p in run.model.parameters()])
     known = weights[weights.isfinite()].abs()
-    said = f"the largest weight is {known.max():.3g}" if len(known) else "no weight is finite"
-    if 0 < len(known) < len(weights):
-        said += f", {len(weights) - len(known):,} of {len(weights):,} are not finite"
-    said += f", the largest feature {feature:.3g}" if feature else ""
-    tried = f"try a smaller --lr than {args.lr:g}"
-    tried = f"scale the features, or {tried}" if feature > UNUSUAL else tried
+    largest = f"the largest weight is {known.max():.3g}" if len(known) else "no weight is finite"
+    said = f"{largest}, the largest feature {feature:.3g}" if feature else largest
+    tried = "scale the features, or " * (feature > UNUSUAL) + f"try a smaller --lr than {args.lr:g}"
     if args.checkpoint and os.path.isfile(args.checkpoint):
         tried += f"; {args.checkpoint} holds the last finite state that was written"
     seed = f"seed {args.seed}: " if args.runs > 1 else ""
@@ -64,8 +61,7 @@ def finite_scores(run, when):
 
 def largest_feature(store):
     """The largest absolute value among the features as meta.json has it; None where it has none."""
-    records = [r["largest"] for r in store.meta["files"].values() if "largest" in r]
-    return max(records, default=None)
+    return max((r["largest"] for r in store.meta["files"].values() if "largest" in r), default=None)
 
 
 def check_features(ranks, store, dtype):
@@ -73,8 +69,8 @@ def check_features(ranks, store, dtype):
     feature, end = largest_feature(store) or 0.0, torch.finfo(dtype).max
     largest = f"the largest feature is {feature:.3g}"
     if feature > end:
-        limit = f"{str(dtype).removeprefix('torch.')}, to train in, ends at {end:.3g}"
+        limit = f"{str(dtype)[6:]}, to train in, ends at {end:.3g}"
         raise StoreError(f"{store.path}: {largest}, and {limit}: scale the features")
-    if feature > UNUSUAL and ranks.leads:
+    if feature > UNUSUAL:
         advice = "scale each column, to a standard deviation of 1 say, if the loss does not fall"
-        print(f"data    {largest}: {advice}")
+        ranks.say(f"data    {largest}: {advice}")

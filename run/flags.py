@@ -133,11 +133,8 @@ def changed(args, **values):
 
 def make_parser():
     """The parser of FLAGS; --help fits on two screens."""
-    parser = argparse.ArgumentParser(
-        usage="python train.py [flags]",
-        formatter_class=_Help,
-        description="Train a graph neural network by neighbour sampling.",
-    )
+    about = "Train a graph neural network by neighbour sampling."
+    parser = argparse.ArgumentParser(usage="python train.py [flags]", description=about)
     kinds = {
         "N": (positive(int), "N"),
         "N0": (positive(int, zero=True), "N"),
@@ -158,16 +155,16 @@ def make_parser():
             group = parser.add_argument_group(flags)
             continue
         values, options = rest[0].split(), {"help": rest[1].strip()}
-        if not values:
-            options["action"] = "store_true"
-        elif values == ["on/off"]:
-            options["action"] = argparse.BooleanOptionalAction
+        if not values or values == ["on/off"]:
+            options["action"] = argparse.BooleanOptionalAction if values else "store_true"
         elif len(values) == 1 or values[1] == "=":
             kind, options["metavar"] = kinds.get(values[0], (str, values[0]))
             options |= {"type": kind, "default": kind(values[2]) if len(values) > 1 else None}
         else:
             options["default"] = None if values[0] == "-" else values[0]
             options["choices"] = [value for value in values if value != "-"]
+        if options.get("default") and "default" not in options["help"]:
+            options["help"] += " (default: %(default)s)"
         group.add_argument(*flags.split(), **options)
     return parser
 
@@ -183,13 +180,9 @@ def filled_in(args):
     if args.temporal == "auto":
         given["temporal"] = task.temporal
     if args.gpus is None:
-        given["gpus"] = min(gpus_here(), 1) if args.procs == 1 and args.mode != "cpu-cpu" else 0
+        one = args.procs == 1 and args.mode != "cpu-cpu"
+        given["gpus"] = int(one and torch.cuda.is_available())
     return changed(args, **given)
-
-
-def gpus_here():
-    """The number of GPUs that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_values(parser, args):
@@ -199,13 +192,9 @@ def check_values(parser, args):
         given = f"--fanout {text_of(args.fanout)} has {hops} hops"
         parser.error(f"{given}, --num-layers is {args.num_layers}: one fanout a layer is needed")
     if args.model == "gat" and args.hidden % args.heads:
-        parser.error(
-            f"--hidden {args.hidden} cannot be shared by --heads {args.heads}: give a multiple"
-        )
+        parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}: give one")
     if args.norm == "batch" and args.checkpoint_activations:
-        parser.error(
-            "--checkpoint-activations counts batches of --norm batch twice: use --norm layer"
-        )
+        parser.error("--norm batch counts twice with --checkpoint-activations: use --norm layer")
     if args.metric and args.metric not in task.metrics:
         known = ", ".join(task.metrics) or "none"
         parser.error(f"--metric {args.metric}: --task {args.task} has {known}")
@@ -215,7 +204,8 @@ def check_values(parser, args):
 
 def check_effects(parser, args):
     """Refuse flags that were typed and can have no effect, or not the one they name, in this run."""
-    task, own, on_gpu, here = TASKS[args.task], is_own(args.model), args.gpus > 0, gpus_here()
+    task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     embeddings = args.predict_what == "embeddings"
 
     def refuse(where, flags, why):
@@ -232,29 +222,25 @@ def check_effects(parser, args):
         refuse(True, unused, why)
     not_best = args.early_stop and args.weights == "last"
     refuse(not_best, "weights", "contradicts --early-stop {early_stop}, which takes the best")
-    refuse(not args.predict, "predict_what", "needs --predict FILE to write to")
-    refuse(not args.predict, "pairs", "needs --predict FILE.npy to write their scores to")
+    refuse(not args.predict, "predict_what pairs", "needs --predict FILE.npy to write to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
-    why = "is for the built-in models; give {model} what it needs by --model-args"
-    refuse(own, BUILT_IN + " hidden" * (not task.embeds), why)
-    refuse(own and embeddings, "predict_what", "is for built-in models; take logits of {model}")
-    one = embeddings and args.num_layers == 1
-    refuse(one, "predict_what", "would be the features with --num-layers 1")
+    built_in, why = BUILT_IN + " hidden" * (not task.embeds), "is for the built-in models; "
+    refuse(own, built_in, why + "give {model} what it needs by --model-args")
+    refuse(own and embeddings, "predict_what", why + "take logits of {model}")
+    if embeddings:
+        refuse(args.num_layers == 1, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
-    typed = ", ".join(TYPE_CONVS)
-    refuse(args.model not in TYPE_CONVS, "bases", f"is for --model {typed}, --model is {{model}}")
+    refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn, --model is {model}")
     refuse(args.temporal == "off", "window", "is of times, --temporal is off")
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
     why = "is for one run, --runs is {runs}"
     refuse(args.runs > 1, "checkpoint resume predict timeline profile", why)
     refuse(not args.trains, "timeline profile", "shows training; this command only predicts")
-    refuse(here == 0 < args.gpus, "gpus", "needs CUDA; leave it out to train on CPU")
-    refuse(args.gpus > here, "gpus", f"is more than this machine has; give at most {here}")
+    refuse(args.gpus > here, "gpus", f"needs as many CUDA GPUs: give at most {here}")
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
-    why = "has no effect under torchrun, which starts the processes: use its --nproc-per-node"
-    refuse(under_torchrun(), "procs", why)
+    refuse(under_torchrun(), "procs", "has no effect under torchrun: use its --nproc-per-node")
     needs_gpu = "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
     refuse(args.cuda_graph == "on" and not on_gpu, "cuda_graph", needs_gpu)
     refuse(args.mode.endswith("cuda") and not on_gpu, "mode", needs_gpu)
@@ -338,8 +324,7 @@ def fanout(text):
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    by_type = "by types of edges writes=10:cites=5,writes=5 or any=15,10"
-    how = f"write numbers above 0, or -1 for all: 15,10,5, or {by_type}"
+    how = "write numbers above 0, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 
 
@@ -355,23 +340,13 @@ def size(text):
 def positive(kind, zero=False, below=None):
     """An argparse type: a finite number above 0 (or from 0 on); whole numbers are below 2^31."""
     below = below or (2**31 if kind is int else math.inf)
+    what = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
 
     def parse(text):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
-        what = "whole number" if kind is int else "number"
-        limit = "of at least 0" if zero else "above 0"
-        limit += f" and below {below}" if below < math.inf else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {what} {limit}")
+        limit = f" and below {below}" if below < math.inf else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}{limit}")
 
     return parse
-
-
-class _Help(argparse.HelpFormatter):
-    """Shows defaults."""
-
-    def _get_help_string(self, action):
-        if "default" in action.help or action.default in (None, False, argparse.SUPPRESS):
-            return action.help
-        return f"{action.help} (default: %(default)s)"

@@ -67,12 +67,11 @@ def run_file(file, text):
     try:
         exec(compile(text, file, "exec"), vars(module))
     except Exception as error:
-        frames = traceback.walk_tb(error.__traceback__)
-        if not any(str(f.f_globals.get("__name__")).split(".")[0] == "dgl" for f, _ in frames):
+        if "/dgl/__init__.py" not in traceback.format_exc():
             raise
-        instead = "`from sampler import import_dgl; dgl = import_dgl()`"
+        instead = "write instead `from sampler import import_dgl; dgl = import_dgl()`"
         said = f"{file}: `import dgl` fails under torch {torch.__version__}"
-        raise StoreError(f"{said}; write instead {instead}") from error
+        raise StoreError(f"{said}; {instead}") from error
     return module
 
 
@@ -114,17 +113,14 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     try:
         inspect.signature(make).bind(in_dim, num_classes, **values)
     except TypeError as error:
-        given = ", ".join(["in_dim, num_classes", *(f"{k}={v!r}" for k, v in values.items())])
-        said = f"--model {model} is called as {name}({given}): {error}"
+        given = "".join(f", {k}={v!r}" for k, v in values.items())
+        said = f"--model {model} is called as {name}(in_dim, num_classes{given}): {error}"
         raise StoreError(f"{said}; change it or --model-args") from error
-    net = make(in_dim, num_classes, **values)
-    wrong = None
+    net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
-        wrong = f"returned a {type(net).__name__}, a torch.nn.Module is needed"
-    elif not any(parameter.requires_grad for parameter in net.parameters()):
-        wrong = "has no parameters that could be trained"
-    elif edge_dim and "edges" not in inspect.signature(net.forward).parameters:
-        wrong = "takes edge_dim, and the forward of what it returned takes no `edges`"
-    if wrong:
-        raise StoreError(f"--model {model}: {name} {wrong}")
+        raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise StoreError(f"{start} has no parameters that could be trained")
+    if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
+        raise StoreError(f"{start} takes edge_dim, and the forward of what it returned no `edges`")
     return net, digest

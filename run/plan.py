@@ -1,8 +1,6 @@
 """Memory that a run takes in each mode, and the mode that fits.
 
-mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])
-
-run/estimate.py prints all modes.
+mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])    # run/estimate.py prints all modes
 """
 
 import bisect
@@ -50,15 +48,14 @@ def placements(
     """The Placement of every mode. graphs: hops that steps of static shapes hold; types: rows of each destination that
     rgcn makes; the others are flags of train.py.
 
-    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes
-    after each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all.
-    Input rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps
-    (in + 3 out) floats for each destination and as many for the gradients: the mean, and the result
-    before and after ReLU and dropout.
+    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop and
+    n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows, nodes and edges are held
+    for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each destination and as many for the
+    gradients: the mean, and the result before and after ReLU and dropout.
 
-    Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1
-    batches a table of V numbers, the hops with the sampler's scratch, and the input: rows, or pairs
-    of rows where the outermost hop is not held; and once more what a step computes.
+    Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1 batches a table of V
+    numbers, the hops with the sampler's scratch, and the input: rows, or pairs of rows where the outermost hop is not
+    held; and once more what a step computes.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
@@ -98,10 +95,9 @@ def placements(
     }
 
 
-def estimate(
-    store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes
-) -> tuple[dict[str, Fit], str | None]:
-    """What training takes in each mode and what fits.
+def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
+    """What training takes in each mode -> ({mode: Fit}, the first mode that fits, else the most modest that is possible,
+    else None).
 
     Args:
         store: GraphStore or the path of one.
@@ -109,9 +105,6 @@ def estimate(
         free_gpu: free bytes of the fullest GPU; of the current one when None.
         free_host: free bytes of host memory; of this machine when None.
         sizes: see `placements`.
-
-    Returns:
-        ({mode: Fit}, the first mode that fits, else the most modest that is possible, else None).
     """
     store = store if isinstance(store, GraphStore) else GraphStore.open(store)
     if free_gpu is None and torch.cuda.is_available():
@@ -119,15 +112,18 @@ def estimate(
     free_host = free_host_bytes() if free_host is None else free_host
     ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
     room = ranks, free_gpu, free_host
-    seeds = range(1, len(store.split["train"]) + 1)
-
-    modes = {}
-    for mode, placement in placements(store, **sizes).items():
+    seeds, modes, size = range(1, len(store.split["train"]) + 1), {}, readable_size
+    on_gpu = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
+    for mode, p in placements(store, **sizes).items():
         takes = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not takes(n).fits(*room))
-        possible, fits = placement.fits(*room, steps=0), placement.fits(*room)
-        line = arithmetic(mode, placement, *room)
-        modes[mode] = Fit(placement, possible, fits, largest, line)
+        line = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
+        line += f" + {size(p.shared)} shared" if p.shared else ""
+        line += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
+        if mode != "cpu-cpu":
+            gpu = f"{size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
+            line = f"each GPU {gpu} {on_gpu}, {line}"
+        modes[mode] = Fit(p, p.fits(*room, steps=0), p.fits(*room), largest, line)
     fitting = [mode for mode in choices if modes[mode].fits]
     modest = [mode for mode in reversed(choices) if modes[mode].possible]
     return modes, next(iter(fitting + modest), None)
@@ -135,12 +131,8 @@ def estimate(
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     """Choose where graph and features live, or check a choice ("auto" or one of MODES), before anything is loaded;
-    options: see `estimate` -> (mode, the arithmetic in one line).
-
-    Raises:
-        StoreError: for a mode whose arrays exceed memory. (A batch that may not fit is only pointed
-            out in the line: its size is an upper bound.)
-    """
+    options: see `estimate` -> (mode, the arithmetic in one line). StoreError for a mode whose arrays exceed memory; a
+    batch that may not fit is only pointed out in the line: its size is an upper bound."""
     options = options if gpus else {"free_gpu": 0, **options}  # asking a GPU takes memory there
     modes, best = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
@@ -150,16 +142,3 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     if not fit.fits:
         line += f"; a batch may be too large; {fit.largest_batch:,} seeds fit for certain"
     return chosen, line
-
-
-def arithmetic(mode, p, ranks, free_gpu, free_host) -> str:
-    """What a Placement takes of the free memory, term by term."""
-    size = readable_size
-    host = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
-    host += f" + {size(p.shared)} shared" if p.shared else ""
-    host += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
-    if mode == "cpu-cpu":
-        return host
-    free = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
-    gpu = f"each GPU {size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
-    return f"{gpu} {free}, {host}"

@@ -26,10 +26,7 @@ STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "st
 
 class Clock:
     """Start and end of each stage, on any thread. CUDA work is timed by events, resolved at the end without a wait.
-
-    Attributes:
-        zero: seconds of the host at which it began. laps: (stage, start, end, thread or GPU).
-    """
+    zero: seconds of the host at which it began. laps: (stage, start, end, thread or GPU)."""
 
     def __init__(self, cuda):
         self.cuda, self.laps, self.events, self.zero = cuda, [], [], time.perf_counter()
@@ -74,10 +71,7 @@ class Clock:
 def draw_timeline(runs, path, steps=8):
     """Draw a Gantt chart of the first training steps into a .png file, a row for each run, stage and thread; runs:
     {title: laps of a Clock}."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = {}
     for title, laps in runs.items():
@@ -88,32 +82,14 @@ def draw_timeline(runs, path, steps=8):
             rows.setdefault((label, stage), []).append((1e3 * start, 1e3 * (end - start)))
     if not rows:
         return  # an epoch that was resumed at its end has no steps
-    figure, axis = pyplot.subplots(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
+    figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
+    axis = figure.subplots()
     for y, ((_, stage), bars) in enumerate(rows.items()):
         axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
     axis.set_yticks(range(len(rows)), [label for label, _ in rows])
     axis.invert_yaxis()
     axis.set_xlabel(f"milliseconds, the first {steps} training steps")
-    try:
-        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
-    finally:
-        pyplot.close(figure)
-
-
-@contextmanager
-def profile(report, rank):
-    """Trace the body on all threads with torch.profiler -> --profile FILE.rank0.json, for Perfetto."""
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(experimental_config=every_thread) as trace:
-        yield
-    path = Path(report.args.profile)
-    with report.attempt("profile"), tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(exported))  # silent where the disk is full
-        data = exported.read_bytes()
-        if not data.rstrip().endswith(b"}"):
-            raise StoreError(f"{folder} has no room for the trace")
-        write_whole(path.with_name(f"{path.stem}.rank{rank}.json"), lambda file: file.write(data))
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
 class Report:
@@ -121,12 +97,17 @@ class Report:
     once, and training continues; failed: the flags of such files."""
 
     def __init__(self, ranks, args):
-        self.args, self.leads, self.failed, self.board = args, ranks.leads, set(), None
+        self.args, self.rank, self.leads = args, ranks.rank, ranks.leads
+        self.failed, self.board = set(), None
         if self.leads and args.log:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
-            began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._append({**start, "hardware": hardware(ranks), "began": began})
+            cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
+            with suppress(OSError):
+                cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+            machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
+            start["hardware"] = {**machine, "processes": ranks.world}
+            self._append({**start, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         if self.leads and args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -142,7 +123,7 @@ class Report:
         if self.board and "epoch" in figures:
             with self.attempt("tensorboard"):
                 valid = figures.get("valid") or {}  # a dict for links and graphs
-                flat = {**figures, **{f"valid/{name}": value for name, value in valid.items()}}
+                flat = figures | {f"valid/{name}": value for name, value in valid.items()}
                 for name, value in flat.items():
                     if isinstance(value, float):
                         self.board.add_scalar(name, value, figures["epoch"])
@@ -152,9 +133,8 @@ class Report:
         """Report the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
         lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
         self.tell("\n".join(lines), {"scores": scores})
-        exact = {
-            f"{part} {k}": v for part, values in scores.items() for k, v in (values or {}).items()
-        }
+        parts = [(part, values) for part, values in scores.items() if values]
+        exact = {f"{part} {k}": value for part, values in parts for k, value in values.items()}
         self.results(exact)
         return exact
 
@@ -181,18 +161,31 @@ class Report:
             write_whole(path, lambda file: np.save(file, array))
             print(f"wrote {path}: {array.dtype} {list(array.shape)}")
 
+    @contextmanager
+    def profile(self):
+        """Trace the body on all threads with torch.profiler -> --profile FILE.rank0.json, for Perfetto."""
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(experimental_config=every_thread) as trace:
+            yield
+        path = Path(self.args.profile)
+        path = path.with_name(f"{path.stem}.rank{self.rank}.json")
+        with self.attempt("profile"), tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder, "trace.json")
+            trace.export_chrome_trace(str(exported))  # silent where the disk is full
+            data = exported.read_bytes()
+            if not data.rstrip().endswith(b"}"):
+                raise StoreError(f"{folder} has no room for the trace")
+            write_whole(path, lambda file: file.write(data))
+
     def results(self, figures):
         """Give the final figures, {name: value or None}, to TensorBoard, beside the flags."""
         if not self.board:
             return
-        known = {k: value for k, value in figures.items() if value is not None}
-        known = {f"exact/{name.replace(' ', '_')}": value for name, value in known.items()}
+        known = {f"exact/{k.replace(' ', '_')}": v for k, v in figures.items() if v is not None}
         flags = flags_of(self.args).items()
         flags = {k: v if isinstance(v, int | float) else str(v) for k, v in flags}
         with self.attempt("tensorboard"):
-            for name, value in known.items():
-                self.board.add_scalar(name, value, self.args.epochs)
-            self.board.add_hparams(flags, known, run_name=".")
+            self.board.add_hparams(flags, known, run_name=".", global_step=self.args.epochs)
             self.board.close()
 
     @contextmanager
@@ -223,20 +216,6 @@ def flags_of(args):
     return {name: value for name, value in vars(args).items() if name not in added}
 
 
-def hardware(ranks):
-    """What a run runs on -> {name: value}."""
-    cpu = platform.processor()
-    with suppress(OSError):
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    return {
-        "host": platform.node(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if ranks.gpus else None,
-        "processes": ranks.world,
-    }
-
-
 def describe(run, file, epoch, step):
     """Print every derived quantity before the work starts, and where a checkpoint `file` goes on."""
     ranks, args = run.ranks, run.args
@@ -247,24 +226,22 @@ def describe(run, file, epoch, step):
     if ranks.gpus and ranks.world > 1:
         cores = os.sched_getaffinity(0)
         threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
-    precision = args.precision
-    if precision == "tf32":
-        on_gpu = "tf32 products (--precision fp32 for full ones)"
-        precision = on_gpu if ranks.gpus else "fp32, for tf32 needs a GPU"
+    tf32 = "tf32 products (--precision fp32 for full ones)" * bool(ranks.gpus)
+    precision = {"tf32": tf32 or "fp32, for tf32 needs a GPU"}.get(args.precision, args.precision)
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
     epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
-    print(*run.task.lines(args, split, parameters), sep="\n")
     how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
-    print(f"run     {where}, {how}", flush=True)
+    lines = [*run.task.lines(args, split, parameters), f"run     {where}, {how}"]
     if file and args.trains and epoch < args.epochs:
-        print(f"resume  from epoch {epoch + 1}, step {step}")
+        lines.append(f"resume  from epoch {epoch + 1}, step {step}")
     elif file:
-        print(f"resume  after epoch {epoch}: nothing is trained")
+        lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
-        held = f"{args.checkpoint} holds an earlier run and will be replaced"
-        print(f"replace {held}; --resume auto would go on with it")
+        held = f"{args.checkpoint} of an earlier run"
+        lines.append(f"replace {held}; --resume auto would go on with it")
+    ranks.say("\n".join(lines))
 
 
 def epoch_line(args, figures):
@@ -293,11 +270,9 @@ def advice(ranks, figures):
     machine, and all wait for the exchange of gradients."""
     units = ranks.world if ranks.gpus else ranks.world // ranks.local_world
     seconds, exchange = figures["seconds"], figures.get("exchange", 0)
-    if units * (seconds - exchange) >= seconds:
-        return ""
     spent = f"{ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s"
-    cores = "" if ranks.gpus else " and share the cores"
-    return f"advice  {spent} on the exchange of gradients{cores}: one will be as fast"
+    line = f"advice  {spent} on the exchange of gradients: one will be as fast"
+    return line if units * (seconds - exchange) < seconds else ""
 
 
 def percent(accuracy):

@@ -14,15 +14,13 @@ from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, score
-from tasks.task import LINK_FLAGS, Task
+from tasks.task import OF_LINKS, Task
 
 
 class EdgeGatedConv(nn.Module):
-    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it.
-
-    An edge's gate is made of its own features and those of its ends; a node adds up its neighbours' messages, each
-    channel weighed by the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch.
-    """
+    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it. An edge's gate
+    is made of its own features and those of its ends; a node adds up its neighbours' messages, each channel weighed by
+    the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch."""
 
     def __init__(self, width, last=False):
         super().__init__()
@@ -56,11 +54,8 @@ class Categories(nn.Module):
 class Regressor(nn.Module):
     """Edge-gated convolutions, the mean over the nodes of each graph, and a small head.
 
-    Args:
-        node_dim, edge_dim: F, D. node_dtype, edge_dtype: uint8 for categories, otherwise numbers.
-        hidden: width W. out_dim: T. num_layers: convolutions. dropout: probability, before the head.
-
-    Buffers mean and std, float [T], of the targets: the network itself works on standardised ones.
+    node_dim, edge_dim: F, D; their dtypes uint8 for categories, otherwise numbers. hidden: width W. out_dim: T. dropout:
+    before the head. Buffers mean and std, float [T], of the targets: the network itself works on standardised ones.
     """
 
     def __init__(
@@ -73,22 +68,17 @@ class Regressor(nn.Module):
             else nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
             for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
         )
-        self.layers = nn.ModuleList(
-            EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)
-        )
-        self.head = nn.Sequential(
-            nn.Linear(hidden, hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, out_dim)
-        )
+        layers = [EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)]
+        self.layers, inner = nn.ModuleList(layers), (nn.Linear(hidden, hidden), nn.SiLU())
+        self.head = nn.Sequential(*inner, nn.Dropout(dropout), nn.Linear(hidden, out_dim))
         self.register_buffer("mean", torch.zeros(out_dim))
         self.register_buffer("std", torch.ones(out_dim))
 
     def forward(self, graph):
         """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
         dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
-        h, e = (
-            enter(rows if rows.dtype == torch.uint8 else rows.float())
-            for enter, rows in ((self.nodes, graph.x), (self.edges, graph.e))
-        )
+        x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
+        h, e = self.nodes(x), self.edges(e)
         for layer in self.layers:
             h, e = layer(graph.indices, dst, h, e)
         pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
@@ -103,7 +93,7 @@ class GraphTask(Task):
     name, examples, placed = "graph", "graphs", False
     widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"
     unused = {
-        "is for --task link, --task is graph": LINK_FLAGS,
+        "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
         "checkpoint_activations backend mode cache lookahead",
         "is for --task node": "sampler temporal window early_stop weights split predict runs",
@@ -170,11 +160,9 @@ class GraphTask(Task):
         if not ids.numel() or not run.ranks.leads:
             return None
         run.model.eval()
-        output, y = [], []
-        for batch in run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1):
-            output.append(run.model(batch.blocks[0]).float().cpu())
-            y.append(batch.y.float().cpu())
-        output, y = torch.cat(output), torch.cat(y)
+        loader = run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1)
+        pairs = [(run.model(batch.blocks[0]).cpu(), batch.y.cpu()) for batch in loader]
+        output, y = (torch.cat(part).float() for part in zip(*pairs))
         if self.binary:
             found = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
             return None if found is None else {"roc_auc": found}

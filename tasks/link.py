@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from disk.columns import types_called
 from disk.files import SPLITS, StoreError, reading
 from loader import from_edge_index
-from sampler import DamagedGraph, mix, number_before, random_bits
+from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 from sources.splits import say_empty_parts
 from tasks.metrics import average_precision, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
@@ -54,12 +54,8 @@ bits = functools.partial(random_bits, bits=53)
 class Edges:
     """Look-ups of many edges at once in a CSC graph, by binary search in its neighbour lists.
 
-    Args:
-        indptr: int64 [V+1], indices: [M], on one device. Where a list is not ascending (edges sorted by time, say), a
-            sorted copy is searched.
-
-    Attributes:
-        sources: [M], ascending in each list. order: [M], where each of them is in `indices`; None where that ascends.
+    indptr: int64 [V+1], indices: [M], on one device. sources: [M], `indices` ascending in each list: a sorted copy where
+    they are not (edges sorted by time, say). order: [M], where each of them is in `indices`; None without a copy.
     """
 
     def __init__(self, indptr, indices):
@@ -91,9 +87,7 @@ class Edges:
         first, found = self.first(source, destination)
         first, source, past = first[found], source[found], self.indptr[destination[found] + 1]
         counts = number_before(self.sources, first, past - first, source, strict=False)
-        before = counts.cumsum(0) - counts
-        places = torch.repeat_interleave(first - before, counts)
-        places += torch.arange(len(places), device=places.device)
+        places = expand(first, counts)
         which = torch.repeat_interleave(found.nonzero().squeeze(1) % len(pairs), counts)
         return places if self.order is None else self.order[places], which
 
@@ -132,22 +126,17 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
         without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
         pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
-        graph. It takes about 60 bytes of memory for each edge.
-
-    Raises:
-        StoreError: where that cannot be done. DamagedGraph: for a list or a node outside of the graph.
+        graph. It takes about 60 bytes of memory for each edge. DamagedGraph for a list or a node outside of the graph.
     """
     name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
     if edge_time is None and (timed or how.startswith("time:")):
         flag = "--temporal" if timed else f"--edge-split {how}"
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
-    check_graph(store)
+    if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
+        raise DamagedGraph(DAMAGED)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     among = edges if edge_type is None else edges_of(store, edge_type)
-    if how.endswith(".npz"):
-        pairs = given_pairs(how, store.num_nodes)
-    else:
-        pairs = drawn_pairs(store, edges, among, how, seed)
+    pairs = pairs_of(store, edges, among, how, seed)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(held)[0]] = False
@@ -165,10 +154,9 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
                 setattr(graph, column, getattr(store, column)[keep])
     left = edges_of(graph, edge_type)
     if "train" not in pairs:
-        pairs["train"] = turned(*positives(left), seed)
+        pairs["train"] = positives(left, seed)
     elif not left.has(*pairs["train"].unbind(1)).all():
-        why = "has pairs that are not edges of the graph, or that are also in valid or test"
-        raise StoreError(f"--edge-split {how}: `train` {why}")
+        raise StoreError(f"--edge-split {how}: `train` has pairs that are not edges, or held out")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
@@ -176,18 +164,6 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         graph.pair_times = {p: times_of(edges, edge_time, pairs[p], how) for p in SPLITS}
     graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
     return graph
-
-
-def check_graph(store):
-    """Raise DamagedGraph unless the lists of a store are lists of its nodes: all of them are read for a split."""
-    falls, V = (store.indptr.diff() < 0).nonzero(), store.num_nodes
-    if len(falls):
-        v = int(falls[0])
-        first, end = store.indptr[v : v + 2].tolist()
-        raise DamagedGraph(f"indptr falls from {first} to {end} at node {v}")
-    low, high = map(int, store.indices.aminmax()) if store.indices.numel() else (0, 0)
-    if low < 0 or high >= V:
-        raise DamagedGraph(f"indices holds {low if low < 0 else high}: node ids lie in [0, {V})")
 
 
 def edges_of(graph, edge_type):
@@ -203,25 +179,27 @@ def lists_of(graph, keep):
     return before[graph.indptr], graph.indices[keep]
 
 
-def positives(edges):
-    """Every pair of different nodes with an edge, once -> (int64 [P, 2], whether its reverse is an edge too [P])."""
+def positives(edges, seed):
+    """Every pair of different nodes with an edge, once -> int64 [P, 2]; where its reverse is an edge too, a coin is
+    tossed."""
     destination, source = torch.repeat_interleave(edges.indptr.diff()), edges.sources.long()
     both = edges.has(destination, source)
     keep = (source < destination) | ((source > destination) & ~both)
     # of equal edges the first
     keep[1:] &= (source[1:] != source[:-1]) | (destination[1:] != destination[:-1])
-    return torch.stack([source[keep], destination[keep]], 1), both[keep]
+    pairs = torch.stack([source, destination], 1)[keep]
+    turn = both[keep] & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
+    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
 
 
 def times_of(edges, edge_time, pairs, how):
     """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
     never = torch.iinfo(torch.int64).max
-    times, known = torch.full((len(pairs),), never), torch.zeros(len(pairs), dtype=torch.bool)
     places, which = edges.between(pairs)
+    times = torch.full((len(pairs),), never)
     times.scatter_reduce_(0, which, edge_time[places], "amin")
-    known[which] = True
-    if not known.all():
-        why = f"the pair {pairs[~known][0].tolist()} has no time, for it is no edge"
+    if len(lost := pairs[times == never]):
+        why = f"the pair {lost[0].tolist()} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
     return times
 
@@ -231,34 +209,26 @@ def bits_of(pairs, key):
     return bits(mix(key), pairs.amin(1), pairs.amax(1))
 
 
-def turned(pairs, both, seed):
-    """Pairs [P, 2]; those whose reverse is an edge too (`both` [P]) are turned around by the toss of a coin."""
-    turn = both & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
-    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
-
-
-def drawn_pairs(store, edges, among, how, seed):
+def pairs_of(store, edges, among, how, seed):
     """Split the pairs of `among` as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for
-    "none"."""
+    "none", and for a file without it."""
+    if how.endswith(".npz"):
+        name, none = f"--edge-split {how}", np.zeros((0, 2), np.int64)
+        with reading(name), np.load(how, allow_pickle=False) as content:
+            arrays = {"valid": none, "test": none, **content}
+        if unknown := set(arrays) - set(SPLITS):
+            names = ", ".join(SPLITS)
+            raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
+        V = store.num_nodes
+        return {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
-    pairs, percent = turned(*positives(among), seed), shares(how)
+    pairs, percent = positives(among, seed), shares(how)
     by_time = how.startswith("time:")
     key = times_of(edges, store.edge_time, pairs, how) if by_time else bits_of(pairs, mix(seed))
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
     parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
     return dict(zip(SPLITS, parts))
-
-
-def given_pairs(file, num_nodes):
-    """The pairs of an .npz file -> {part: int64 [n, 2]}; "train" only where it is there."""
-    name, none = f"--edge-split {file}", np.zeros((0, 2), np.int64)
-    with reading(name), np.load(file, allow_pickle=False) as content:
-        arrays = {"valid": none, "test": none, **content}
-    if unknown := set(arrays) - set(SPLITS):
-        names = ", ".join(SPLITS)
-        raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
-    return {part: checked_pairs(f"{name}: {part}", arrays[part], num_nodes) for part in arrays}
 
 
 def checked_pairs(name, pairs, num_nodes):
@@ -267,11 +237,10 @@ def checked_pairs(name, pairs, num_nodes):
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
         found = f"{list(pairs.shape)} {pairs.dtype}"
         raise StoreError(f"{name} is {found}: integers [n, 2] are needed, source and destination")
-    bad = np.argwhere((pairs < 0) | (pairs >= num_nodes))
-    if len(bad):
-        at = bad[0][0]
-        raise StoreError(f"{name}[{at}] is {pairs[at].tolist()}: node ids lie in [0, {num_nodes})")
-    return torch.from_numpy(pairs.astype(np.int64))
+    pairs = torch.from_numpy(pairs.astype(np.int64))
+    if (bad := outside(pairs, num_nodes)) is not None:
+        raise StoreError(f"{name} has node {bad}: node ids lie in [0, {num_nodes})")
+    return pairs
 
 
 def read_pairs(file, num_nodes):
@@ -289,10 +258,9 @@ class Negatives:
     of the node in whose place it is.
 
     Args:
-        edges: Edges in which no negative occurs; None: nothing is checked but that a node is not paired with itself.
-        num_nodes: V.
+        edges: Edges in which no negative occurs; None: a node is not paired with itself, and that is all.
         degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
-        counts: nodes of each type, whose ids lie one type behind the other; all are of one type when None.
+        counts: nodes of each type, in the order of their ids; all are of one type when None.
     """
 
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
@@ -344,8 +312,8 @@ class Negatives:
                 of_type = low + (after - low) % (high - low)
                 node[places] = torch.where(tried, of_type, after % self.num_nodes)
             bad[places] = self._bad(source[places], node[places])
-        why = f"node {int(source[bad][0])} has an edge to every node"
-        raise StoreError(f"{why}, so it has no negative: --unchecked-negatives takes any")
+        full = f"node {int(source[bad][0])} has an edge to every node"
+        raise StoreError(f"{full}, so it has no negative: --unchecked-negatives takes any")
 
     def pairs(self, key, pairs):
         """As many pairs of nodes without an edge between them as `pairs` [P, 2]; the sources are drawn, too."""
@@ -399,11 +367,10 @@ class Scorer(nn.Module):
 class Links:
     """Training pairs as the examples of a `NodeLoader`: which nodes are sampled for a batch of them, and the loss.
 
-    Args:
-        graph: of `split_edges`. indptr, indices: its edges that carry messages, on the device of the sampler.
-        negatives: K. seed: decides on them. by_degree: draw them by degree^0.75. checked: against the training edges.
-        softmax: the loss is the cross-entropy of a pair among its negatives; else that of each alone.
-        exclude: leave the positives of the step out of its messages. Off for a test that shows what it is for.
+    graph: of `split_edges`. indptr, indices: its edges that carry messages, on the device of the sampler. negatives: K,
+    decided on by seed; by_degree: drawn by degree^0.75; checked: against the training edges. softmax: the loss is the
+    cross-entropy of a pair among its negatives; else that of each alone. exclude: leave the positives of the step out of
+    its messages; off for a test that shows what it is for.
     """
 
     def __init__(
@@ -428,9 +395,9 @@ class Links:
         self.negatives = Negatives(known, graph.num_nodes, degrees, counts)
 
     def draw(self, batch):
-        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: the ends of the batch's pairs and their
-        negatives; options of the sampler: the edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where
-        among the nodes the source, the destination and the negatives of each pair are)."""
+        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: ends of the pairs and their negatives;
+        options of the sampler: edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where among the nodes
+        the source, the destination and the negatives of each pair are)."""
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
         pairs, key = self.pairs[seeds], mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
@@ -461,14 +428,14 @@ class Links:
 
 class Evaluation:
     """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the
-    same source, ROC-AUC and average precision against as many random pairs without an edge.
+    same source, ROC-AUC and average precision against as many random pairs without an edge. graph: of `split_edges`.
 
     A pair is ranked against all nodes of its destination's type where there are at most SMALL nodes, leaving out other
     edges of the source, else against RANKED_AGAINST fixed ones; of equal scores the mean rank counts. Negatives are
     checked against the whole graph and are the same in every run. Of more than MOST pairs the first are taken.
 
     Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
-    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken. graph: of `split_edges`.
+    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
 
     Attributes:
         seen: where pairs have times, {part: (nodes int64 [n], times int64 [n]) of which embeddings are asked for}.
@@ -484,14 +451,14 @@ class Evaluation:
             reverse = torch.stack([destinations, graph.known.sources.long()])
             self.lists = from_edge_index(reverse, graph.num_nodes)
         self.negatives = Negatives(graph.known, graph.num_nodes, counts=counts_of(graph))
-        self.examples = {part: self._examples(part, self.negatives) for part in ("valid", "test")}
+        self.examples = {part: self._examples(part) for part in ("valid", "test")}
 
-    def _examples(self, part, negatives):
+    def _examples(self, part):
         pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
         key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
-        random, others = negatives.pairs(mix(key), pairs), None
+        random, others = self.negatives.pairs(mix(key), pairs), None
         if not self.lists:
-            others = negatives.draw(key, numbers, pairs, RANKED_AGAINST)
+            others = self.negatives.draw(key, numbers, pairs, RANKED_AGAINST)
         if not self.timed:
             return pairs, random, others
         nodes = torch.cat([pairs, random, others], 1)
@@ -511,7 +478,8 @@ class Evaluation:
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
         found = torch.stack([positive, negative, place], 1)
-        positive, negative, place = (ranks.rows(found) if ranks else found).unbind(1)
+        every = torch.cat(ranks.gather(found)) if ranks else found
+        positive, negative, place = every.unbind(1)
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         both = torch.cat([positive, negative]), y
         return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
@@ -544,11 +512,10 @@ class Evaluation:
 
     def _known(self, source):
         """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
-        indptr, destinations = self.lists
-        counts, rows = indptr.diff()[source], torch.arange(len(source))
-        row = rows.repeat_interleave(counts)
-        place = torch.arange(len(row)) + (indptr[source] - counts.cumsum(0) + counts)[row]
-        return torch.cat([row, rows]), torch.cat([destinations[place].long(), source])
+        (indptr, destinations), rows = self.lists, torch.arange(len(source))
+        counts = indptr.diff()[source]
+        known = destinations[expand(indptr[source], counts)].long()
+        return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([known, source])
 
 
 @torch.no_grad()
@@ -560,20 +527,6 @@ def score_pairs(scorer, h, pairs):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the task
-
-
-def numbered(store, name):
-    """The number of a type of edges by its name, or the middle of it; None for None."""
-    if name is None:
-        return None
-    if store.edge_type is None:
-        raise StoreError(f"--edge-type {name}: the edges of {store.path} have no types")
-    names = store.edge_types or [*map(str, range(store.num_edge_types))]
-    numbers = types_called(name, names)
-    if len(numbers) != 1:
-        why = "several types have this name" if numbers else "no such type of edges"
-        raise StoreError(f"--edge-type {name}: {why}; they are {'; '.join(names)}")
-    return numbers[0]
 
 
 class LinkTask(Task):
@@ -590,9 +543,17 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store = open_graph(path, say)
-        options = {"timed": args.temporal != "off", "edge_type": numbered(store, args.edge_type)}
-        self.store = split_edges(store, args.edge_split, args.seed, **options)
+        store, number = open_graph(path, say), None
+        if args.edge_type is not None:
+            if store.edge_type is None:
+                raise StoreError(f"--edge-type {args.edge_type}: the edges of {path} have no types")
+            names = store.edge_types or [*map(str, range(store.num_edge_types))]
+            number, *more = types_called(args.edge_type, names) or [None]
+            if number is None or more:
+                why = f"there is {'more than one' if more else 'none'} among {'; '.join(names)}"
+                raise StoreError(f"--edge-type {args.edge_type}: {why}")
+        timed = args.temporal != "off"
+        self.store = split_edges(store, args.edge_split, args.seed, timed, number)
         self.store.num_classes = args.hidden  # the width of embeddings
         if store.edge_type is not None:
             of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
@@ -624,8 +585,8 @@ class LinkTask(Task):
     def attach(self, ranks, args, used, indptr, indices):
         options = {"negatives": args.negatives, "checked": not args.unchecked_negatives}
         options |= {"by_degree": args.negatives_by == "degree", "seed": args.seed}
-        softmax = args.link_loss == "softmax"
-        self.links = Links(self.store, indptr, indices, softmax=softmax, **options)
+        options["softmax"] = args.link_loss == "softmax"
+        self.links = Links(self.store, indptr, indices, **options)
         self.draw, self.evaluation = self.links.draw, Evaluation(self.store)
 
     def loss(self, network, output, y):

@@ -14,8 +14,6 @@ import re
 import torch
 from torch.nn import functional as F
 
-HITS = (1, 10)  # the K of Hits@K
-
 
 class NotFinite(ValueError):
     """A loss, a weight or a score is NaN or infinite."""
@@ -28,16 +26,12 @@ def check_scores(scores, what="scores"):
 
 
 def score(metric, logits, y):
-    """A figure from 0 to 1 for logits [n, C]; None without examples, and for a ROC-AUC of examples of one class.
+    """A figure from 0 to 1 for logits [n, C] and y: int64 [n] classes, or [n, C] of 0 and 1; None without examples, and for
+    a ROC-AUC of examples of one class. NotFinite for a logit that is NaN or infinite.
 
-    Args:
-        metric: "accuracy": the share of right classes, of several labels a node the share of right entries. "f1": of
-            classes the mean of each one's F1 (macro), of labels that of all entries together (micro). "roc_auc": the
-            mean over labels, or over classes of one against the rest; those that are the same in all of y are left out.
-        y: int64 [n] classes, or [n, C] of 0 and 1.
-
-    Raises:
-        ValueError: for another metric. NotFinite: for a logit that is NaN or infinite.
+    metric: "accuracy": the share of right classes, of several labels a node the share of right entries. "f1": of
+    classes the mean of each one's F1 (macro), of labels that of all entries together (micro). "roc_auc": the mean over
+    labels, or over classes of one against the rest; those that are the same in all of y are left out.
     """
     if metric not in ("accuracy", "f1", "roc_auc"):
         raise ValueError(f"metric {metric!r} is unknown: choose accuracy, f1 or roc_auc")
@@ -45,8 +39,13 @@ def score(metric, logits, y):
         return None
     check_scores(logits)
     if metric == "roc_auc":
-        value = mean_roc_auc(logits, y)
-        return None if math.isnan(value) else value
+        if y.dim() == 1:
+            logits, y = F.softmax(logits.double(), 1), F.one_hot(y, logits.shape[1])
+            if y.shape[1] == 2:
+                logits, y = logits[:, 1:], y[:, 1:]
+        values = map(roc_auc, logits.unbind(1), y.unbind(1))
+        values = [value for value in values if not math.isnan(value)]
+        return sum(values) / len(values) if values else None
     found = logits.argmax(1) if y.dim() == 1 else logits > 0
     return (found == y).double().mean().item() if metric == "accuracy" else f1(found, y)
 
@@ -58,22 +57,10 @@ def f1(found, y):
         hit, ones = (found.bool() & y.bool()).sum(), found.bool().sum() + y.bool().sum()
         return (2 * hit / ones.clamp(min=1)).item()
     size = int(max(found.max(), y.max())) + 1
-    both = (torch.bincount(values, minlength=size) for values in (y[found == y], found, y))
-    hit, ours, theirs = (counts.double() for counts in both)
+    columns = y[found == y], found, y
+    hit, ours, theirs = (torch.bincount(ids, minlength=size).double() for ids in columns)
     there = ours + theirs > 0
     return (2 * hit / (ours + theirs))[there].mean().item()
-
-
-def mean_roc_auc(logits, y):
-    """ROC-AUC of each column, one class against the rest where y is [n], averaged; nan where no column has both."""
-    if y.dim() == 1:
-        logits = F.softmax(logits.double(), 1)
-        if logits.shape[1] == 2:
-            return roc_auc(logits[:, 1], y)
-        y = F.one_hot(y, logits.shape[1])
-    values = [roc_auc(column, target) for column, target in zip(logits.unbind(1), y.unbind(1))]
-    values = [value for value in values if not math.isnan(value)]
-    return sum(values) / len(values) if values else math.nan
 
 
 def _counts(score, y):
@@ -85,16 +72,14 @@ def _counts(score, y):
 
 
 def roc_auc(score, y):
-    """Chance that an example with target 1 scores higher than one with 0, ties counting half; nan without both.
-    score: [n] numbers. y: [n] of 0 and 1."""
+    """Chance that an example with target 1 in y [n] has a higher score [n] than one with 0, ties half; nan without both."""
     ones, zeros = _counts(score, y)
     below = zeros.cumsum(0) - zeros / 2
     return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
 
 
 def average_precision(score, y):
-    """Precision at each distinct score, weighed by how much recall rises there; nan without a target 1.
-    score: [n] numbers. y: [n] of 0 and 1."""
+    """Precision at each distinct score [n], weighed by how much recall of y [n] rises there; nan without a target 1."""
     ones, zeros = (counts.flip(0) for counts in _counts(score, y))
     hit = ones.cumsum(0)
     return ((ones * hit / (hit + zeros.cumsum(0))).sum() / ones.sum()).item()
@@ -110,19 +95,15 @@ def ranking(ranks):
     """Mean reciprocal rank and Hits@K for ranks [n], counted from 1 -> {name: figure}; nan without ranks."""
     check_scores(ranks)
     found = {"mrr": ranks.double().reciprocal().mean().item()}
-    return found | {f"hits@{k}": (ranks <= k).double().mean().item() for k in HITS}
+    return found | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
 
 
 def errors(output, y, mean):
     """RMSE and MAE of numbers [n, T], and the RMSE of predicting the mean [T] instead -> {name: figure}."""
     check_scores(output)
     y = y.double()  # squares of float32 may be infinite
-    error, plain = output - y, mean - y
-    return {
-        "rmse": error.square().mean().sqrt().item(),
-        "mae": error.abs().mean().item(),
-        "rmse_of_the_mean": plain.square().mean().sqrt().item(),
-    }
+    rmse, plain = (x.square().mean().sqrt().item() for x in (output - y, mean - y))
+    return {"rmse": rmse, "mae": (output - y).abs().mean().item(), "rmse_of_the_mean": plain}
 
 
 def scores_line(scores):

@@ -7,7 +7,7 @@ from loader import seeds_at
 from model import cross_entropy
 from sources.splits import choose_split
 from tasks.metrics import binary_cross_entropy, score
-from tasks.task import LINK_FLAGS, Task, described, gnn, open_graph
+from tasks.task import OF_LINKS, Task, described, gnn, open_graph
 
 
 class NodeTask(Task):
@@ -16,15 +16,13 @@ class NodeTask(Task):
     name, examples, weights, prior = "node", "nodes", "best", 0.07
     metrics = "accuracy", "roc_auc", "f1"
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
-    unused = {"is for --task link, --task is node": LINK_FLAGS}
+    unused = {"is for --task link, --task is node": OF_LINKS}
     classes_agree = static_steps = timed_inference = True
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(path, say)
         if not store.labelled and args.trains:
-            instead = (
-                "--resume FILE --predict FILE.npy predicts them, --task link learns from edges"
-            )
+            instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
             raise StoreError(f"{path} has no labels to learn from: {instead}")
         # that of a checkpoint is of its graph, perhaps not of this one
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
@@ -45,8 +43,7 @@ class NodeTask(Task):
 
     def attach(self, ranks, args, used, indptr, indices):
         self.times = used.seed_time
-        if self.times is not None:
-            self.draw = seeds_at(self.times)
+        self.draw = None if self.times is None else seeds_at(self.times)
 
     def loss(self, network, output, y):
         """Summed over the seeds: cross-entropy of classes [S], or of 0 and 1 [S, C] averaged over C."""
@@ -72,16 +69,18 @@ class NodeTask(Task):
             why = "the features do not fit into memory; --predict computes it"
             report.tell(f"{name}  n/a: {why}", {"exact": None})
             return dict.fromkeys(store.split)
-        logits = run.exact()
-        exact = {
-            part: score(self.metric, logits[nodes], store.labels[nodes])
-            for part, nodes in store.split.items()
-        }
+        logits, exact = run.exact(), {}
+        for part, nodes in store.split.items():
+            exact[part] = score(self.metric, logits[nodes], store.labels[nodes])
         report.exact(name, exact)
         if args.predict:
             if args.predict_what == "embeddings":
                 logits = run.exact(layers=args.num_layers - 1)
-            report.write(predictions(args.predict_what, logits, store.several))
+            elif args.predict_what == "classes":
+                logits = (logits > 0).to(torch.int8) if store.several else logits.argmax(1)
+            elif args.predict_what == "scores":
+                logits = logits.sigmoid() if store.several else logits.softmax(1)
+            report.write(logits)
         return exact
 
     def score_text(self, score):
@@ -91,13 +90,3 @@ class NodeTask(Task):
         graph, network, fanout = described(args, self.store)
         yield f"{graph}, {self.store.feature_dim} features, {self.store.num_classes} classes; {split}"
         yield f"model   {network}, {parameters}; {fanout}"
-
-
-def predictions(what, logits, several):
-    """What --predict writes: of logits [V, C] the classes [V] or their probabilities; of `several` labels a node 0 and
-    1 and the probability of each [V, C]. Logits and embeddings stay as they are."""
-    if what == "classes":
-        return (logits > 0).to(torch.int8) if several else logits.argmax(1)
-    if what == "scores":
-        return logits.sigmoid() if several else logits.softmax(1)
-    return logits

@@ -8,10 +8,7 @@ from disk.files import StoreError
 from model import EDGE_CONVS, GNN, TYPE_CONVS
 from store import GraphStore
 
-# of --task link
-LINK_FLAGS = (
-    "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
-)
+OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
 class Task:
@@ -115,8 +112,8 @@ def gnn(args, widths, out_dim):
     """The GNN of the flags."""
     same = "hidden num_layers heads dropout input_dropout norm residual".split()
     options = {name: getattr(args, name) for name in same}
-    edge_dim = widths["edge_dim"] if args.model in EDGE_CONVS else 0
-    options |= {"conv": args.model, "recompute": args.checkpoint_activations, "edge_dim": edge_dim}
+    options |= {"conv": args.model, "recompute": args.checkpoint_activations}
+    options["edge_dim"] = widths["edge_dim"] if args.model in EDGE_CONVS else 0
     if args.model in TYPE_CONVS:
         options |= {"num_types": widths["num_edge_types"], "bases": args.bases}
     options["node_types"] = [(count, width) for _, count, width in widths.get("node_types") or ()]
@@ -132,10 +129,10 @@ def output_of_own(name, width, network, batch):
         given = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
         given += f", and for each block edges [E, {batch.edges[0].shape[1]}]" if edges else ""
         raise RuntimeError(f"{name} failed when it was called with {given}: {error}") from error
-    needed, what = (batch.blocks[-1].num_dst, width), type(output).__name__
+    S, what = batch.blocks[-1].num_dst, type(output).__name__
     if isinstance(output, torch.Tensor):
-        if output.is_floating_point() and output.shape == needed:
-            return output
         what = f"{output.dtype} {list(output.shape)}"
+        if output.is_floating_point() and output.shape == (S, width):
+            return output
     wanted = f"a row of {width} logits for each is needed"
-    raise StoreError(f"the model returned {what} for {needed[0]} seeds: {wanted}")
+    raise StoreError(f"the model returned {what} for {S} seeds: {wanted}")

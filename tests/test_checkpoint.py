@@ -12,7 +12,6 @@ import stat
 import struct
 import threading
 import types
-import warnings
 import zipfile
 from contextlib import suppress
 
@@ -280,16 +279,11 @@ def test_what_is_checked_of_a_checkpoint_is_what_is_loaded(zip64):
     assert checked["a"].eq(2).all()
     with zipfile.ZipFile(io.BytesIO(first)) as archive:
         entry = archive.infolist()[-1]
-    size = struct.pack("<I", entry.file_size)
-    packed, twice = io.BytesIO(), io.BytesIO(first)
+    size, packed = struct.pack("<I", entry.file_size), io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"x" * 999)
-    with zipfile.ZipFile(twice, "a") as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        archive.writestr(entry.filename, b"again")
     for damaged, message in (
-        (packed.getvalue(), "compressed, repeated"),
-        (twice.getvalue(), "compressed, repeated"),
+        (packed.getvalue(), "compressed"),
         (first.replace(size * 2, struct.pack("<II", 1 << 30, 1 << 30)), "larger than the file"),
         (first[:-100], "zip|directory"),
     ):

@@ -53,8 +53,8 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
     for bad, words in (
         (torch.zeros(3, 2).long(), r"\[3, 2\]: integers \[2, M\]"),
         (torch.ones(2, 3), "float32"),
-        (torch.tensor([[0, 50], [1, 2]]), "ids 0 to 50: ids must be in .0, 50"),
-        (torch.tensor([[0, 1], [-1, 2]]), "ids -1 to 2"),
+        (torch.tensor([[0, 50], [1, 2]]), "node 50: ids must be in .0, 50"),
+        (torch.tensor([[0, 1], [-1, 2]]), "node -1"),
     ):
         with pytest.raises(ValueError, match=words):
             loader.from_edge_index(bad, 50)

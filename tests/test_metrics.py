@@ -162,7 +162,7 @@ def test_train_several_labels_a_node(tmp_path):
     again = f"--resume {one}.pt --predict {tmp_path}/n.npy --predict-what scores --gpus 0"
     _train(f"{again} --dataset {tmp_path}/none")
     assert np.array_equal(np.load(tmp_path / "n.npy"), scores)
-    assert "is of several labels a node, " in _train(f"{again} --dataset {tmp_path}/plain", code=2)
+    assert "of several labels a node, " in _train(f"{again} --dataset {tmp_path}/plain", code=2)
     words = f"{common} --epochs 2 --batch-size 60 --metric roc_auc --log {tmp_path}/auc"
     _train(words, f"--predict {tmp_path}/l.npy --predict-what logits")
     expected = metrics.score("roc_auc", torch.from_numpy(np.load(tmp_path / "l.npy"))[test], right)

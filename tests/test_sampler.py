@@ -947,7 +947,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (TypeError, "weights", dict(weights=torch.ones(2))),
     (ValueError, "weights.*negative", dict(weights=_T([1.0, -1.0, 0.0]))),
     (ValueError, "weights.*NaN", dict(weights=_T([1.0, _NAN, 0.0]))),
-    (ValueError, "decreases within the list of node 0", dict(edge_times=_T([2, 1, 0]))),
+    (ValueError, "decreases in the list of node 0", dict(edge_times=_T([2, 1, 0]))),
     (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=_ONES)),
     (TypeError, r"edge_times must be int64 \[M=3\]", dict(edge_times=torch.ones(2).long())),
     (ValueError, "latest needs edge_t", dict(method="latest")),

@@ -47,7 +47,7 @@ DAMAGED = [  # file, flags, what is said
     # by exact inference, when degrees are counted, in sampling, by one rank
     ("indices", "--model sage", "holds 1000, and its nodes are 0 to 199"),
     ("indices", "--model gcn", "holds 1000, and its nodes are 0 to 199"),
-    ("indices", "--model sage --cache 1000", "a node id in indices is out of range"),
+    ("indices", "--model sage --cache 1000", "the graph is damaged: "),
     ("indices", "--model sage --fanout -1,-1", "a node id in indices is out of range"),
     ("indices", "--model sage --procs 2", "holds 1000, and its nodes are 0 to 199"),
     ("indptr", "--model sage", "in indptr"),
@@ -117,8 +117,13 @@ def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
     for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
         monkeypatch.delenv(name)
-    loads = lambda library: there and library == "libnvidia-ml.so.1"  # noqa: E731
-    monkeypatch.setattr(allocator, "_loads", loads)
+    libraries = {"libnvidia-ml.so.1": allocator.ctypes.CDLL if there else "none"}
+
+    def load(library):
+        if libraries[library] == "none":
+            raise OSError
+
+    monkeypatch.setattr(allocator.ctypes, "CDLL", load)
     allocator.before_torch()
     expected = "expandable_segments:True" if there else None
     assert [os.environ.get(name) for name in names] == [expected] * 2
@@ -371,8 +376,8 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     expected = "options data sampling model links optimisation processes and placement files"
     assert " ".join(groups) == expected
     for action in parser._actions:
-        shown, hidden = flags._Help("")._get_help_string(action), (None, False, argparse.SUPPRESS)
-        assert shown and (action.default in hidden or "default" in shown), action.dest
+        hidden = action.default in (None, False, argparse.SUPPRESS)
+        assert action.help and (hidden or "default" in action.help), action.dest
 
 
 def test_uneven_last_batches_do_not_hang(tmp_path):
@@ -390,14 +395,14 @@ def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypat
         assert _code(words) == 2 and complaint in capsys.readouterr().err
 
     for gpus, complaint in (
-        (0, "needs CUDA; leave it out to train"),
-        (2, "is more than this machine has; give at most 2"),
+        (0, "needs as many CUDA GPUs: give at most 0"),
+        (2, "needs as many CUDA GPUs: give at most 2"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         refused("--gpus 3", f"--gpus 3 {complaint}")
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
-    said = "--procs 2 has no effect under torchrun, which starts the processes"
+    said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
     refused("--gpus 0 --procs 2", said)
 
 

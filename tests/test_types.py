@@ -199,10 +199,10 @@ def test_samplers_of_types_refuse():
         ("give one number for each hop, positive or -1", [[3, 2, 1, 1, -2]], typed),
         ("fanouts has .3, 2.5.: whole numbers", [[3, 2.5]], typed),
         ("-1 .all. is not for replace", [[3, 2, 1, 1, -1]], {**typed, "replace": True}),
-        ("edge_type decreases within the list of node", [3], {"edge_type": kind.flip(0)}),
+        ("edge_type decreases in the list of node", [3], {"edge_type": kind.flip(0)}),
         ("backend 'dgl' has no edge_type", [3], {**typed, "backend": "dgl"}),
-        ("which is not for edge_times, as", [3], {**mixed, "edge_times": times}),
-        ("nor for numbers by type", [[3] * 5], mixed),
+        ("nor for edge_times: types", [3], {**mixed, "edge_times": times}),
+        ("is not for numbers by type", [[3] * 5], mixed),
         ("window needs edge_times", [3], {"window": 5}),
         ("window is 2.9: give an int", [3], {"window": 2.9, "edge_times": times}),
         ("window is inf: give an int", [3], {"window": float("inf"), "edge_times": times}),
@@ -284,7 +284,7 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
     assert _same_weights(*paths[1:]) and not _same_weights(*paths[:2])
     for words_, complaint in (
         ("--model rgcn --fanout any=3,3", "--fanout any= draws from all types together, and"),
-        ("--model sage", "has lists by type, then time, and --model sage does not see types"),
+        ("--model sage", "lists are by type, then time, and --model sage sees no types"),
     ):
         assert complaint in _train(words, words_, code=2)
 
@@ -659,7 +659,7 @@ def test_train_on_links_of_one_type(mag, tmp_path):
     assert "pairs are edges of type writes, negatives nodes of the type" in out
     again = _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/h.npy --gpus 0")
     assert [line for line in out.splitlines() if "MRR" in line][-1] in again
-    assert "no such type of edges; they are author," in _train(f"{words} --edge-type buys", code=2)
+    assert "there is none among author," in _train(f"{words} --edge-type buys", code=2)
     other = "--gpus 0 --dataset synthetic:nodes=300,degree=4 --task link --edge-type buys"
     assert "have no types" in _train(f"{other} --root {tmp_path}", code=2)
 
@@ -675,7 +675,7 @@ def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
     assert "was trained on a graph whose types of edges are author,affiliated_with" in said
     (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
     words = f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2"
-    assert "has types of nodes without features, for which rgcn" in _train(words, code=2)
+    assert "has types of nodes without features, for which built-in" in _train(words, code=2)
 
 
 def test_a_synthetic_graph_with_types_is_drawn_alike(tmp_path):
