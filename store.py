@@ -24,6 +24,7 @@ disk/files.py finds that.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -120,19 +121,14 @@ def build_store(
 
     Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
     """
+    given = locals()
     if isinstance(edge_index, dict):
-        flat = dict(indptr=indptr, indices=indices, edge_type=edge_type, edge_types=edge_types)
-        if idle := [n for n, v in (flat | {"node_names": node_names}).items() if v is not None]:
-            raise StoreError(
-                f"{idle[0]} is not for a graph that is given by type, as edge_index is"
-            )
-        by_type = dict(edge_weight=edge_weight, edge_time=edge_time, edge_features=edge_features)
-        by_type |= dict(node_time=node_time, symmetrize=symmetrize)
-        flat = typed.flatten(node_types or {}, edge_index, features, labels, split, **by_type)
-        same = dict(backend=backend, num_classes=num_classes, block_rows=block_rows, source=source)
-        same |= dict(drop_self_loops=drop_self_loops, drop_duplicates=drop_duplicates)
-        same |= dict(progress=progress)
-        return build_store(path, **flat, **same)
+        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
+            if given[name] is not None:
+                raise StoreError(
+                    f"{name} is not for a graph that is given by type, as edge_index is"
+                )
+        return build_store(**{**given, "symmetrize": False, **typed.flatten(given)})
     if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"
         raise StoreError(f"node_types is for a graph that is given by type: give {form}")
@@ -146,8 +142,7 @@ def build_store(
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    given = edge_weight, edge_type, edge_time, edge_features, node_time
-    given = dict(zip(columns.COLUMNS, given))
+    given = {name: given[name] for name in columns.COLUMNS}
     carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given, edge_types)
     if node_types is not None:
         widths["node_types"] = [[name, *of] for name, of in node_types.items()]
@@ -439,17 +434,6 @@ def info(path) -> str:
     return files.info_lines(lines, graph)
 
 
-def _beside(name):
-    """A file of this project that a command needs and that store.py alone can do without."""
-    # run as a script, this file is __main__: not a second time
-    sys.modules.setdefault("store", sys.modules[__name__])
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        file = name.replace(".", "/")
-        raise StoreError(f"this command needs {file}.py beside store.py ({error})") from error
-
-
 def _fanout(text) -> list[int]:
     fanout = [int(k) for k in text.split(",")]
     if any(k == 0 or k < -1 for k in fanout):
@@ -525,16 +509,15 @@ def _run(command, path, **options):
     if command == "build":
         split = {name: file for name in SPLITS if (file := options.pop(name))}
         source = options.pop("source")
-        build = _beside("sources.prepare").build
+        build = importlib.import_module("sources.prepare").build
         build(source, path, split=split or None, progress=True, **options)
     elif command == "estimate":
-        print(_beside("run.estimate").estimate_lines(path, **options))
+        print(importlib.import_module("run.estimate").estimate_lines(path, **options))
         return 0
-    try:
-        many = files.read_meta(path)["format"] == "ringblock-graphs"
-    except StoreError:
-        many = False  # what opens it says what is wrong
-    module = _beside("disk.graphs") if many else sys.modules[__name__]
+    many = False
+    with contextlib.suppress(StoreError):  # what opens it says what is wrong
+        many = files.read_meta(path)["format"] != FORMAT
+    module = importlib.import_module("disk.graphs") if many else sys.modules[__name__]
     if command != "verify":
         print(module.info(path))
         return 0

@@ -115,7 +115,8 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
     """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
     if unknown := set(split) - set(files.SPLITS):
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
-    split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in files.SPLITS}
+    parts = {name: split.get(name, ()) for name in files.SPLITS}
+    split = {n: files.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
@@ -144,16 +145,3 @@ def check_stored(path, split, labels, what="node"):
         check_split({name: ids.numpy() for name, ids in split.items()}, labels, what)
     except StoreError as error:
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
-
-
-def _ids(name, values, labels) -> np.ndarray:
-    """A part of a split as int64 ids [n]; it may be a mask of booleans."""
-    values = files.array_like(name, values)
-    if values.dtype not in (np.bool_, torch.bool):
-        ids = integers(name, values)
-        if ids.ndim != 1:
-            raise StoreError(f"{name} has shape {list(ids.shape)}: one dimension is needed")
-        return ids
-    if tuple(values.shape) != labels.shape[:1]:
-        raise StoreError(f"{name} is a mask of shape {list(values.shape)}, not [{len(labels)}]")
-    return np.flatnonzero(values)

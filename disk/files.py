@@ -503,6 +503,19 @@ def integers(name, values) -> np.ndarray:
     return values.astype(np.int64, copy=False)
 
 
+def part_ids(name, values, count) -> np.ndarray:
+    """A part of a split of `count` nodes or graphs as int64 ids [n]; it may be a mask of booleans."""
+    values = array_like(name, values)
+    if values.dtype not in (np.bool_, torch.bool):
+        ids = integers(name, values)
+        if ids.ndim != 1:
+            raise StoreError(f"{name} has shape {list(ids.shape)}: one dimension is needed")
+        return ids
+    if tuple(values.shape) != (count,):
+        raise StoreError(f"{name} is a mask of shape {list(values.shape)}, not [{count}]")
+    return np.flatnonzero(values)
+
+
 def row_dtype(name, rows) -> str:
     """The dtype in which rows are stored, by name; StoreError where it is none of DTYPES."""
     dtype = rows.dtype if isinstance(rows.dtype, torch.dtype) else np.dtype(rows.dtype).name

@@ -20,32 +20,29 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import Rows, StoreError, array_like, integers, refuse
+from disk.files import Rows, StoreError, array_like, integers, part_ids, reading, refuse
+
+BY_TYPE = ("features", "labels", "node_time", "edge_weight", "edge_time", "edge_features")
 
 
-def flatten(node_types, edge_index, features, labels=None, split=None, symmetrize=False, **columns):
+def flatten(given):
     """A graph given by type -> keyword arguments of `build_store` for one graph, in which node_types is {name: (nodes,
     width of their features, 0 without)}, in the order of the ids, and edge_types the names of its types.
 
-    Args:
-        node_types: {name: number of nodes}.
-        edge_index: {(type of the sources, name, type of the destinations): integers [2, M_r]}.
-        features: {type: [V_t, F_t]}, narrower rows are filled up with zeros; None, or missing: a type without.
-        labels: {type: as for `build_store`} of one type, of which `split` holds ids, or masks.
-        symmetrize: add the reverse of each edge: of the same type where both ends have one, else of a type `rev_NAME`.
-        columns: edge_weight, edge_time, edge_features as {type of edges: [M_r, ...]}; node_time as {type: [V_t]}, a type
-            without has the latest time of the others.
+    given: the arguments of `build_store`. Features {type: [V_t, F_t]} may be None or missing for a type, narrower rows are
+    filled up with zeros; labels are those of one type, of which `split` holds ids, or masks; edge_weight, edge_time,
+    edge_features are {type of edges: [M_r, ...]}; a type without node_time {type: [V_t]} has the latest of the others. A
+    reverse of symmetrize is of the type of its edge where both ends have one type, else of a type `rev_NAME`.
     """
-    features, labels = ({} if of is None else of for of in (features, labels))
-    columns = {name: values for name, values in columns.items() if values is not None}
-    for what, of in {"features": features, "labels": labels, **columns}.items():
+    node_types, edge_index, split = given["node_types"] or {}, given["edge_index"], given["split"]
+    columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
+    for what, of in columns.items():
         if not isinstance(of, dict):
             needed = "{type: values} is needed where edge_index is given by type"
             raise StoreError(f"{what} is a {type(of).__name__}: {needed}")
+    features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
     counts = integers("node_types", [*node_types.values()]).tolist()
-    node_types, times = dict(zip(node_types, counts)), columns.pop("node_time", {})
-    if not edge_index:
-        raise StoreError("edge_index is empty: there are no types of edges")
+    node_types = dict(zip(node_types, counts))
     _check_names(node_types, edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
@@ -57,13 +54,16 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
     columns = {name: dict(of) for name, of in columns.items()}
     _check_columns(columns, edges)
-    if symmetrize:
+    if given["symmetrize"]:
         _add_reverses(edges, columns)
-    graph = {n: torch.cat([files.as_rows(n, of[k]) for k in edges]) for n, of in columns.items()}
+    graph = dict.fromkeys([*BY_TYPE, "split"])
+    for name, of in columns.items():
+        with reading(name):
+            graph[name] = torch.cat([files.as_rows(name, of[kind]) for kind in edges])
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
-    graph["edge_types"] = [_name(kind) for kind in edges]
+    graph["edge_types"] = [",".join(kind) for kind in edges]
     tables = [(n, features[n]) for n in names if features.get(n) is not None]
     tables = {name: array_like(f"features of {name}", x) for name, x in tables}
     graph["features"] = _joined(tables, node_types)
@@ -76,48 +76,39 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
         graph["node_time"] = spread("node_time", times, latest)
     if labels:
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
-        several = [split or {}] if isinstance(split or {}, dict) else split
-        moved = [_shifted(part, start, node_types[next(iter(labels))]) for part in several]
+        count, several = len(*labels.values()), split if isinstance(split, list) else [split or {}]
+        moved = [
+            {p: start + part_ids(f"split {p!r}", v, count) for p, v in of.items()} for of in several
+        ]
         graph["split"] = moved if several is split else moved[0]
     elif split:
         raise StoreError("split is of nodes with labels, and no type of nodes has any")
     return graph
 
 
-def _parts(kind):
-    """A type of edges, checked to be a triple."""
-    if not isinstance(kind, tuple) or len(kind) != 3:
-        raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
-    return kind
-
-
 def _check_names(node_types, edge_index):
-    """Raise StoreError for a type that cannot be called by its name."""
-    for word in (*node_types, *(part for kind in edge_index for part in _parts(kind))):
+    """Raise StoreError for no types of edges, or a type that cannot be called by its name."""
+    if not edge_index:
+        raise StoreError("edge_index is empty: there are no types of edges")
+    for kind in edge_index:
+        if not isinstance(kind, tuple) or len(kind) != 3:
+            raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
+    for word in (*node_types, *itertools.chain(*edge_index)):
         if not isinstance(word, str) or not word.isprintable() or not word or "," in word:
             needed = "a printable text without a comma is needed"
             raise StoreError(f"the type {word!r} has no name: {needed}")
-
-
-def _name(kind):
-    """The name of a type of edges, a triple."""
-    return ",".join(_parts(kind))
 
 
 def _check_columns(columns, edges):
     """Raise StoreError unless {column: {type: values}} have a row for each edge of each type."""
     for name, of in columns.items():
         if different := of.keys() ^ edges.keys():
-            what = f"{name} is there for some types of edges and not for {_name(min(different))}"
+            what = f"{name} is there for some types of edges and not for {','.join(min(different))}"
             raise StoreError(f"{what}: it is for all of them, or for none")
         for kind, pairs in edges.items():
             if (count := len(array_like(name, of[kind]))) != pairs.shape[1]:
                 needed = f"{pairs.shape[1]} are needed, one for each edge"
-                raise StoreError(f"{name} of {_name(kind)} has {count} rows: {needed}")
-        shapes = {kind: tuple(array_like(name, values).shape[1:]) for kind, values in of.items()}
-        if len(set(shapes.values())) > 1:
-            found = ", ".join(f"{_name(kind)} {list(shape)}" for kind, shape in shapes.items())
-            raise StoreError(f"{name} has rows of different widths by type: {found}; fill them up")
+                raise StoreError(f"{name} of {','.join(kind)} has {count} rows: {needed}")
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
@@ -126,13 +117,13 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     if unknown := {source, destination} - node_types.keys():
         known = ", ".join(node_types)
         why = f"types of nodes are {known}, and the number of {min(unknown)} is not given"
-        raise StoreError(f"edges {_name(kind)} join {min(unknown)}: {why}")
-    pairs = integers(f"edges {_name(kind)}", pairs)
+        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {why}")
+    pairs = integers(f"edges {','.join(kind)}", pairs)
     if pairs.ndim != 2 or len(pairs) != 2:
-        raise StoreError(f"edges {_name(kind)} are {[*pairs.shape]}: [2, M] is needed")
+        raise StoreError(f"edges {','.join(kind)} are {[*pairs.shape]}: [2, M] is needed")
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
-        refuse((row < 0) | (row >= node_types[end]), f"edges {_name(kind)}", row, why)
+        refuse((row < 0) | (row >= node_types[end]), f"edges {','.join(kind)}", row, why)
     return pairs
 
 
@@ -143,7 +134,9 @@ def _add_reverses(edges, columns):
         reverse = kind if source == destination else (destination, f"rev_{name}", source)
         parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
         if reverse != kind and reverse in edges:
-            raise StoreError(f"edges {_name(reverse)} are there already: symmetrize would add them")
+            raise StoreError(
+                f"edges {','.join(reverse)} are there already: symmetrize would add them"
+            )
         edges[reverse] = np.concatenate(parts, 1)
         for of in columns.values():
             of[reverse] = torch.cat([files.as_rows("edges", of[kind])] * len(parts))
@@ -183,14 +176,3 @@ def _spread(first, node_types, name, values, rest) -> np.ndarray:
             raise StoreError(f"{name} of {kind} has shape {[*part.shape]}: {needed}")
         whole[first[kind] : first[kind] + len(part)] = part
     return whole
-
-
-def _shifted(split, start, count) -> dict:
-    """Ids or masks of the `count` nodes of a type as ids of the whole graph, in which that type begins at `start`."""
-    parts = {part: np.asarray(array_like(f"split {part!r}", v)) for part, v in split.items()}
-    for part, mask in parts.items():
-        if mask.dtype == bool and mask.shape != (count,):
-            raise StoreError(f"split {part!r} is a mask of shape {[*mask.shape]}, not [{count}]")
-        ids = np.flatnonzero(mask) if mask.dtype == bool else integers(f"split {part!r}", mask)
-        parts[part] = start + ids
-    return parts
