@@ -76,11 +76,12 @@ def flatten(given):
         graph["node_time"] = spread("node_time", times, latest)
     if labels:
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
-        count, several = len(*labels.values()), split if isinstance(split, list) else [split or {}]
+        count, single = len(*labels.values()), isinstance(split or {}, dict)
         moved = [
-            {p: start + part_ids(f"split {p!r}", v, count) for p, v in of.items()} for of in several
+            {p: start + part_ids(f"split {p!r}", v, count) for p, v in of.items()}
+            for of in ([split or {}] if single else split)
         ]
-        graph["split"] = moved if several is split else moved[0]
+        graph["split"] = moved[0] if single else moved
     elif split:
         raise StoreError("split is of nodes with labels, and no type of nodes has any")
     return graph

@@ -455,7 +455,7 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
     ("node_time of paper has dtype float64", {"node_time": {"paper": np.full(50, np.nan)}}),
-    ("edge_features has rows of different widths by type: author,", {"edge_features": UNEVEN}),
+    ("edge_features cannot be read: Sizes of tensors must match", {"edge_features": UNEVEN}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
     ("edges place,rev_at,author are there already", _reverse("place")),
 ]
