@@ -7,7 +7,6 @@ arrays.close(len(y), num_edges)          # names what was not taken, refuses wha
 """
 
 import contextlib
-import difflib
 import functools
 import os
 import re
@@ -30,7 +29,6 @@ OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." 
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
     "node_time": ("node_time",),
 }
-KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
 
@@ -123,11 +121,11 @@ class Arrays:
     Args:
         source: what messages call the file or object. ignore: names of arrays to do without.
         values: {name: array, tensor, or function that reads an array}; one that is None is not there.
+        suffix: of the names of a type's arrays.
     """
 
-    def __init__(self, source, values, ignore=()):
-        self.source, self.classes, self._taken = str(source), None, set()
-        self.suffix = ""  # of a type's arrays
+    def __init__(self, source, values, ignore=(), suffix=""):
+        self.source, self.classes, self.suffix, self._taken = str(source), None, suffix, set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
             self.find(name, needed=True)
@@ -141,14 +139,9 @@ class Arrays:
             base, colon, kind = name.partition(":")
             if not colon or kind.count(",") not in (0, 2):
                 how = "NAME:TYPE for nodes and NAME:SOURCE,RELATION,DESTINATION for edges"
-                raise self.error(
-                    f"{name} has no type: where edge_index has some, arrays are called {how}"
-                )
+                raise self.error(f"{name} has no type: beside edge_index:... arrays are {how}")
             found.setdefault(kind, {})[base] = value
-        arrays = {kind: Arrays(f"{self.source}: {kind}", of) for kind, of in found.items()}
-        for kind, of in arrays.items():
-            of.suffix = f":{kind}"
-        return arrays
+        return {k: Arrays(f"{self.source}: {k}", of, suffix=f":{k}") for k, of in found.items()}
 
     def error(self, text) -> StoreError:
         """An error that names the source."""
@@ -160,10 +153,8 @@ class Arrays:
 
     def _do_without(self, name):
         file = os.path.basename(self.source)
-        how = (
-            f"{file}:ignore={name}" if file.endswith(".npz") else f"ignore=[{name + self.suffix!r}]"
-        )
-        return f"go on without it: {how}"
+        of_file, of_object = f"{file}:ignore={name}", f"ignore=[{name + self.suffix!r}]"
+        return f"go on without it: {of_file if file.endswith('.npz') else of_object}"
 
     def find(self, *names, needed=False):
         """That one of several names which is there, or None."""
@@ -298,7 +289,6 @@ class Arrays:
         shape = [num_nodes, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
-            shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
             needed = f"{num_nodes} rows and from 1 to {PIECE:,} columns"
             raise self.error(f"its features have shape {shape}: {needed} are needed")
@@ -337,8 +327,7 @@ class Arrays:
                 shape = self._array(name).shape
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
-                near = difflib.get_close_matches(str(name), KNOWN, 1)
-                why = "no array of that name is known" + (f", {near[0]} is" if near else "")
+                why = "no array of that name is known (docs/data.md has those that are)"
                 if of_edges or "edge" in name:
                     why = "what edges carry is called edge_weight, edge_type, edge_time or edge_features"
                 what = f"{name} is not used: {why}"

@@ -28,11 +28,12 @@ from disk.checks import check_labels, check_split
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, LABELS, Arrays, of_object, open_npz
-from sources.graph_tables import TABLE, read_tables
+from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import DRAWN, PARTS, drawn_per_class, found
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
+from sources.tables import short
 from store import BACKENDS, build_store, command
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
@@ -84,19 +85,13 @@ def prepare(
     digest = hashlib.sha256(content).hexdigest()[:8]
     target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
-        made = not root.exists()
-        try:
-            with reading(root):
-                root.mkdir(parents=True, exist_ok=True)
-                # of several processes one builds, the others wait
-                with files.locked(root.resolve()):
-                    if not (target / "meta.json").is_file():
-                        with reading(dataset):
-                            make(target, backend=backend, progress=progress)
-        finally:
-            if made:
-                with contextlib.suppress(OSError):  # it stays unless it is empty
-                    root.rmdir()
+        with reading(root):
+            root.mkdir(parents=True, exist_ok=True)
+            # of several processes one builds, the others wait
+            with files.locked(root.resolve()):
+                if not (target / "meta.json").is_file():
+                    with reading(dataset):
+                        make(target, backend=backend, progress=progress)
     return target
 
 
@@ -113,7 +108,14 @@ def _recipe(name, root, seed, options, flags):
         make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
         return Path(file).stem[:100], key, make
     if word not in NAMES:
-        raise StoreError(_unknown(name))
+        if os.path.isdir(name):
+            raise StoreError(f"{name} is a folder without meta.json, so no store")
+        if os.path.isfile(name):
+            how = f"python store.py build {name} my_store --features x.csv --labels y.csv"
+            how = f"{how} for tables; load others in Python for sources.prepare.build"
+            raise StoreError(f"{name} is neither an .npz file nor a store: {how}")
+        known = f"it is no store, no .npz file, and none of {', '.join(NAMES)}"
+        raise StoreError(f"dataset {name!r} is unknown: {known}")
     if flags:
         raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
@@ -128,20 +130,6 @@ def _recipe(name, root, seed, options, flags):
         return build_store(path, **graph, **options)
 
     return word, key, make
-
-
-def _unknown(name) -> str:
-    """The sentence for a name that is no data set."""
-    if os.path.isdir(name):
-        return f"{name} is a folder without meta.json, so no store"
-    if os.path.isfile(name) and TABLE.search(name):
-        command = f"python store.py build {name} my_store --features x.csv --labels y.csv"
-        return f"{name} is no .npz file; a table of edges needs features and labels: {command}"
-    if os.path.isfile(name):
-        how = "load it in Python, and store it by sources.prepare.build or store.build_store"
-        return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
-    names = ", ".join(NAMES)
-    return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
 
 
 def npz_file(text):
@@ -302,7 +290,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
     if labels is not None and labels.ndim == 1:
         empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
         if len(empty):
-            which = ", ".join([*map(str, empty[:3]), *["..."] * (len(empty) > 3)])
+            which = short(", ".join(map(str, empty)), "")
             arrays.say(f"{len(empty)} of {num_classes} classes have no node: {which}")
     if arrays.classes:
         source["classes"] = arrays.classes
