@@ -202,7 +202,8 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
-    most, dtype = [meta["num_edges"] << options["symmetrize"]], columns.index_dtype(num_nodes)
+    most = [meta["num_edges"] << options["symmetrize"]]
+    dtype = "int32" if num_nodes < 1 << 31 else "int64"
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
     written = np.load(path / "indices.npy", mmap_mode="r")
     meta["num_edges"], meta["edges"] = len(written), count_edges(indptr, written)

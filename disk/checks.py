@@ -30,9 +30,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         raise StoreError(f"labels has dtype {dtype}: the class of each node is an integer")
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        raise StoreError(
-            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, or [V, C]"
-        )
+        came = f"labels has shape {list(labels.shape)}"
+        raise StoreError(f"{came}: [{num_nodes}] is needed, or [V, C]")
     if (labels == -1).all():
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
