@@ -43,7 +43,7 @@ from disk import checks, columns, files, lmdb_rows, sort, typed
 from disk.counts import count_edges
 from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
 from disk.lmdb_rows import LmdbFeatures
-from disk.reader import RowReader, open_rows
+from disk.reader import RowReader, library
 
 FORMAT = "ringblock-graph"
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -345,10 +345,10 @@ class MmapFeatures:
 
     def reader(self) -> RowReader | None:
         """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
-        if self._path is None:
+        if self._path is None or library() is None:
             return None
         file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
-        return open_rows(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
+        return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
     @functools.cached_property
     def _reader(self):

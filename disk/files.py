@@ -116,18 +116,13 @@ def check_name(path):
 
 @contextlib.contextmanager
 def scratch_folder(path):
-    """A hidden folder beside `path`, made with the folders above it, and gone at the end unless it was renamed."""
+    """A hidden folder beside `path`, made with the folders above it; it is gone at the end unless it was renamed."""
     above = [folder for folder in path.absolute().parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in reversed(above):
         sync(folder.parent)
-    try:
-        with _part_beside(path, folder=True) as (folder, _):
-            yield folder
-    finally:
-        for folder in above:
-            with contextlib.suppress(OSError):  # what was built is in it
-                folder.rmdir()
+    with _part_beside(path, folder=True) as (folder, _):
+        yield folder
 
 
 @contextlib.contextmanager

@@ -205,21 +205,16 @@ class Arrays:
         name = self.find(*EDGES, needed=True)
         return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
-    def columns(self, num_nodes, num_edges):
+    def columns(self):
         """What edges carry, by the names that a store has for it, and `node_time`."""
         names = {column: name for column, words in OF_EDGES.items() if (name := self.find(*words))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
         columns = {column: self[name] for column, name in names.items()}
-        for column, name in names.items():
-            rows = (*columns[column].shape, 0)[0]
-            count, of = (num_nodes, "nodes") if column == "node_time" else (num_edges, "edges")
-            if rows != count:
-                what = f"{name} has {rows} rows, one for each of the {count} {of} is needed"
-                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
-            if column != "edge_features" and columns[column].shape[1:] == (1,):
-                columns[column] = columns[column].reshape(-1)
+        for column, values in columns.items():
+            if column != "edge_features" and values.shape[1:] == (1,):
+                columns[column] = values.reshape(-1)
         return columns
 
     def labels(self):

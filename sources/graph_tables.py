@@ -115,11 +115,10 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
 
 def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Name the nodes by the ids of the rows, or put the rows in the order of their numbers."""
-    column, (different, times) = table.column(node), np.unique(ids, return_counts=True)
-    if (again := different[times > 1]).size or different[0] == "":
-        what = "a cell is empty" if different[0] == "" else f"{again[0]} is there more than once"
-        what += "; rename it if it holds no ids"
-        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, but {what}")
+    column, different = table.column(node), np.unique(ids)
+    if len(different) < len(ids) or different[0] == "":
+        what = "but one is empty or there more than once; rename it if it holds no ids"
+        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, {what}")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
         return x, Nodes(len(x), table.name, list(ids), by_row=False)

@@ -294,7 +294,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
             arrays.say(f"{len(empty)} of {num_classes} classes have no node: {which}")
     if arrays.classes:
         source["classes"] = arrays.classes
-    columns = arrays.columns(num_nodes, edges.shape[-1])
+    columns = arrays.columns()
     arrays.close(num_nodes, edges.shape[-1])
     random = np.random.default_rng(seed)
     if labels is None:
@@ -339,7 +339,7 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
                     "split": found(of, counts[0], given.get("split")),
                 }
                 source |= {"classes": of.classes} if of.classes else {}
-        for name, values in of.columns(*counts).items():
+        for name, values in of.columns().items():
             columns.setdefault(name, {})[kind] = values
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:

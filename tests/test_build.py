@@ -211,7 +211,7 @@ build NOSUCH.csv h => NOSUCH.csv holds edges alone: features are needed
 build NOSUCH.npz h => cannot read NOSUCH.npz
 build plain.csv h TABLES --weights 4 => has no column '4'
 build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns: one is
-build plain.csv h TABLES --times 3 --weights y.csv => edge_weight has 200 rows, one for each of the 3000
+build plain.csv h TABLES --times 3 --weights y.csv => an array \[3000\] is needed, a row for each edge
 build own.npz h --weights 3 => are for tables
 build own.npz h --features NOSUCH.csv => own.npz: it holds features, labels and split itself: features
 build own.npz h --train NOSUCH.csv => train_idx beside it has no effect
@@ -426,7 +426,11 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     weighted = pygs(edge_index=None, adj_t=weighted, edge_weight=ones)
     for message, source, options in (
         ("edata.rank is not used: what edges carry is called edge_weight", dgls(rank=ones), {}),
-        ("edge_attr has 9 rows, one for each of the 3000", pygs(edge_attr=torch.ones(9, 4)), {}),
+        (
+            r"edge_features is a ndarray \[9, 4\]: an array \[3000, D\] is needed",
+            pygs(edge_attr=torch.ones(9, 4)),
+            {},
+        ),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
         ("is 200, and there are 150 labels", pygs(edge_index=None, adj_t=plain, **few), {}),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),

@@ -193,7 +193,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         shutil.rmtree(path, ignore_errors=True)
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
     x = _table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n")
-    said = "ids of the nodes, but b is there more than once"
+    said = "ids of the nodes, but one is empty or there more than once"
     _refuses(said, graph_tables.features, x, tmp_path / "x")
 
 
@@ -445,7 +445,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
     x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
     names, columns = ["#a", 'b"', "c,", " d", "é", ""], {f"f{j}": x[:, j] for j in range(3)}
     table = write("x", id=names, **columns)
-    _refuses("a cell is empty", graph_tables.features, table, tmp_path / "x")
+    _refuses("but one is empty", graph_tables.features, table, tmp_path / "x")
     names[5] = "f"
     found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path / "x")
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
