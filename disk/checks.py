@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import StoreError, integers, refuse
+from disk.files import StoreError, integers, refuse, shaped
 
 MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
@@ -62,14 +62,10 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     if num_nodes > 1 << 32:
         raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
     if edge_index is not None:
-        edge_index = files.array_like("edge_index", edge_index)
-        if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
-            raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed")
+        edge_index = shaped("edge_index", files.array_like("edge_index", edge_index), 2, "M")
         return (edge_index, None, None), int(edge_index.shape[1])
-    indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
-    if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
-        shapes = f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}"
-        raise StoreError(f"{shapes}: [{num_nodes + 1}] and [M] are needed")
+    indptr = shaped("indptr", integers("indptr", indptr), num_nodes + 1)
+    indices = shaped("indices", files.array_like("indices", indices), "M")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")

@@ -498,17 +498,21 @@ def integers(name, values) -> np.ndarray:
     return values.astype(np.int64, copy=False)
 
 
+def shaped(name, array, *shape):
+    """`array` if it has this shape, in which a letter stands for any number; else StoreError."""
+    fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
+    if len(array.shape) != len(shape) or not fits:
+        needed = ", ".join(map(str, shape))
+        raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
+    return array
+
+
 def part_ids(name, values, count) -> np.ndarray:
     """A part of a split of `count` nodes or graphs as int64 ids [n]; it may be a mask of booleans."""
     values = array_like(name, values)
-    if values.dtype not in (np.bool_, torch.bool):
-        ids = integers(name, values)
-        if ids.ndim != 1:
-            raise StoreError(f"{name} has shape {list(ids.shape)}: one dimension is needed")
-        return ids
-    if tuple(values.shape) != (count,):
-        raise StoreError(f"{name} is a mask of shape {list(values.shape)}, not [{count}]")
-    return np.flatnonzero(values)
+    if values.dtype in (np.bool_, torch.bool):
+        return np.flatnonzero(shaped(f"{name}, a mask,", values, count))
+    return shaped(name, integers(name, values), "n")
 
 
 def row_dtype(name, rows) -> str:

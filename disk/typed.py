@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import Rows, StoreError, array_like, integers, part_ids, reading, refuse
+from disk.files import Rows, StoreError, array_like, integers, part_ids, reading, refuse, shaped
 
 BY_TYPE = ("features", "labels", "node_time", "edge_weight", "edge_time", "edge_features")
 
@@ -64,8 +64,10 @@ def flatten(given):
     graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
     graph["edge_types"] = [",".join(kind) for kind in edges]
-    tables = [(n, features[n]) for n in names if features.get(n) is not None]
-    tables = {name: array_like(f"features of {name}", x) for name, x in tables}
+    tables = {}
+    for name in filter(lambda name: features.get(name) is not None, names):
+        what = f"features of {name}"
+        tables[name] = shaped(what, array_like(what, features[name]), node_types[name], "F")
     graph["features"] = _joined(tables, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
@@ -119,12 +121,11 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
         known = ", ".join(node_types)
         why = f"types of nodes are {known}, and the number of {min(unknown)} is not given"
         raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {why}")
-    pairs = integers(f"edges {','.join(kind)}", pairs)
-    if pairs.ndim != 2 or len(pairs) != 2:
-        raise StoreError(f"edges {','.join(kind)} are {[*pairs.shape]}: [2, M] is needed")
+    name = f"edges {','.join(kind)}"
+    pairs = shaped(name, integers(name, pairs), 2, "M")
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
-        refuse((row < 0) | (row >= node_types[end]), f"edges {','.join(kind)}", row, why)
+        refuse((row < 0) | (row >= node_types[end]), name, row, why)
     return pairs
 
 
@@ -145,17 +146,11 @@ def _add_reverses(edges, columns):
 
 def _joined(tables, node_types):
     """The tables of features [V_t, F_t] of {type: table} as one, as wide as the widest; a single zero where there are none."""
-    for name, table in tables.items():
-        if len(table.shape) != 2 or table.shape[0] != node_types[name]:
-            needed = f"[{node_types[name]}, F] is needed, a row for each node"
-            raise StoreError(f"features of {name} have shape {[*table.shape]}: {needed}")
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
-    dtype, width = (
-        functools.reduce(torch.promote_types, dtypes),
-        max(t.shape[1] for t in tables.values()),
-    )
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    width = max(t.shape[1] for t in tables.values())
 
     def chunks():
         for name, table in tables.items():
@@ -172,8 +167,6 @@ def _spread(first, node_types, name, values, rest) -> np.ndarray:
     shape = next(iter(values.values())).shape[1:]
     whole = np.full((sum(node_types.values()), *shape), rest)
     for kind, part in values.items():
-        if part.shape != (node_types[kind], *shape):
-            needed = f"{[node_types[kind], *shape]} is needed"
-            raise StoreError(f"{name} of {kind} has shape {[*part.shape]}: {needed}")
+        shaped(f"{name} of {kind}", part, node_types[kind], *shape)
         whole[first[kind] : first[kind] + len(part)] = part
     return whole

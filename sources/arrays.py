@@ -15,7 +15,16 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading, refuse
+from disk.files import (
+    Rows,
+    StoreError,
+    free_host_bytes,
+    integers,
+    readable_size,
+    reading,
+    refuse,
+    shaped,
+)
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -189,12 +198,7 @@ class Arrays:
 
     def shaped(self, name, *shape):
         """An array of numbers of a shape, in which a letter stands for any number."""
-        array = self[name]
-        fits = [isinstance(want, str) or n == want for n, want in zip(array.shape, shape)]
-        if array.ndim != len(shape) or not all(fits):
-            wanted = ", ".join(map(str, shape))
-            raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
-        return array
+        return shaped(f"{self.source}: {name}", self[name], *shape)
 
     def integers(self, name, values=None):
         """An array of whole numbers as int64, or `values` of that name."""

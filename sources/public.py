@@ -31,6 +31,7 @@ from disk.files import (
     progress_bar,
     reading,
     scratch_folder,
+    shaped,
     sync,
 )
 from sources.tables import Table, spool
@@ -187,11 +188,9 @@ def planetoid(name, root) -> dict:
         raise StoreError(f"ind.{name}.test.index holds {bad}: its nodes lie in [0, {num_nodes})")
 
     def joined(first, second):
-        for part, rows in ((first, known), (second, len(test))):
-            if parts[part].ndim != 2 or len(parts[part]) != rows:
-                shape = list(parts[part].shape)
-                raise StoreError(f"ind.{name}.{part} is {shape}: {rows} rows are needed")
-        return np.concatenate([parts[first], parts[second]])
+        both = (first, known), (second, len(test))
+        both = [shaped(f"ind.{name}.{part}", parts[part], rows, "F") for part, rows in both]
+        return np.concatenate(both)
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes, x, y = np.append(np.arange(known), test), joined("allx", "tx"), joined("ally", "ty")

@@ -125,7 +125,7 @@ def _refused_npz():
         (r"labels\[0\] is -100", dict(y=np.where(ids, 1, -100))),
         ("edge_index holds 18446744073709551615", dict(edge_index=most)),
         ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
-        (r"edges is \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
+        (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has edge_index and edges, which mean the same", dict(edges=np.zeros((9, 2), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
         (r"weight is a ndarray \[5\]: an array \[3000\] is needed", dict(edge_weight=five)),
