@@ -19,8 +19,7 @@ they need torch, numpy and tqdm (lmdb for backend "lmdb").
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
 reads everything: LMDB may end the process on damage behind the header of its file. Files of a store in use may be renamed
-or removed, but not truncated: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of
-disk/files.py finds that.
+or removed, but not truncated: reading beyond the end of a mapped file ends the process (SIGBUS).
 """
 
 import argparse
@@ -46,6 +45,7 @@ from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
 
 FORMAT = "ringblock-graph"
+OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # read through the page cache only if it has room for this share of the table
@@ -91,9 +91,9 @@ def build_store(
 ) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
-    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
-    is then read a piece at a time. Neighbour lists come out sorted by edge_type and edge_time, where there are such, then
-    source, in bounded memory; indptr and indices are stored as they are unless an option or unsorted lists change them.
+    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which is then
+    read a piece at a time. Neighbour lists come out sorted by edge_type, edge_time and source, in bounded memory; indptr and
+    indices are stored as they are unless an option or unsorted lists change them.
 
     Args:
         path: directory to create, with its parents.
@@ -104,14 +104,12 @@ def build_store(
             without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
-        edge_weight: [M] numbers of at least 0, stored as float32; edge_type, edge_time: integers [M], types from 0 on;
-            edge_features: [M, D] of a dtype in DTYPES: of each edge as it is given, and a reverse that is added has those
-            of its edge.
-        node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
+        edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py, of each edge as it is
+            given; a reverse that is added has those of its edge. edge_types: names of the types in edge_type.
         node_types: {name: number of nodes} of a graph with several types, for which edge_index, features, labels and
-            columns are dicts by type, see `flatten` of disk/typed.py. edge_types: names of the types in edge_type.
+            columns are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features.
-        num_classes: C; the largest label + 1 when None; StoreError if most classes would be empty.
+        num_classes: C; the largest label + 1 when None.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one edge of several with the same ends and type (after symmetrizing), with its weight, time
             and features: the earliest by time; among equals a given edge before an added reverse, then the first.
@@ -142,21 +140,16 @@ def build_store(
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    given = {name: given[name] for name in columns.COLUMNS}
-    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given, edge_types)
+    more = {name: given[name] for name in columns.COLUMNS}
+    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, more, edge_types)
     if node_types is not None:
         widths["node_types"] = [[name, *of] for name, of in node_types.items()]
-    options = {
-        "symmetrize": bool(symmetrize),
-        "drop_self_loops": bool(drop_self_loops),
-        "drop_duplicates": bool(drop_duplicates),
-    }
+    options = {name: bool(given[name]) for name in OPTIONS}
     row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(
-            f"block_rows is {block_rows}: a block holds at least one row and less than 2 GiB"
-        )
+        what = "a block holds at least one row and less than 2 GiB"
+        raise StoreError(f"block_rows is {block_rows}: {what}")
     meta = {
         "format": FORMAT,
         "format_version": files.VERSION,
@@ -344,7 +337,7 @@ class MmapFeatures:
         return _features_of, (self._path,)
 
     def reader(self) -> RowReader | None:
-        """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
+        """A reader of these rows from the disk; None without a file, Linux or a C compiler."""
         if self._path is None or library() is None:
             return None
         file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
@@ -380,7 +373,7 @@ class MmapFeatures:
         return torch.index_select(self._table, 0, ids, out=out)
 
     def put_rows(self, ids, rows):
-        """Rows of a memory-mapped array do not change: StoreError."""
+        """StoreError: rows of a memory-mapped array do not change."""
         raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
 
 
