@@ -90,9 +90,8 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             values = np.asarray(values)
             if values.dtype.kind == "f":
                 bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-                refuse(
-                    bad, name, values, "whole numbers are needed; of finer times give a multiple"
-                )
+                why = "whole numbers are needed; of finer times give a multiple"
+                refuse(bad, name, values, why)
                 values = values.astype(np.int64)
             checked[name] = integers(name, values)
         elif name == "edge_type":

@@ -99,9 +99,7 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
 def _sorted_with_numbers(keys, numbers, num_edges, by, drop_duplicates, bits) -> Iterator[tuple]:
     for some in _few_destinations(keys, bits):
         few, number = keys[some], numbers[some]
-        kind, time = (
-            [] if values is None else [np.asarray(values[number % num_edges])] for values in by
-        )
+        kind, time = ([] if of is None else [np.asarray(of[number % num_edges])] for of in by)
         order = np.lexsort((number, few, *time, *kind, few >> np.uint64(bits)))
         if drop_duplicates:  # the first of each stays
             same = few

@@ -136,9 +136,8 @@ def _add_reverses(edges, columns):
         reverse = kind if source == destination else (destination, f"rev_{name}", source)
         parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
         if reverse != kind and reverse in edges:
-            raise StoreError(
-                f"edges {','.join(reverse)} are there already: symmetrize would add them"
-            )
+            name = ",".join(reverse)
+            raise StoreError(f"edges {name} are there already: symmetrize would add them")
         edges[reverse] = np.concatenate(parts, 1)
         for of in columns.values():
             of[reverse] = torch.cat([files.as_rows("edges", of[kind])] * len(parts))

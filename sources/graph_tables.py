@@ -180,9 +180,8 @@ def of_nodes(file, nodes, name) -> np.ndarray:
         several = is_labels and all(table.kinds[j] == "whole" for j in columns)
         if len(columns) != (name in NEEDED) and not (columns and several):
             found = short(", ".join(map(table.column, range(table.width))), "")
-            raise StoreError(
-                f"{file} has the columns {found}: {NEEDED.get(name, 'ids alone are')} needed"
-            )
+            needed = NEEDED.get(name, "ids alone are")
+            raise StoreError(f"{file} has the columns {found}: {needed} needed")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")

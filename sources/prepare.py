@@ -334,10 +334,8 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
             graph["node_types"][kind], graph["features"][kind] = counts[0], features
             labelled += [kind] if labels is not None else []
             if labels is not None and target in (None, kind):
-                graph |= {
-                    "labels": {kind: labels},
-                    "split": found(of, counts[0], given.get("split")),
-                }
+                graph["labels"] = {kind: labels}
+                graph["split"] = found(of, counts[0], given.get("split"))
                 source |= {"classes": of.classes} if of.classes else {}
         for name, values in of.columns().items():
             columns.setdefault(name, {})[kind] = values
@@ -366,10 +364,8 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)
     features[shown, labels[shown]] = 1
-    arrays.say(
-        f"it has no features: half of the training nodes ({len(shown):,}) show their label as feature, the other "
-        f"{len(split['train']):,} are trained on; edges are made symmetric"
-    )
+    half = f"half of the training nodes ({len(shown):,}) show their label as feature"
+    arrays.say(f"it has no features: {half}, the others are trained on; edges are made symmetric")
     return split, features
 
 

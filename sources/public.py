@@ -137,16 +137,18 @@ def _typed_arrays(archive, kind) -> dict:
     counts, edges = dict(zip(names, map(int, counts))), {}
     for ends in map(tuple, archive.words("raw/triplet-type-list")):
         edges[ends] = np.concatenate([*archive.table(f"raw/relations/{'___'.join(ends)}/edge")]).T
-    file = {what: f"raw/node-{what}/{{0}}/node-{what}".format for what in ("feat", "label")}
-    there = {w: [n for n in names if f"{file[w](n)}.csv.gz" in archive.members] for w in file}
+
+    def tables(what):
+        names_of = {name: f"raw/node-{what}/{name}/node-{what}" for name in names}
+        return {n: file for n, file in names_of.items() if f"{file}.csv.gz" in archive.members}
+
+    labels = {name: archive.column(file) for name, file in tables("label").items()}
     return dict(
         node_types=counts,
         edge_index=edges,
-        features={
-            name: archive.features(file["feat"](name), counts[name]) for name in there["feat"]
-        },
-        labels={name: archive.column(file["label"](name)) for name in there["label"]},
-        split={n: archive.column(f"split/{kind}/{there['label'][0]}/{n}") for n in SPLITS},
+        features={n: archive.features(file, counts[n]) for n, file in tables("feat").items()},
+        labels=labels,
+        split={n: archive.column(f"split/{kind}/{min(labels)}/{n}") for n in SPLITS},
     )
 
 

@@ -101,17 +101,14 @@ def synthetic(parameters) -> dict:
     alone, a dict with every key of `SYNTHETIC`.
     """
     nodes = parameters["nodes"]
-    ranges = dict(
-        nodes=COUNT, degree=(1e-6, 1 << 20), features=COUNT, classes=(1, nodes), seed=SEED
-    )
-    ranges |= dict(local=SHARE, sigma=(0, 4), noise=(0, 1e30), mixed=SHARE)
-    ranges |= {name: (0, nodes) for name in ("community", "train", "valid")}
+    ranges = dict.fromkeys(("nodes", "features"), COUNT) | dict.fromkeys(("local", "mixed"), SHARE)
+    ranges |= dict(degree=(1e-6, 1 << 20), classes=(1, nodes), seed=SEED, sigma=(0, 4))
+    ranges |= {name: (0, nodes) for name in ("community", "train", "valid")} | {"noise": (0, 1e30)}
     p = checked("synthetic", parameters, **ranges)
     counts = [round(n * nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
     if counts[0] < 1 or sum(counts) > nodes:
-        raise StoreError(
-            f"synthetic: train={p.train:g}, valid={p.valid:g} do not fit {nodes} nodes"
-        )
+        parts = f"train={p.train:g}, valid={p.valid:g}"
+        raise StoreError(f"synthetic: {parts} do not fit {nodes} nodes")
     size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
 
     def stream(*key):

@@ -360,7 +360,7 @@ def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
     # nine values, the last of which is number 9
     with many.file.transaction(write=True) as txn:
         txn.delete(lmdb_rows.key(4))
-    said = "the last of 9 values has another number"
+    said = "its last key does not fit 9 values"
     for call, *args in ((len, many), (many.append, _graphs(1)), (many.batch, [4])):
         _refuses(said, call, *args)
 
