@@ -241,7 +241,6 @@ class GraphStore:
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)
-        self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
             there = name not in columns.COLUMNS or f"{name}.npy" in records
@@ -290,7 +289,15 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
-        return columns.read_names(self.path, self.meta["files"])
+        if columns.NAMES not in self.meta["files"]:
+            return None
+        record = self.meta["files"][columns.NAMES]
+        file = files.check_size(self.path, columns.NAMES, record)
+        with reading(file, "; rebuild the store"):
+            lines = file.read_bytes().decode().split("\n")
+            if lines.pop() or len(lines) != record["shape"][0]:
+                raise ValueError(f"it does not have {record['shape'][0]:,} whole lines")
+        return lines
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
@@ -423,7 +430,7 @@ def info(path) -> str:
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": columns.described(graph),
         "classes": classes if graph.labelled else "no labels",
-        "options": ", ".join(graph.options) or "none",
+        "options": ", ".join(n for n, on in graph.meta["options"].items() if on) or "none",
     }
     return files.info_lines(lines, graph)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import StoreError, integers, reading, refuse
+from disk.files import StoreError, integers, refuse
 
 COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features", "node_time")
 OF_NODES = {"node_time", "node_names"}
@@ -165,18 +165,6 @@ def write_arrays(path, arrays, rows=None) -> dict:
         file, shape = f"{name}.npy", [count, *array.shape[1:]]
         records[file] = files.write_npy(path / file, dtype, shape, chunks)
     return records
-
-
-def read_names(path, records) -> list[str] | None:
-    """The names of nodes in a store, or None; StoreError where the file holds something else."""
-    if NAMES not in records:
-        return None
-    file, count = files.check_size(path, NAMES, records[NAMES]), records[NAMES]["shape"][0]
-    with reading(file, "; rebuild the store"):
-        lines = file.read_bytes().decode().split("\n")
-        if lines.pop() or len(lines) != count:
-            raise ValueError(f"it does not have {count:,} whole lines")
-    return lines
 
 
 def out_of_order(indptr, types, times) -> int | None:

@@ -193,7 +193,6 @@ def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
     """Chunks of `indices` in the order given, each checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)
-        if len(chunk) and (chunk.min() < 0 or chunk.max() >= num_nodes):
-            bad, why = (chunk < 0) | (chunk >= num_nodes), f"node ids lie in [0, {num_nodes})"
-            refuse(bad, "indices", chunk, why, first)
+        why = f"node ids lie in [0, {num_nodes})"
+        refuse((chunk < 0) | (chunk >= num_nodes), "indices", chunk, why, first)
         yield chunk

@@ -175,21 +175,17 @@ def build(
 ):
     """Build a store at a path of your own -> its path.
 
-    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature; those of
-    many small graphs: sources/molecules.py.
+    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature.
 
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
-        path: directory of the store.
         features, labels: [V, F] and [V] instead of the graph's, of one type of nodes; for tables of edges the files of such tables.
         split: dict of node ids or masks instead of the graph's, for tables of files of ids; or the number, from 0, of
             the one of the graph's splits that is kept.
-        ignore: names of arrays to do without.
-        seed: draws the split where there is none; 0 when None.
+        ignore: names of arrays to do without. seed: draws the split where there is none; 0 when None.
         weights, times, edge_features: for tables, columns of the table of edges, by name or by number from 1 (several,
             with commas between them, for features), or the file of a table with a row for each edge.
-        node_times: for tables, the file of a table with a time for each node.
-        options: of `build_store` (backend, symmetrize, drop_self_loops, drop_duplicates, num_classes, progress).
+        node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
     path, is_file = Path(path), isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
