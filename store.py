@@ -241,6 +241,7 @@ class GraphStore:
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)
+        self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
             there = name not in columns.COLUMNS or f"{name}.npy" in records
@@ -430,7 +431,7 @@ def info(path) -> str:
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": columns.described(graph),
         "classes": classes if graph.labelled else "no labels",
-        "options": ", ".join(n for n, on in graph.meta["options"].items() if on) or "none",
+        "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)
 

@@ -30,9 +30,9 @@ def flatten(given):
     width of their features, 0 without)}, in the order of the ids, and edge_types the names of its types.
 
     given: the arguments of `build_store`. Features {type: [V_t, F_t]} may be None or missing for a type, narrower rows are
-    filled up with zeros; labels are those of one type, of which `split` holds ids, or masks; edge_weight, edge_time,
-    edge_features are {type of edges: [M_r, ...]}; a type without node_time {type: [V_t]} has the latest of the others. A
-    reverse of symmetrize is of the type of its edge where both ends have one type, else of a type `rev_NAME`.
+    filled up with zeros; labels are those of one type, of which `split` holds ids, or masks; columns of edges are {type:
+    [M_r, ...]}; a type without node_time {type: [V_t]} has the latest of the others. A reverse of symmetrize has the type
+    of its edge where both ends have one type, else a type `rev_NAME`.
     """
     node_types, edge_index, split = given["node_types"] or {}, given["edge_index"], given["split"]
     columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
@@ -41,8 +41,7 @@ def flatten(given):
             needed = "{type: values} is needed where edge_index is given by type"
             raise StoreError(f"{what} is a {type(of).__name__}: {needed}")
     features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
-    counts = integers("node_types", [*node_types.values()]).tolist()
-    node_types = dict(zip(node_types, counts))
+    node_types = dict(zip(node_types, integers("node_types", [*node_types.values()]).tolist()))
     _check_names(node_types, edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
@@ -78,12 +77,10 @@ def flatten(given):
         graph["node_time"] = spread("node_time", times, latest)
     if labels:
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
-        count, single = len(*labels.values()), isinstance(split or {}, dict)
-        moved = [
-            {p: start + part_ids(f"split {p!r}", v, count) for p, v in of.items()}
-            for of in ([split or {}] if single else split)
-        ]
-        graph["split"] = moved[0] if single else moved
+        ids = functools.partial(part_ids, count=len(*labels.values()))
+        splits = [split or {}] if isinstance(split or {}, dict) else split
+        moved = [{p: start + ids(f"split {p!r}", v) for p, v in of.items()} for of in splits]
+        graph["split"] = moved if splits is split else moved[0]
     elif split:
         raise StoreError("split is of nodes with labels, and no type of nodes has any")
     return graph

@@ -33,7 +33,6 @@ from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import DRAWN, PARTS, drawn_per_class, found
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
-from sources.tables import short
 from store import BACKENDS, build_store, command
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
@@ -286,7 +285,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
     if labels is not None and labels.ndim == 1:
         empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
         if len(empty):
-            which = short(", ".join(map(str, empty)), "")
+            which = ", ".join([*map(str, empty[:8]), *["..."] * (len(empty) > 8)])
             arrays.say(f"{len(empty)} of {num_classes} classes have no node: {which}")
     if arrays.classes:
         source["classes"] = arrays.classes

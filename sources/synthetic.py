@@ -91,6 +91,19 @@ def checked(name, parameters, **ranges):
     return types.SimpleNamespace(**parameters)
 
 
+def _communities(parameters):
+    """(the parameters of `synthetic`, checked; numbers of nodes for training and validation)."""
+    nodes = parameters["nodes"]
+    ranges = dict.fromkeys(("nodes", "features"), COUNT) | dict.fromkeys(("local", "mixed"), SHARE)
+    ranges |= dict(degree=(1e-6, 1 << 20), classes=(1, nodes), seed=SEED, sigma=(0, 4))
+    ranges |= {name: (0, nodes) for name in ("community", "train", "valid")} | {"noise": (0, 1e30)}
+    p = checked("synthetic", parameters, **ranges)
+    counts = [round(n * nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
+    if counts[0] < 1 or sum(counts) > nodes:
+        raise StoreError(f"synthetic: train={p.train:g}, valid={p.valid:g} do not fit {nodes}")
+    return p, counts
+
+
 def synthetic(parameters) -> dict:
     """A graph with planted communities, log-normal in-degrees and features too noisy to classify alone -> arguments of
     `build_store`.
@@ -100,15 +113,7 @@ def synthetic(parameters) -> dict:
     Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
     alone, a dict with every key of `SYNTHETIC`.
     """
-    nodes = parameters["nodes"]
-    ranges = dict.fromkeys(("nodes", "features"), COUNT) | dict.fromkeys(("local", "mixed"), SHARE)
-    ranges |= dict(degree=(1e-6, 1 << 20), classes=(1, nodes), seed=SEED, sigma=(0, 4))
-    ranges |= {name: (0, nodes) for name in ("community", "train", "valid")} | {"noise": (0, 1e30)}
-    p = checked("synthetic", parameters, **ranges)
-    counts = [round(n * nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
-    if counts[0] < 1 or sum(counts) > nodes:
-        parts = f"train={p.train:g}, valid={p.valid:g}"
-        raise StoreError(f"synthetic: {parts} do not fit {nodes} nodes")
+    p, counts = _communities(parameters)
     size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
 
     def stream(*key):

@@ -264,10 +264,7 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     Path("e.csv").write_text("0,1\n")
     Path("data.pt").write_bytes(b"PK")
     for name, message in (
-        (
-            "e.csv",
-            "e.csv is neither an .npz file nor a store: python store.py build e.csv my_store",
-        ),
+        ("e.csv", "e.csv is neither an .npz file nor a store: python store.py build e.csv my_"),
         ("z" * 5000, "is unknown"),
         ("data.pt", "data.pt is neither an .npz file nor a store: .*prepare.build"),
         ("folder", "folder is a folder without meta.json, so no store"),
@@ -426,11 +423,7 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     weighted = pygs(edge_index=None, adj_t=weighted, edge_weight=ones)
     for message, source, options in (
         ("edata.rank is not used: what edges carry is called edge_weight", dgls(rank=ones), {}),
-        (
-            r"edge_features is a ndarray \[9, 4\]: an array \[3000, D\] is needed",
-            pygs(edge_attr=torch.ones(9, 4)),
-            {},
-        ),
+        (r"a ndarray \[9, 4\]: an array \[3000, D\] is", pygs(edge_attr=torch.ones(9, 4)), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
         ("is 200, and there are 150 labels", pygs(edge_index=None, adj_t=plain, **few), {}),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),

@@ -84,7 +84,7 @@ WRITTEN = [
     ("x", NUMBERED, "x.csv: column 1 counts the rows: call it id in a header, or put a feature"),
     ("x", ",a,b\n" + NUMBERED, None),  # the index of pandas
     ("x", ",0,1\n" + NUMBERED, "its first row is ,0,1: write names in its place"),
-    ("x", "0,1\n" + X, "its first row is 0,1: write names in its place"),
+    ("x", "0,1\n" + X, "its first row is 0,1: write"),
     ("e", "0,1,2\n" + EDGES.replace("\n", ",1\n"), "its first row is 0,1,2: write names in its"),
     ("e", "src\tdst\n" + EDGES.replace(",", "\t"), None),
     ("e", re.sub("(.),(.)", r"  \1    \2", EDGES), None),
@@ -214,16 +214,15 @@ def test_store_names_of_nodes(tmp_path):
 def test_tables_ids_of_a_split(tmp_path):
     nodes = graph_tables.Nodes(9, "x.csv")
     for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
-        assert graph_tables.of_nodes(
-            _table_file(tmp_path / "t.csv", text), nodes, "train_idx"
-        ).tolist() == [3, 1, 8]
+        file = _table_file(tmp_path / "t.csv", text)
+        assert graph_tables.of_nodes(file, nodes, "train_idx").tolist() == [3, 1, 8]
     for text, complaint in (
         ("", "is empty"),
         ("id\n", "no rows"),
         ("0\n1\n1\n0\n", "this looks like a mask of 0 and 1: ids"),
         ("0\n2\n2\n0\n", "line 3: node 2 is there for the second time"),
         ("9\n", "there is no node 9"),
-        ("0,1\n2,3\n", "has the columns column 1, column 2: ids alone are needed"),
+        ("0,1\n2,3\n", "column 2: ids alone are needed"),
     ):
         file = _table_file(tmp_path / "t.csv", text)
         _refuses(complaint, graph_tables.of_nodes, file, nodes, "train_idx")
