@@ -85,16 +85,13 @@ def of_object(graph, own, ignore=()) -> "Arrays":
     elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
         arrays = {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
         for name in (*graph.node_types, *map(tuple, graph.edge_types)):
-            values = dict(graph[name].items())
-            if values.get("adj_t") is not None and values.get("edge_index") is None:
-                values |= _of_adjacency(values.pop("adj_t"), values.get("edge_weight"))
-                del values["num_nodes"]
+            values = _with_edge_index(dict(graph[name].items()))
+            values.pop("num_nodes", None)
             of = name if isinstance(name, str) else ",".join(name)
             arrays |= {f"{column}:{of}": value for column, value in values.items()}
     elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
-        arrays = dict(graph.to_dict() if hasattr(graph, "to_dict") else vars(graph))
-        if arrays.get("adj_t") is not None and arrays.get("edge_index") is None:
-            arrays |= _of_adjacency(arrays.pop("adj_t"), arrays.get("edge_weight"))
+        arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
+        arrays = _with_edge_index(dict(arrays))
     else:
         what = "give the path of an .npz or .csv file, a DGLGraph or a PyG Data"
         raise StoreError(f"a graph cannot be read from a {kind}: {what}")
@@ -109,8 +106,12 @@ def of_object(graph, own, ignore=()) -> "Arrays":
     return arrays
 
 
-def _of_adjacency(matrix, weights) -> dict:
-    """adj_t, a SparseTensor of torch_sparse or of torch, whose row v holds the sources of the edges into v."""
+def _with_edge_index(arrays) -> dict:
+    """Arrays with edge_index in place of adj_t, a SparseTensor of torch_sparse or of torch, whose row v holds the sources of
+    the edges into v."""
+    if arrays.get("adj_t") is None or arrays.get("edge_index") is not None:
+        return arrays
+    matrix, weights = arrays.pop("adj_t"), arrays.get("edge_weight")
     if isinstance(matrix, torch.Tensor):
         matrix = matrix.to_sparse_csr()
         indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
@@ -121,7 +122,7 @@ def _of_adjacency(matrix, weights) -> dict:
         values = weights
     elif weights is not None:
         raise StoreError("adj_t has values other than 1, beside edge_weight: keep one of them")
-    return {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
+    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
 
 
 class Arrays:
@@ -161,9 +162,7 @@ class Arrays:
         print(f"{os.path.basename(self.source)}: {text}")
 
     def _do_without(self, name):
-        file = os.path.basename(self.source)
-        of_file, of_object = f"{file}:ignore={name}", f"ignore=[{name + self.suffix!r}]"
-        return f"go on without it: {of_file if file.endswith('.npz') else of_object}"
+        return f"go on without it: ignore={name + self.suffix}"
 
     def find(self, *names, needed=False):
         """That one of several names which is there, or None."""
