@@ -1,7 +1,4 @@
-"""Check the arrays of a graph before they become a store: StoreError for values that make no sense.
-
-This file needs disk/files.py, numpy and torch.
-"""
+"""Check the arrays of a graph before they become a store: StoreError for values that make no sense."""
 
 from collections.abc import Iterator
 

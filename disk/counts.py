@@ -65,9 +65,7 @@ def edge_line(store) -> str | None:
             return None
         counted = count_edges(store.indptr.numpy(), store.indices.numpy())
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
-    one_way = f"{share:.0f} %" if share >= 1 else f"{counted['one_way']:,}"
-    if 0 < share < 1 and counted["one_way_of"] < store.num_edges:
-        one_way = "under 1 %"
+    one_way = f"{share:.0f} %" if share >= 1 else "under 1 %"
     words = {
         "duplicates": f"{counted['duplicates']:,} duplicates",
         "self_loops": f"{counted['self_loops']:,} self loops",

@@ -9,8 +9,7 @@
         split={"train": a, "valid": b, "test": c},              # ids of papers
     )
 
-Types with features come first: the table of features has rows for them alone. This file needs disk/files.py, numpy and
-torch.
+Types with features come first: the table of features has rows for them alone.
 """
 
 import functools

@@ -11,14 +11,11 @@ what.
 
 import itertools
 import os
-import re
 
 import numpy as np
 
 from disk.files import StoreError, plural
 from sources.tables import opened, short, spool, stacked
-
-TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
 
 NEEDED = {  # of the tables of nodes that are no ids
     "labels": "one of labels, perhaps one of ids, or several of 0 and 1 are",
@@ -34,9 +31,6 @@ def read_tables(file, own, more, folder) -> dict:
         more: {name of a column of a store: file of a table, or columns of the table of edges}.
         folder: where some of the arrays are kept.
     """
-    if not TABLE.search(file):
-        what = "give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
-        raise StoreError(f"{file} cannot be read: {what}")
     if "features" not in own:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
     arrays, keep = {}, {}

@@ -202,7 +202,7 @@ def test_store_build_from_csv_files(tmp_path, monkeypatch):
 
 # a command of store.py => what it says
 REFUSED = r"""
-build e.doc h => cannot be read: give an .npz
+build e.doc h => features are needed
 build edges.csv h => features are needed
 build edges.csv h --features e.csv.gz --labels y.csv => e.csv.gz, line 2: Expected 2 columns, got 1: 3
 build edges.csv h --features none.csv --labels y.csv => none.csv cannot be read: No such
