@@ -125,12 +125,6 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
             yield order[a:b]
 
 
-def spooled_bytes(num_edges, numbered) -> int:
-    """Bytes on the disk that `sorted_sources` takes for a while."""
-    size, most = (16, SORT_EDGES >> 2) if numbered else (8, SORT_EDGES)
-    return size * num_edges * (num_edges > most)
-
-
 def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterator[tuple]:
     """Cut the nodes into ranges of destinations of up to `most` edges -> of each the keys uint64 [n] of (destination,
     source), not sorted, and the numbers of the edges int64 [n] or None. One pass counts the edges, another writes each

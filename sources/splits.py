@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from disk.files import SPLITS, StoreError
+from disk.files import SPLITS, StoreError, plural
 
 PARTS = {
     part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]
@@ -29,11 +29,9 @@ def found(arrays, count, choice=None):
     if len(several) > 1:
         numbers, names = " and ".join(map(str, several)), ", ".join(names.values())
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
-    if choice is not None and not several:
-        few = "one" if names else "no"
-        raise arrays.error(f"split={choice} has no effect: it has {few} split")
-    if choice is not None and not 0 <= choice < several[0]:
-        raise arrays.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
+    if choice is not None and not (several and 0 <= choice < several[0]):
+        has = f"it has {plural([*several, int(bool(names))][0], 'split')}"
+        raise arrays.error(f"split={choice} is none: {has}, and of several one is taken, from 0 on")
 
     def ids_of(splits, number):
         row = splits[number % len(splits)]
