@@ -19,11 +19,11 @@ they need torch, numpy and tqdm (lmdb for backend "lmdb").
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
 reads everything: LMDB may end the process on damage behind the header of its file. Files of a store in use may be renamed
-or removed, but not truncated: reading beyond the end of a mapped file ends the process (SIGBUS). `check_in_use` of
-disk/files.py finds that.
+or removed, but not truncated: reading beyond the end of a mapped file ends the process (SIGBUS).
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -42,9 +42,10 @@ from disk import checks, columns, files, lmdb_rows, sort, typed
 from disk.counts import count_edges
 from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
 from disk.lmdb_rows import LmdbFeatures
-from disk.reader import RowReader, open_rows
+from disk.reader import RowReader, library
 
 FORMAT = "ringblock-graph"
+OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # read through the page cache only if it has room for this share of the table
@@ -90,9 +91,9 @@ def build_store(
 ) -> Path:
     """Write a graph to disk as a store; complete, or not there at all.
 
-    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which
-    is then read a piece at a time. Neighbour lists come out sorted by edge_type and edge_time, where there are such, then
-    source, in bounded memory; indptr and indices are stored as they are unless an option or unsorted lists change them.
+    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which is then
+    read a piece at a time. Neighbour lists come out sorted by edge_type, edge_time and source, in bounded memory; indptr and
+    indices are stored as they are unless an option or unsorted lists change them.
 
     Args:
         path: directory to create, with its parents.
@@ -103,14 +104,12 @@ def build_store(
             without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
-        edge_weight: [M] numbers of at least 0, stored as float32; edge_type, edge_time: integers [M], types from 0 on;
-            edge_features: [M, D] of a dtype in DTYPES: of each edge as it is given, and a reverse that is added has those
-            of its edge.
-        node_time: integers [V]; node_names: [V] different strings or numbers. See disk/columns.py.
+        edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py, of each edge as it is
+            given; a reverse that is added has those of its edge. edge_types: names of the types in edge_type.
         node_types: {name: number of nodes} of a graph with several types, for which edge_index, features, labels and
-            columns are dicts by type, see `flatten` of disk/typed.py. edge_types: names of the types in edge_type.
+            columns are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features.
-        num_classes: C; the largest label + 1 when None; StoreError if most classes would be empty.
+        num_classes: C; the largest label + 1 when None.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one edge of several with the same ends and type (after symmetrizing), with its weight, time
             and features: the earliest by time; among equals a given edge before an added reverse, then the first.
@@ -120,19 +119,14 @@ def build_store(
 
     Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
     """
+    given = locals()
     if isinstance(edge_index, dict):
-        flat = dict(indptr=indptr, indices=indices, edge_type=edge_type, edge_types=edge_types)
-        if idle := [n for n, v in (flat | {"node_names": node_names}).items() if v is not None]:
-            raise StoreError(
-                f"{idle[0]} is not for a graph that is given by type, as edge_index is"
-            )
-        by_type = dict(edge_weight=edge_weight, edge_time=edge_time, edge_features=edge_features)
-        by_type |= dict(node_time=node_time, symmetrize=symmetrize)
-        flat = typed.flatten(node_types or {}, edge_index, features, labels, split, **by_type)
-        same = dict(backend=backend, num_classes=num_classes, block_rows=block_rows, source=source)
-        same |= dict(drop_self_loops=drop_self_loops, drop_duplicates=drop_duplicates)
-        same |= dict(progress=progress)
-        return build_store(path, **flat, **same)
+        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
+            if given[name] is not None:
+                raise StoreError(
+                    f"{name} is not for a graph that is given by type, as edge_index is"
+                )
+        return build_store(**{**given, "symmetrize": False, **typed.flatten(given)})
     if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"
         raise StoreError(f"node_types is for a graph that is given by type: give {form}")
@@ -146,22 +140,16 @@ def build_store(
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    given = edge_weight, edge_type, edge_time, edge_features, node_time
-    given = dict(zip(columns.COLUMNS, given))
-    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, given, edge_types)
+    more = {name: given[name] for name in columns.COLUMNS}
+    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, more, edge_types)
     if node_types is not None:
         widths["node_types"] = [[name, *of] for name, of in node_types.items()]
-    options = {
-        "symmetrize": bool(symmetrize),
-        "drop_self_loops": bool(drop_self_loops),
-        "drop_duplicates": bool(drop_duplicates),
-    }
+    options = {name: bool(given[name]) for name in OPTIONS}
     row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(
-            f"block_rows is {block_rows}: a block holds at least one row and less than 2 GiB"
-        )
+        what = "a block holds at least one row and less than 2 GiB"
+        raise StoreError(f"block_rows is {block_rows}: {what}")
     meta = {
         "format": FORMAT,
         "format_version": files.VERSION,
@@ -183,7 +171,8 @@ def build_store(
     need = num_nodes * 16 + rows * row_bytes + least
     # the edges are sorted before the features are written
     if edge_index is not None or any(options.values()):
-        need = max(need, least + sort.spooled_bytes(most_edges, bool(of_edges)))
+        size, most = (16, sort.SORT_EDGES >> 2) if of_edges else (8, sort.SORT_EDGES)
+        need = max(need, least + size * most_edges * (most_edges > most))
     with files.complete_or_not_there(path, need) as building:
         arrays = {"labels": labels, **split}
         _write_store(building, meta, graph, arrays, carried, features, progress)
@@ -207,7 +196,8 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
-    most, dtype = [meta["num_edges"] << options["symmetrize"]], columns.index_dtype(num_nodes)
+    most = [meta["num_edges"] << options["symmetrize"]]
+    dtype = "int32" if num_nodes < 1 << 31 else "int64"
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
     written = np.load(path / "indices.npy", mmap_mode="r")
     meta["num_edges"], meta["edges"] = len(written), count_edges(indptr, written)
@@ -301,7 +291,15 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
-        return columns.read_names(self.path, self.meta["files"])
+        if columns.NAMES not in self.meta["files"]:
+            return None
+        record = self.meta["files"][columns.NAMES]
+        file = files.check_size(self.path, columns.NAMES, record)
+        with reading(file, "; rebuild the store"):
+            lines = file.read_bytes().decode().split("\n")
+            if lines.pop() or len(lines) != record["shape"][0]:
+                raise ValueError(f"it does not have {record['shape'][0]:,} whole lines")
+        return lines
 
     def take_split(self, number):
         """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
@@ -348,11 +346,11 @@ class MmapFeatures:
         return _features_of, (self._path,)
 
     def reader(self) -> RowReader | None:
-        """A reader of these rows from the disk; None where there is none (no Linux, no C compiler) or no file."""
-        if self._path is None:
+        """A reader of these rows from the disk; None without a file, Linux or a C compiler."""
+        if self._path is None or library() is None:
             return None
         file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
-        return open_rows(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
+        return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
     @functools.cached_property
     def _reader(self):
@@ -384,7 +382,7 @@ class MmapFeatures:
         return torch.index_select(self._table, 0, ids, out=out)
 
     def put_rows(self, ids, rows):
-        """Rows of a memory-mapped array do not change: StoreError."""
+        """StoreError: rows of a memory-mapped array do not change."""
         raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
 
 
@@ -439,22 +437,8 @@ def info(path) -> str:
     return files.info_lines(lines, graph)
 
 
-def _beside(name):
-    """A file of this project that a command needs and that store.py alone can do without."""
-    # run as a script, this file is __main__: not a second time
-    sys.modules.setdefault("store", sys.modules[__name__])
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        file = name.replace(".", "/")
-        raise StoreError(f"this command needs {file}.py beside store.py ({error})") from error
-
-
 def _fanout(text) -> list[int]:
-    fanout = [int(k) for k in text.split(",")]
-    if any(k == 0 or k < -1 for k in fanout):
-        raise ValueError
-    return fanout
+    return [int(k) for k in text.split(",")]
 
 
 def _whole(text, least=0) -> int:
@@ -535,16 +519,15 @@ def _run(command, path, **options):
     if command == "build":
         split = {name: file for name in SPLITS if (file := options.pop(name))}
         source = options.pop("source")
-        build = _beside("sources.prepare").build
+        build = importlib.import_module("sources.prepare").build
         build(source, path, split=split or None, progress=True, **options)
     elif command == "estimate":
-        print(_beside("run.estimate").estimate_lines(path, **options))
+        print(importlib.import_module("run.estimate").estimate_lines(path, **options))
         return 0
-    try:
-        many = files.read_meta(path)["format"] == "ringblock-graphs"
-    except StoreError:
-        many = False  # what opens it says what is wrong
-    module = _beside("disk.graphs") if many else sys.modules[__name__]
+    many = False
+    with contextlib.suppress(StoreError):  # what opens it says what is wrong
+        many = files.read_meta(path)["format"] != FORMAT
+    module = importlib.import_module("disk.graphs") if many else sys.modules[__name__]
     if command != "verify":
         print(module.info(path))
         return 0

@@ -1,7 +1,4 @@
-"""Check the arrays of a graph before they become a store: StoreError for values that make no sense.
-
-This file needs disk/files.py, numpy and torch.
-"""
+"""Check the arrays of a graph before they become a store: StoreError for values that make no sense."""
 
 from collections.abc import Iterator
 
@@ -9,7 +6,7 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import StoreError, integers, refuse
+from disk.files import StoreError, integers, refuse, shaped
 
 MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
@@ -30,9 +27,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         raise StoreError(f"labels has dtype {dtype}: the class of each node is an integer")
     labels = integers("labels", labels)
     if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        raise StoreError(
-            f"labels has shape {list(labels.shape)}: [{num_nodes}] is needed, or [V, C]"
-        )
+        came = f"labels has shape {list(labels.shape)}"
+        raise StoreError(f"{came}: [{num_nodes}] is needed, or [V, C]")
     if (labels == -1).all():
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
@@ -63,14 +59,10 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     if num_nodes > 1 << 32:
         raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
     if edge_index is not None:
-        edge_index = files.array_like("edge_index", edge_index)
-        if len(edge_index.shape) != 2 or edge_index.shape[0] != 2:
-            raise StoreError(f"edge_index has shape {list(edge_index.shape)}: [2, M] is needed")
+        edge_index = shaped("edge_index", files.array_like("edge_index", edge_index), 2, "M")
         return (edge_index, None, None), int(edge_index.shape[1])
-    indptr, indices = integers("indptr", indptr), files.array_like("indices", indices)
-    if indptr.shape != (num_nodes + 1,) or len(indices.shape) != 1:
-        shapes = f"indptr has shape {list(indptr.shape)} and indices {list(indices.shape)}"
-        raise StoreError(f"{shapes}: [{num_nodes + 1}] and [M] are needed")
+    indptr = shaped("indptr", integers("indptr", indptr), num_nodes + 1)
+    indices = shaped("indices", files.array_like("indices", indices), "M")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
@@ -115,7 +107,8 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
     """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
     if unknown := set(split) - set(files.SPLITS):
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
-    split = {name: _ids(f"split {name!r}", split.get(name, ()), labels) for name in files.SPLITS}
+    parts = {name: split.get(name, ()) for name in files.SPLITS}
+    split = {n: files.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
@@ -144,16 +137,3 @@ def check_stored(path, split, labels, what="node"):
         check_split({name: ids.numpy() for name, ids in split.items()}, labels, what)
     except StoreError as error:
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
-
-
-def _ids(name, values, labels) -> np.ndarray:
-    """A part of a split as int64 ids [n]; it may be a mask of booleans."""
-    values = files.array_like(name, values)
-    if values.dtype not in (np.bool_, torch.bool):
-        ids = integers(name, values)
-        if ids.ndim != 1:
-            raise StoreError(f"{name} has shape {list(ids.shape)}: one dimension is needed")
-        return ids
-    if tuple(values.shape) != labels.shape[:1]:
-        raise StoreError(f"{name} is a mask of shape {list(values.shape)}, not [{len(labels)}]")
-    return np.flatnonzero(values)

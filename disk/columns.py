@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import StoreError, integers, reading, refuse
+from disk.files import StoreError, integers, refuse
 
 COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features", "node_time")
 OF_NODES = {"node_time", "node_names"}
@@ -36,10 +36,10 @@ def arrays_of(meta) -> dict:
     several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
     return {
         "indptr": ("int64", [V + 1]),
-        "indices": (index_dtype(V), [M]),
+        "indices": ("int32" if V < 1 << 31 else "int64", [M]),
         "labels": ("int8", [V, meta["num_classes"]]) if several else ("int64", [V]),
         "edge_weight": ("float32", [M]),
-        "edge_type": (type_dtype(types), [M]),
+        "edge_type": (np.min_scalar_type(max(types - 1, 0)), [M]),
         "edge_time": ("int64", [M]),
         "edge_features": (files.storage_dtype(dtype), [M, meta.get("edge_dim")]),
         "node_time": ("int64", [V]),
@@ -66,28 +66,12 @@ def types_of(meta) -> tuple[dict, list | None]:
     return types, names
 
 
-def index_dtype(num_nodes) -> str:
-    """The narrower of the two dtypes of `indices` that holds every node."""
-    return "int32" if num_nodes < 1 << 31 else "int64"
-
-
-def type_dtype(num_types) -> str:
-    """The dtype of `edge_type`."""
-    return "uint8" if num_types <= 256 else "uint16"
-
-
 def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
-    """Look at every value of the columns that are given, a piece at a time; StoreError for another shape or dtype, NaN,
-    infinity, a negative weight, a name that is there twice.
+    """Look at every value of the columns {name of COLUMNS: array or None}, a piece at a time; StoreError for another shape
+    or dtype, NaN, infinity, a negative weight, a name that is there twice. Times may be floats that are whole, features [M].
 
-    Args:
-        columns: {name of COLUMNS: array, memmap or tensor, or None}. Weights may be any real numbers, times
-            also floats that are whole, features [M] for a single one. node_names: [V] strings or numbers, or None.
-        edge_types: names of the types, or None.
-
-    Returns:
-        ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; what meta.json
-        keeps of them: the width and dtype of edge_features, the number of types and their names).
+    Returns ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; what meta.json
+    keeps of them: the width and dtype of edge_features, the number of types and their names).
     """
     checked, widths = {}, {}
     if edge_types is not None and columns.get("edge_type") is None:
@@ -100,14 +84,17 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
         most, width = (2, ", D") if name == "edge_features" else (1, "")
         fits = shape[:1] == (count,) and len(shape) <= most and 0 not in shape[1:]
         if not fits or isinstance(values, files.Rows):
-            raise StoreError(
-                f"{name} is a {type(values).__name__} {list(shape)}: an array [{count}{width}] is needed, a row "
-                f"for each {of} that is given"
-            )
+            needed = f"an array [{count}{width}] is needed, a row for each {of} that is given"
+            raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
         if name in ("edge_time", "node_time"):
-            checked[name] = _whole_numbers(name, values)
-            continue
-        if name == "edge_type":
+            values = np.asarray(values)
+            if values.dtype.kind == "f":
+                bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
+                why = "whole numbers are needed; of finer times give a multiple"
+                refuse(bad, name, values, why)
+                values = values.astype(np.int64)
+            checked[name] = integers(name, values)
+        elif name == "edge_type":
             values = integers(name, np.asarray(values))
             why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
             refuse((values < 0) | (values >= MOST_TYPES), name, values, why)
@@ -119,17 +106,14 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
                     raise StoreError(f"edge_types has {len(names)} names: {needed}")
                 types = len(names)
             widths["num_edge_types"] = types
-            checked[name] = values.astype(type_dtype(types))
-            continue
-        if name == "edge_features":
-            values = values.reshape(-1, 1) if len(shape) == 1 else values
-            widths |= {
-                "edge_dim": int(values.shape[1]),
-                "edge_dtype": files.row_dtype(name, values),
-            }
-        _check_values(name, values)
-        is_tensor = isinstance(values, torch.Tensor)
-        checked[name] = files.as_numpy(values.detach().cpu()) if is_tensor else np.asarray(values)
+            checked[name] = values.astype(np.min_scalar_type(max(types - 1, 0)))
+        else:
+            if name == "edge_features":
+                values = values.reshape(-1, 1) if len(shape) == 1 else values
+                widths |= {"edge_dim": values.shape[1], "edge_dtype": files.row_dtype(name, values)}
+            _check_values(name, values)
+            tensor = isinstance(values, torch.Tensor)
+            checked[name] = files.as_numpy(values.detach().cpu()) if tensor else np.asarray(values)
     if node_names is not None:
         _check_names(node_names, num_nodes)
         checked["node_names"] = node_names
@@ -148,16 +132,6 @@ def _check_values(name, values):
         bad = ~(torch.isfinite(chunk.float()) & (chunk >= 0))
         why = "a weight says how likely an edge is drawn, so it is finite and not negative"
         refuse(bad, name, chunk, why, first)
-
-
-def _whole_numbers(name, values) -> np.ndarray:
-    """`values` [n] as int64; they may be floats that are whole."""
-    values = np.asarray(values)
-    if values.dtype.kind != "f":
-        return integers(name, values)
-    bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-    refuse(bad, name, values, "whole numbers are needed; of finer times give a multiple")
-    return values.astype(np.int64)
 
 
 def _check_names(names, num_nodes):
@@ -193,18 +167,6 @@ def write_arrays(path, arrays, rows=None) -> dict:
     return records
 
 
-def read_names(path, records) -> list[str] | None:
-    """The names of nodes in a store, or None; StoreError where the file holds something else."""
-    if NAMES not in records:
-        return None
-    file, count = files.check_size(path, NAMES, records[NAMES]), records[NAMES]["shape"][0]
-    with reading(file, "; rebuild the store"):
-        lines = file.read_bytes().decode().split("\n")
-        if lines.pop() or len(lines) != count:
-            raise ValueError(f"it does not have {count:,} whole lines")
-    return lines
-
-
 def out_of_order(indptr, types, times) -> int | None:
     """The first edge that is of a smaller type than the one before it in its list, or of the same and earlier, or None;
     of indptr int64 [V+1], types and times [M], numpy arrays or None."""
@@ -230,31 +192,24 @@ def column_checks(graph) -> Iterator[tuple]:
     indptr, types, times = (None if array is None else array.numpy() for array in arrays)
 
     def in_order(how, *keys):
-        edge = out_of_order(indptr, *keys)
-        if edge is not None:
+        if types is not None:
+            why = f"meta.json tells of {graph.num_edge_types}"
+            refuse(types >= graph.num_edge_types, "edge_type", types, why)
+        if (edge := out_of_order(indptr, *keys)) is not None:
             raise StoreError(f"edge {edge} is {how} than the one before it in its list")
-
-    def check_types():
-        why = f"meta.json tells of {graph.num_edge_types}"
-        refuse(types >= graph.num_edge_types, "edge_type", types, why)
-        in_order("of a smaller type", types, None)
 
     for name in ("edge_weight", "edge_features"):
         if (values := getattr(graph, name)) is not None:
             yield f"{name}.npy", functools.partial(_check_values, name, values)
-    if graph.edge_type is not None:
-        yield "edge_type.npy", check_types
-    if graph.edge_time is not None:
+    yield "edge_type.npy", functools.partial(in_order, "of a smaller type", types, None)
+    if times is not None:
         yield "edge_time.npy", functools.partial(in_order, "earlier", types, times)
 
 
 def described_types(node_types) -> str:
     """The types of nodes in words, in the order of their ids."""
-    words = (
-        f"{count:,} {name} ({width or 'no'} features)"
-        for name, (count, width) in node_types.items()
-    )
-    return ", ".join(words)
+    of = node_types.items()
+    return ", ".join(f"{count:,} {name} ({width or 'no'} features)" for name, (count, width) in of)
 
 
 def types_called(name, names) -> list[int]:

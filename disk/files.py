@@ -117,18 +117,13 @@ def check_name(path):
 
 @contextlib.contextmanager
 def scratch_folder(path):
-    """A hidden folder beside `path`, made with the folders above it, and gone at the end unless it was renamed."""
+    """A hidden folder beside `path`, made with the folders above it; it is gone at the end unless it was renamed."""
     above = [folder for folder in path.absolute().parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in reversed(above):
         sync(folder.parent)
-    try:
-        with _part_beside(path, folder=True) as (folder, _):
-            yield folder
-    finally:
-        for folder in above:
-            with contextlib.suppress(OSError):  # what was built is in it
-                folder.rmdir()
+    with _part_beside(path, folder=True) as (folder, _):
+        yield folder
 
 
 @contextlib.contextmanager
@@ -502,6 +497,23 @@ def integers(name, values) -> np.ndarray:
     if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
         raise StoreError(f"{name} holds {values.max()}: whole numbers below 2^63 are needed")
     return values.astype(np.int64, copy=False)
+
+
+def shaped(name, array, *shape):
+    """`array` if it has this shape, in which a letter stands for any number; else StoreError."""
+    fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
+    if len(array.shape) != len(shape) or not fits:
+        needed = ", ".join(map(str, shape))
+        raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
+    return array
+
+
+def part_ids(name, values, count) -> np.ndarray:
+    """A part of a split of `count` nodes or graphs as int64 ids [n]; it may be a mask of booleans."""
+    values = array_like(name, values)
+    if values.dtype in (np.bool_, torch.bool):
+        return np.flatnonzero(shaped(f"{name}, a mask,", values, count))
+    return shaped(name, integers(name, values), "n")
 
 
 def row_dtype(name, rows) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from disk import files
 from disk.checks import check_split, check_stored
 from disk.columns import write_arrays
-from disk.files import StoreError, integers, reading
+from disk.files import StoreError, integers, reading, shaped
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
 FORMAT = "ringblock-graphs"
@@ -63,14 +63,10 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
         edge_index: integers [2, E], sources over destinations, graph after graph, counted from 0 in each graph.
         x: [N, F], e: [E, D] features of nodes and edges, graph after graph. y: [G, T].
     """
-    num_nodes, num_edges = integers("num_nodes", num_nodes), integers("num_edges", num_edges)
-    edge_index = integers("edge_index", edge_index)
+    num_nodes = shaped("num_nodes", integers("num_nodes", num_nodes), "G")
+    num_edges = shaped("num_edges", integers("num_edges", num_edges), "G")
+    src, dst = shaped("edge_index", integers("edge_index", edge_index), 2, "E")
     x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
-    nodes, edges, ends = (list(array.shape) for array in (num_nodes, num_edges, edge_index))
-    if len(nodes) != 1 or len(edges) != 1 or len(ends) != 2 or ends[0] != 2:
-        said = f"num_nodes is {nodes}, num_edges {edges} and edge_index {ends}"
-        raise StoreError(f"{said}: [G], [G] and [2, E] are needed")
-    src, dst = edge_index
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
         nodes_of_each=num_nodes,
@@ -117,8 +113,7 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     meta["source"] = json.loads(json.dumps(source))
     for name, rows in zip(PARTS, first[3:]):
         dtype = files.row_dtype(f"{name} rows", rows)
-        if rows.ndim != 2:
-            raise StoreError(f"{name} rows are {list(rows.shape)}: two dimensions are needed")
+        shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     largest = 0.0
     with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:

@@ -117,9 +117,7 @@ class LmdbFile:
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
         if last != (key(entries - 1) if 0 < entries < 1 << 63 else None):
-            raise StoreError(
-                f"{self.path}: the last of {entries} values has another number; rebuild it"
-            )
+            raise StoreError(f"{self.path}: its last key does not fit {entries} values; rebuild it")
         return entries
 
     def append(self, values):

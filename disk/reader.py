@@ -1,14 +1,13 @@
 """Rows of a table in a file, read at the disk's own rate: many requests in flight.
 
-    reader = open_rows("features.npy", offset=4096, row_bytes=1024, rows=V)
+    reader = RowReader("features.npy", offset=4096, row_bytes=1024, rows=V)
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
 A memory map asks for one page a thread at a time and waits. Here rows that are close together are one request, and
 DEPTH threads of C code wait for the disk at a time (native/rows.c). Read through the page cache, rows that come again
 need no disk while their pages stay; with O_DIRECT, where the file system has it, they leave it to others.
 
-To copy this file take native/ and disk/files.py along. Linux; elsewhere, and without a C compiler, `open_rows` gives
-None.
+To copy this file take native/ and disk/files.py along. Linux, with a C compiler.
 """
 
 import functools
@@ -34,17 +33,13 @@ def library(name="rows"):
     return build.load_c(name, build.read_source(f"{name}.c"), FLAGS)
 
 
-def open_rows(path, offset, row_bytes, rows, direct=True):
-    """A `RowReader` of a table of `rows` rows that begins at byte `offset` of a file; None without C code."""
-    return RowReader(path, offset, row_bytes, rows, direct) if library("rows") else None
-
-
 class RowReader:
-    """Reads rows of a table in a file; any number of threads may read at once, and a process that was forked.
+    """Reads rows of a table of `rows` rows that begins at byte `offset` of a file; any number of threads may read at once,
+    and a process that was forked. Where `library` gives None there is none.
 
     Attributes:
-        path, offset, row_bytes, rows: as for `open_rows`. file: the descriptor. bytes_read: asked of the file so far.
-        direct: whether the page cache is left alone. block: requests are multiples of as many bytes.
+        file: the descriptor. bytes_read: asked of the file so far. direct: whether the page cache is left alone.
+        block: requests are multiples of as many bytes.
     """
 
     def __init__(self, path, offset, row_bytes, rows, direct=True):

@@ -99,9 +99,7 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
 def _sorted_with_numbers(keys, numbers, num_edges, by, drop_duplicates, bits) -> Iterator[tuple]:
     for some in _few_destinations(keys, bits):
         few, number = keys[some], numbers[some]
-        kind, time = (
-            [] if values is None else [np.asarray(values[number % num_edges])] for values in by
-        )
+        kind, time = ([] if of is None else [np.asarray(of[number % num_edges])] for of in by)
         order = np.lexsort((number, few, *time, *kind, few >> np.uint64(bits)))
         if drop_duplicates:  # the first of each stays
             same = few
@@ -125,12 +123,6 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
     for a, b in zip([0, *ends[:-1]], ends):
         if a < b:
             yield order[a:b]
-
-
-def spooled_bytes(num_edges, numbered) -> int:
-    """Bytes on the disk that `sorted_sources` takes for a while."""
-    size, most = (16, SORT_EDGES >> 2) if numbered else (8, SORT_EDGES)
-    return size * num_edges * (num_edges > most)
 
 
 def _ranges(edges, num_nodes, bits, most, numbered, folder, progress) -> Iterator[tuple]:
@@ -195,7 +187,6 @@ def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
     """Chunks of `indices` in the order given, each checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)
-        if len(chunk) and (chunk.min() < 0 or chunk.max() >= num_nodes):
-            bad, why = (chunk < 0) | (chunk >= num_nodes), f"node ids lie in [0, {num_nodes})"
-            refuse(bad, "indices", chunk, why, first)
+        why = f"node ids lie in [0, {num_nodes})"
+        refuse((chunk < 0) | (chunk >= num_nodes), "indices", chunk, why, first)
         yield chunk

@@ -9,8 +9,7 @@
         split={"train": a, "valid": b, "test": c},              # ids of papers
     )
 
-Types with features come first: the table of features has rows for them alone. This file needs disk/files.py, numpy and
-torch.
+Types with features come first: the table of features has rows for them alone.
 """
 
 import functools
@@ -20,32 +19,28 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.files import Rows, StoreError, array_like, integers, refuse
+from disk.files import Rows, StoreError, array_like, integers, part_ids, reading, refuse, shaped
+
+BY_TYPE = ("features", "labels", "node_time", "edge_weight", "edge_time", "edge_features")
 
 
-def flatten(node_types, edge_index, features, labels=None, split=None, symmetrize=False, **columns):
+def flatten(given):
     """A graph given by type -> keyword arguments of `build_store` for one graph, in which node_types is {name: (nodes,
     width of their features, 0 without)}, in the order of the ids, and edge_types the names of its types.
 
-    Args:
-        node_types: {name: number of nodes}.
-        edge_index: {(type of the sources, name, type of the destinations): integers [2, M_r]}.
-        features: {type: [V_t, F_t]}, narrower rows are filled up with zeros; None, or missing: a type without.
-        labels: {type: as for `build_store`} of one type, of which `split` holds ids, or masks.
-        symmetrize: add the reverse of each edge: of the same type where both ends have one, else of a type `rev_NAME`.
-        columns: edge_weight, edge_time, edge_features as {type of edges: [M_r, ...]}; node_time as {type: [V_t]}, a type
-            without has the latest time of the others.
+    given: the arguments of `build_store`. Features {type: [V_t, F_t]} may be None or missing for a type, narrower rows are
+    filled up with zeros; labels are those of one type, of which `split` holds ids, or masks; columns of edges are {type:
+    [M_r, ...]}; a type without node_time {type: [V_t]} has the latest of the others. A reverse of symmetrize has the type
+    of its edge where both ends have one type, else a type `rev_NAME`.
     """
-    features, labels = ({} if of is None else of for of in (features, labels))
-    columns = {name: values for name, values in columns.items() if values is not None}
-    for what, of in {"features": features, "labels": labels, **columns}.items():
+    node_types, edge_index, split = given["node_types"] or {}, given["edge_index"], given["split"]
+    columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
+    for what, of in columns.items():
         if not isinstance(of, dict):
             needed = "{type: values} is needed where edge_index is given by type"
             raise StoreError(f"{what} is a {type(of).__name__}: {needed}")
-    counts = integers("node_types", [*node_types.values()]).tolist()
-    node_types, times = dict(zip(node_types, counts)), columns.pop("node_time", {})
-    if not edge_index:
-        raise StoreError("edge_index is empty: there are no types of edges")
+    features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
+    node_types = dict(zip(node_types, integers("node_types", [*node_types.values()]).tolist()))
     _check_names(node_types, edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
@@ -57,15 +52,20 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
     columns = {name: dict(of) for name, of in columns.items()}
     _check_columns(columns, edges)
-    if symmetrize:
+    if given["symmetrize"]:
         _add_reverses(edges, columns)
-    graph = {n: torch.cat([files.as_rows(n, of[k]) for k in edges]) for n, of in columns.items()}
+    graph = dict.fromkeys([*BY_TYPE, "split"])
+    for name, of in columns.items():
+        with reading(name):
+            graph[name] = torch.cat([files.as_rows(name, of[kind]) for kind in edges])
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
-    graph["edge_types"] = [_name(kind) for kind in edges]
-    tables = [(n, features[n]) for n in names if features.get(n) is not None]
-    tables = {name: array_like(f"features of {name}", x) for name, x in tables}
+    graph["edge_types"] = [",".join(kind) for kind in edges]
+    tables = {}
+    for name in filter(lambda name: features.get(name) is not None, names):
+        what = f"features of {name}"
+        tables[name] = shaped(what, array_like(what, features[name]), node_types[name], "F")
     graph["features"] = _joined(tables, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
@@ -76,48 +76,38 @@ def flatten(node_types, edge_index, features, labels=None, split=None, symmetriz
         graph["node_time"] = spread("node_time", times, latest)
     if labels:
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
-        several = [split or {}] if isinstance(split or {}, dict) else split
-        moved = [_shifted(part, start, node_types[next(iter(labels))]) for part in several]
-        graph["split"] = moved if several is split else moved[0]
+        ids = functools.partial(part_ids, count=len(*labels.values()))
+        splits = [split or {}] if isinstance(split or {}, dict) else split
+        moved = [{p: start + ids(f"split {p!r}", v) for p, v in of.items()} for of in splits]
+        graph["split"] = moved if splits is split else moved[0]
     elif split:
         raise StoreError("split is of nodes with labels, and no type of nodes has any")
     return graph
 
 
-def _parts(kind):
-    """A type of edges, checked to be a triple."""
-    if not isinstance(kind, tuple) or len(kind) != 3:
-        raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
-    return kind
-
-
 def _check_names(node_types, edge_index):
-    """Raise StoreError for a type that cannot be called by its name."""
-    for word in (*node_types, *(part for kind in edge_index for part in _parts(kind))):
+    """Raise StoreError for no types of edges, or a type that cannot be called by its name."""
+    if not edge_index:
+        raise StoreError("edge_index is empty: there are no types of edges")
+    for kind in edge_index:
+        if not isinstance(kind, tuple) or len(kind) != 3:
+            raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
+    for word in (*node_types, *itertools.chain(*edge_index)):
         if not isinstance(word, str) or not word.isprintable() or not word or "," in word:
             needed = "a printable text without a comma is needed"
             raise StoreError(f"the type {word!r} has no name: {needed}")
-
-
-def _name(kind):
-    """The name of a type of edges, a triple."""
-    return ",".join(_parts(kind))
 
 
 def _check_columns(columns, edges):
     """Raise StoreError unless {column: {type: values}} have a row for each edge of each type."""
     for name, of in columns.items():
         if different := of.keys() ^ edges.keys():
-            what = f"{name} is there for some types of edges and not for {_name(min(different))}"
+            what = f"{name} is there for some types of edges and not for {','.join(min(different))}"
             raise StoreError(f"{what}: it is for all of them, or for none")
         for kind, pairs in edges.items():
             if (count := len(array_like(name, of[kind]))) != pairs.shape[1]:
                 needed = f"{pairs.shape[1]} are needed, one for each edge"
-                raise StoreError(f"{name} of {_name(kind)} has {count} rows: {needed}")
-        shapes = {kind: tuple(array_like(name, values).shape[1:]) for kind, values in of.items()}
-        if len(set(shapes.values())) > 1:
-            found = ", ".join(f"{_name(kind)} {list(shape)}" for kind, shape in shapes.items())
-            raise StoreError(f"{name} has rows of different widths by type: {found}; fill them up")
+                raise StoreError(f"{name} of {','.join(kind)} has {count} rows: {needed}")
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
@@ -126,13 +116,12 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     if unknown := {source, destination} - node_types.keys():
         known = ", ".join(node_types)
         why = f"types of nodes are {known}, and the number of {min(unknown)} is not given"
-        raise StoreError(f"edges {_name(kind)} join {min(unknown)}: {why}")
-    pairs = integers(f"edges {_name(kind)}", pairs)
-    if pairs.ndim != 2 or len(pairs) != 2:
-        raise StoreError(f"edges {_name(kind)} are {[*pairs.shape]}: [2, M] is needed")
+        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {why}")
+    name = f"edges {','.join(kind)}"
+    pairs = shaped(name, integers(name, pairs), 2, "M")
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
-        refuse((row < 0) | (row >= node_types[end]), f"edges {_name(kind)}", row, why)
+        refuse((row < 0) | (row >= node_types[end]), name, row, why)
     return pairs
 
 
@@ -143,7 +132,8 @@ def _add_reverses(edges, columns):
         reverse = kind if source == destination else (destination, f"rev_{name}", source)
         parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
         if reverse != kind and reverse in edges:
-            raise StoreError(f"edges {_name(reverse)} are there already: symmetrize would add them")
+            name = ",".join(reverse)
+            raise StoreError(f"edges {name} are there already: symmetrize would add them")
         edges[reverse] = np.concatenate(parts, 1)
         for of in columns.values():
             of[reverse] = torch.cat([files.as_rows("edges", of[kind])] * len(parts))
@@ -151,17 +141,11 @@ def _add_reverses(edges, columns):
 
 def _joined(tables, node_types):
     """The tables of features [V_t, F_t] of {type: table} as one, as wide as the widest; a single zero where there are none."""
-    for name, table in tables.items():
-        if len(table.shape) != 2 or table.shape[0] != node_types[name]:
-            needed = f"[{node_types[name]}, F] is needed, a row for each node"
-            raise StoreError(f"features of {name} have shape {[*table.shape]}: {needed}")
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
-    dtype, width = (
-        functools.reduce(torch.promote_types, dtypes),
-        max(t.shape[1] for t in tables.values()),
-    )
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    width = max(t.shape[1] for t in tables.values())
 
     def chunks():
         for name, table in tables.items():
@@ -178,19 +162,6 @@ def _spread(first, node_types, name, values, rest) -> np.ndarray:
     shape = next(iter(values.values())).shape[1:]
     whole = np.full((sum(node_types.values()), *shape), rest)
     for kind, part in values.items():
-        if part.shape != (node_types[kind], *shape):
-            needed = f"{[node_types[kind], *shape]} is needed"
-            raise StoreError(f"{name} of {kind} has shape {[*part.shape]}: {needed}")
+        shaped(f"{name} of {kind}", part, node_types[kind], *shape)
         whole[first[kind] : first[kind] + len(part)] = part
     return whole
-
-
-def _shifted(split, start, count) -> dict:
-    """Ids or masks of the `count` nodes of a type as ids of the whole graph, in which that type begins at `start`."""
-    parts = {part: np.asarray(array_like(f"split {part!r}", v)) for part, v in split.items()}
-    for part, mask in parts.items():
-        if mask.dtype == bool and mask.shape != (count,):
-            raise StoreError(f"split {part!r} is a mask of shape {[*mask.shape]}, not [{count}]")
-        ids = np.flatnonzero(mask) if mask.dtype == bool else integers(f"split {part!r}", mask)
-        parts[part] = start + ids
-    return parts

@@ -7,7 +7,6 @@ arrays.close(len(y), num_edges)          # names what was not taken, refuses wha
 """
 
 import contextlib
-import difflib
 import functools
 import os
 import re
@@ -16,7 +15,16 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import Rows, StoreError, free_host_bytes, integers, readable_size, reading, refuse
+from disk.files import (
+    Rows,
+    StoreError,
+    free_host_bytes,
+    integers,
+    readable_size,
+    reading,
+    refuse,
+    shaped,
+)
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -30,7 +38,6 @@ OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." 
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
     "node_time": ("node_time",),
 }
-KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
 
@@ -78,16 +85,13 @@ def of_object(graph, own, ignore=()) -> "Arrays":
     elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
         arrays = {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
         for name in (*graph.node_types, *map(tuple, graph.edge_types)):
-            values = dict(graph[name].items())
-            if values.get("adj_t") is not None and values.get("edge_index") is None:
-                values |= _of_adjacency(values.pop("adj_t"), values.get("edge_weight"))
-                del values["num_nodes"]
+            values = _with_edge_index(dict(graph[name].items()))
+            values.pop("num_nodes", None)
             of = name if isinstance(name, str) else ",".join(name)
             arrays |= {f"{column}:{of}": value for column, value in values.items()}
     elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
-        arrays = dict(graph.to_dict() if hasattr(graph, "to_dict") else vars(graph))
-        if arrays.get("adj_t") is not None and arrays.get("edge_index") is None:
-            arrays |= _of_adjacency(arrays.pop("adj_t"), arrays.get("edge_weight"))
+        arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
+        arrays = _with_edge_index(dict(arrays))
     else:
         what = "give the path of an .npz or .csv file, a DGLGraph or a PyG Data"
         raise StoreError(f"a graph cannot be read from a {kind}: {what}")
@@ -102,8 +106,12 @@ def of_object(graph, own, ignore=()) -> "Arrays":
     return arrays
 
 
-def _of_adjacency(matrix, weights) -> dict:
-    """adj_t, a SparseTensor of torch_sparse or of torch, whose row v holds the sources of the edges into v."""
+def _with_edge_index(arrays) -> dict:
+    """Arrays with edge_index in place of adj_t, a SparseTensor of torch_sparse or of torch, whose row v holds the sources of
+    the edges into v."""
+    if arrays.get("adj_t") is None or arrays.get("edge_index") is not None:
+        return arrays
+    matrix, weights = arrays.pop("adj_t"), arrays.get("edge_weight")
     if isinstance(matrix, torch.Tensor):
         matrix = matrix.to_sparse_csr()
         indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
@@ -114,7 +122,7 @@ def _of_adjacency(matrix, weights) -> dict:
         values = weights
     elif weights is not None:
         raise StoreError("adj_t has values other than 1, beside edge_weight: keep one of them")
-    return {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
+    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
 
 
 class Arrays:
@@ -123,11 +131,11 @@ class Arrays:
     Args:
         source: what messages call the file or object. ignore: names of arrays to do without.
         values: {name: array, tensor, or function that reads an array}; one that is None is not there.
+        suffix: of the names of a type's arrays.
     """
 
-    def __init__(self, source, values, ignore=()):
-        self.source, self.classes, self._taken = str(source), None, set()
-        self.suffix = ""  # of a type's arrays
+    def __init__(self, source, values, ignore=(), suffix=""):
+        self.source, self.classes, self.suffix, self._taken = str(source), None, suffix, set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
             self.find(name, needed=True)
@@ -141,14 +149,9 @@ class Arrays:
             base, colon, kind = name.partition(":")
             if not colon or kind.count(",") not in (0, 2):
                 how = "NAME:TYPE for nodes and NAME:SOURCE,RELATION,DESTINATION for edges"
-                raise self.error(
-                    f"{name} has no type: where edge_index has some, arrays are called {how}"
-                )
+                raise self.error(f"{name} has no type: beside edge_index:... arrays are {how}")
             found.setdefault(kind, {})[base] = value
-        arrays = {kind: Arrays(f"{self.source}: {kind}", of) for kind, of in found.items()}
-        for kind, of in arrays.items():
-            of.suffix = f":{kind}"
-        return arrays
+        return {k: Arrays(f"{self.source}: {k}", of, suffix=f":{k}") for k, of in found.items()}
 
     def error(self, text) -> StoreError:
         """An error that names the source."""
@@ -197,12 +200,7 @@ class Arrays:
 
     def shaped(self, name, *shape):
         """An array of numbers of a shape, in which a letter stands for any number."""
-        array = self[name]
-        fits = [isinstance(want, str) or n == want for n, want in zip(array.shape, shape)]
-        if array.ndim != len(shape) or not all(fits):
-            wanted = ", ".join(map(str, shape))
-            raise self.error(f"{name} is {list(array.shape)}: [{wanted}] is needed")
-        return array
+        return shaped(f"{self.source}: {name}", self[name], *shape)
 
     def integers(self, name, values=None):
         """An array of whole numbers as int64, or `values` of that name."""
@@ -213,24 +211,20 @@ class Arrays:
         name = self.find(*EDGES, needed=True)
         return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
-    def columns(self, num_nodes, num_edges):
-        """What edges carry, by the names that a store has for it, and `node_time`."""
-        counts = {column: num_edges for column in OF_EDGES} | {"node_time": num_nodes}
-        words = {c: OF_EDGES[c] for c, count in counts.items() if count is not None}
-        words |= {"node_time": ("node_time", "time")} if num_edges is None else {}  # PyG's name
+    def columns(self, nodes=True, edges=True):
+        """What edges carry, by the names that a store has for it, and `node_time`, of arrays of both or of one of them."""
+        words = {
+            c: names for c, names in OF_EDGES.items() if (nodes if c == "node_time" else edges)
+        }
+        words |= {} if edges else {"node_time": ("node_time", "time")}  # PyG's name
         names = {column: name for column in words if (name := self.find(*words[column]))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
         columns = {column: self[name] for column, name in names.items()}
-        for column, name in names.items():
-            rows = (*columns[column].shape, 0)[0]
-            count, of = counts[column], "nodes" if column == "node_time" else "edges"
-            if rows != count:
-                what = f"{name} has {rows} rows, one for each of the {count} {of} is needed"
-                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
-            if column != "edge_features" and columns[column].shape[1:] == (1,):
-                columns[column] = columns[column].reshape(-1)
+        for column, values in columns.items():
+            if column != "edge_features" and values.shape[1:] == (1,):
+                columns[column] = values.reshape(-1)
         return columns
 
     def labels(self):
@@ -300,7 +294,6 @@ class Arrays:
         shape = [num_nodes, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
-            shape = shape[::-1] if shape[1:] == [num_nodes] else shape  # columns first
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
             needed = f"{num_nodes} rows and from 1 to {PIECE:,} columns"
             raise self.error(f"its features have shape {shape}: {needed} are needed")
@@ -339,8 +332,7 @@ class Arrays:
                 shape = self._array(name).shape
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
-                near = difflib.get_close_matches(str(name), KNOWN, 1)
-                why = "no array of that name is known" + (f", {near[0]} is" if near else "")
+                why = "no array of that name is known (docs/data.md has those that are)"
                 if name in KNOWN and not of_edges:  # in its place it would have been taken
                     place = self.suffix[1:] or "many small graphs"
                     of_split = name in sum(PARTS.values(), [])

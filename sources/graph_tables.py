@@ -11,14 +11,16 @@ what.
 
 import itertools
 import os
-import re
 
 import numpy as np
 
 from disk.files import StoreError, plural
 from sources.tables import opened, short, spool, stacked
 
-TABLE = re.compile(r"\.(csv|tsv|txt|parquet)(\.(gz|bz2|xz))?$", re.IGNORECASE)
+NEEDED = {  # of the tables of nodes that are no ids
+    "labels": "one of labels, perhaps one of ids, or several of 0 and 1 are",
+    "node_time": "one of times, perhaps one of ids, are",
+}
 
 
 def read_tables(file, own, more, folder) -> dict:
@@ -29,17 +31,13 @@ def read_tables(file, own, more, folder) -> dict:
         more: {name of a column of a store: file of a table, or columns of the table of edges}.
         folder: where some of the arrays are kept.
     """
-    if not TABLE.search(file):
-        what = "give an .npz file, or a .csv, .tsv, .txt or .parquet (perhaps .gz, .bz2, .xz)"
-        raise StoreError(f"{file} cannot be read: {what}")
     if "features" not in own:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
     arrays, keep = {}, {}
     arrays["features"], nodes = features(own.pop("features"), folder / "features")
-    readers = {"labels": labels, "node_time": node_times}  # the others are ids of a split
     for name, given in {**own, **more}.items():
         if not name.startswith("edge_"):
-            arrays[name] = readers.get(name, ids)(given, nodes)
+            arrays[name] = of_nodes(given, nodes, name)
         elif os.path.isfile(given):
             arrays[name] = edge_rows(given, folder / name, name)
         else:
@@ -49,32 +47,24 @@ def read_tables(file, own, more, folder) -> dict:
 
 
 class Nodes:
-    """How tables name the V nodes that are the rows of the table `source`: by their numbers, or by `names` [V], int64
-    or a list of strings. by_row: whether row i of a table without ids is node i."""
+    """How tables name the V nodes that are the rows of the table `source`: by their numbers, or by `names` [V], integers
+    or strings. by_row: whether row i of a table without ids is node i."""
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count, self.source, self.names, self.by_row = count, source, names, by_row
-        self.kind = str if isinstance(names, list) else int  # of the cells that name nodes
-        if self.kind is str:
-            self._numbers = {name: i for i, name in enumerate(names)}
-        elif names is not None:
-            self._order = np.argsort(names)
-            self._sorted = names[self._order]
+        self._numbers = {name: i for i, name in enumerate(names or ())}
+        self.kind = str if names and type(names[0]) is str else int  # of the cells that name nodes
 
     def numbers(self, table, first, cells) -> np.ndarray:
         """The nodes int64 [r] that the cells of a column name, from row `first` on."""
-        if self.kind is str:
+        nodes = cells
+        if self.names:
             nodes = np.array([self._numbers.get(name, -1) for name in cells], np.int64)
-        elif self.names is not None:
-            place = np.searchsorted(self._sorted, cells).clip(max=self.count - 1)
-            nodes = np.where(self._sorted[place] == cells, self._order[place], -1)
-        else:
-            nodes = cells
         bad = (nodes < 0) | (nodes >= self.count)
         if bad.any():
             row = int(bad.argmax())
             what = f"there is no node {short(str(cells[row]), '')}: {self.source} has "
-            what += f"the nodes 0 to {self.count - 1:,}" if self.names is None else "no such id"
+            what += "no such id" if self.names else f"the nodes 0 to {self.count - 1:,}"
             raise table.error(first + row, what)
         return nodes
 
@@ -83,7 +73,8 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
     """Spool a table with a row for each node into the file `target` -> (memmap of float32 [V, F], how nodes are named).
 
     A column of ids never becomes a feature. It is known by its name (id, node, index, ..., or for the first column
-    anything that ends in id), or is the first one and holds text, or the numbers 0 to V-1 or 1 to V in any order.
+    anything that ends in id), or is the first one and holds text; a first one of another name that holds the numbers
+    0 to V-1 or 1 to V in any order is refused.
     """
     with opened(file) as table:
         text = [0] if table.kinds[0] == "text" else []
@@ -104,37 +95,34 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
                 yield stacked(columns, real, np.float32)
 
         x = spool(target, rows(), np.float32, len(real))
-        text = kinds[node or 0] is str
-        first = [*itertools.chain(*found)] if text else np.concatenate(found)
-        if node is None and len(real) > 1 and len(x) > 1 and first.min() in (0, 1):
-            if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
-                node, x, first = 0, x[:, 1:], first.astype(np.int64)
+        first = [*itertools.chain(*found)] if kinds[node or 0] is str else np.concatenate(found)
         nodes = Nodes(len(x), file)
         if node is not None:
             x, nodes = _name(table, target, x, first, node)
+        elif len(real) > 1 and len(x) > 1 and first.min() in (0, 1):
+            if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
+                what = f"{file}: {table.column(0)} counts the rows"
+                raise StoreError(f"{what}: call it id in a header, or put a feature before it")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
 
 def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Name the nodes by the ids of the rows, or put the rows in the order of their numbers."""
-    column, (different, times) = table.column(node), np.unique(ids, return_counts=True)
-    if (again := different[times > 1]).size or different[0] == "":
-        what = "a cell is empty" if different[0] == "" else f"{again[0]} is there more than once"
-        what += "; rename it if it holds no ids"
-        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, but {what}")
+    column, different = table.column(node), np.unique(ids)
+    if len(different) < len(ids) or different[0] == "":
+        what = "but one is empty or there more than once; rename it if it holds no ids"
+        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, {what}")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
-        return x, Nodes(len(x), table.name, ids, by_row=False)
+        return x, Nodes(len(x), table.name, list(ids), by_row=False)
     in_order = np.array_equal(ids, different)
     note = "" if in_order else ", the rows are put in their order"
     table.notes.append(f"{column} numbers the nodes{note}")
     if not in_order:
-        ordered = np.memmap(f"{target}-ordered", np.float32, "w+", shape=x.shape)
-        for a in range(0, len(x), 4096):
-            ordered[ids[a : a + 4096]] = x[a : a + 4096]
+        rows = np.array_split(np.argsort(ids), len(x) // 4096 + 1)
+        x = spool(f"{target}-ordered", (x[some] for some in rows), np.float32, x.shape[1])
         os.remove(target)
-        x = ordered
     return x, Nodes(len(x), table.name, by_row=in_order)
 
 
@@ -161,70 +149,48 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
         what = f"node {rows[again[0]]} is there for the second time"
-        if table.width == 1 and nodes.names is None and rows.max() <= 1:
+        if table.width == 1 and not nodes.names and rows.max() <= 1:
             what = "this looks like a mask of 0 and 1: ids of nodes are needed, one a line"
         raise table.error(int(again[0]), what)
     return rows, columns
 
 
-def labels(file, nodes) -> np.ndarray:
-    """Read a table of labels: a column of numbers or text, or of several labels a node columns of 0 and 1; a row for each
-    node, or with a column of ids for some -> float64 [V] or [V, C], or text [V]; NaN or "": no label."""
+def of_nodes(file, nodes, name) -> np.ndarray:
+    """Read a table for nodes.
+
+    Args:
+        name: "labels": a column of numbers or text, or of several labels a node columns of 0 and 1 -> float64 [V] or
+            [V, C], NaN: no label, or text [V]; "node_time": a column of times -> int64 [V]; both may have a column of
+            ids beside them, labels then for some nodes alone. Another: a column that names nodes, each once -> int64 [n].
+    """
     with opened(file) as table:
-        columns, node = _label_columns(table)
-        if node is not None:
+        node, is_labels = (*table.named("id"), None)[0], name == "labels"
+        if name not in NEEDED:
+            node = 0 if table.width == 1 else None
+        elif node is None and table.width == 2:
+            named = table.named("label")
+            node = 1 - named[0] if is_labels and len(named) == 1 else 0
+        columns = [j for j in range(table.width) if j != node]
+        several = is_labels and all(table.kinds[j] == "whole" for j in columns)
+        if len(columns) != (name in NEEDED) and not (columns and several):
+            found = short(", ".join(map(table.column, range(table.width))), "")
+            needed = NEEDED.get(name, "ids alone are")
+            raise StoreError(f"{file} has the columns {found}: {needed} needed")
+        if columns and node is not None:
             which = ", ".join(map(table.column, columns))
-            table.notes.append(f"{table.column(node)} taken as ids, {which} as labels")
-        kind = str if len(columns) == 1 and table.kinds[columns[0]] == "text" else float
-        kinds = dict.fromkeys(columns, kind)
-        rows, found = _rows_of_nodes(table, nodes, node, kinds, missing=True)
-        found = np.stack([found[j] for j in columns], 1)
-        y = np.full((nodes.count, len(columns)), "" if kind is str else np.nan, found.dtype)
-        y[rows] = found
+            table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
+        text = is_labels and len(columns) == 1 and table.kinds[columns[0]] == "text"
+        kind = str if text else float if is_labels else int
+        rows, found = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind), is_labels)
         table.say()
+    if not columns:
+        return rows
+    found = np.stack([found[j] for j in columns], 1)
+    if not is_labels and len(missing := np.setdiff1d(np.arange(nodes.count), rows)):
+        raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
+    y = np.full((nodes.count, len(columns)), {str: "", float: np.nan, int: 0}[kind], found.dtype)
+    y[rows] = found
     return y if len(columns) > 1 else y[:, 0]
-
-
-def _label_columns(table) -> tuple[list[int], int | None]:
-    """(columns of the labels, column of ids or None)."""
-    node = (*table.named("id"), None)[0]
-    named = [j for j in table.named("label") if j != node]
-    if table.width == 1 and node is None:
-        return [0], None
-    if table.width == 2:
-        node = node if node is not None else 1 - named[0] if len(named) == 1 else 0
-        return [1 - node], node
-    columns = [j for j in range(table.width) if j != node]
-    if columns and all(table.kinds[j] == "whole" for j in columns):
-        return columns, node
-    found = short(", ".join(map(table.column, range(table.width))), "")
-    what = "one of labels, perhaps one of ids, or several of 0 and 1 are needed"
-    raise StoreError(f"{table.name} has the columns {found}: {what}")
-
-
-def node_times(file, nodes) -> np.ndarray:
-    """Read a table of the nodes' times: a column of them, perhaps with a column of ids beside it -> int64 [V]."""
-    with opened(file) as table:
-        if table.width > 2:
-            raise StoreError(f"{file} has {table.width} columns: times, perhaps ids, are needed")
-        node = (*table.named("id"), 0)[0] if table.width == 2 else None
-        when = 0 if node is None else 1 - node
-        rows, found = _rows_of_nodes(table, nodes, node, {when: int})
-        missing = np.setdiff1d(np.arange(nodes.count), rows)
-        if len(missing):
-            raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
-        table.say("taken as the nodes' times")
-    return found[when][np.argsort(rows)]
-
-
-def ids(file, nodes) -> np.ndarray:
-    """Read a table of one column that names nodes, each once -> int64 [n]."""
-    with opened(file) as table:
-        if table.width != 1:
-            raise StoreError(f"{file} has {table.width} columns: one is needed, the ids of nodes")
-        found, _ = _rows_of_nodes(table, nodes, 0, {})
-        table.say()
-    return found
 
 
 def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -10,7 +10,7 @@ G graphs have N nodes and B bonds in all; F columns of node features, D of bond 
 import numpy as np
 import torch
 
-from disk.files import check_finite, refuse
+from disk.files import check_finite, refuse, shaped
 from features import prefetch
 from sources.splits import of_graphs
 
@@ -66,7 +66,16 @@ def crystals(arrays, given, seed):
     bad = (numbers < 0) | (numbers > 118)
     refuse(bad, f"{arrays.source}: Z", numbers, "atomic numbers lie in [0, 118]")
     check_finite(f"{arrays.source}: frac_coords", torch.from_numpy(coords))
-    _check_cells(arrays, lattice, atoms, radius)
+    if not 0 < radius < float("inf"):
+        raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
+    volumes = np.abs(np.linalg.det(np.nan_to_num(lattice)))
+    bad = (volumes < 1e-9) | ~(np.abs(lattice) < 1e6).all((1, 2))
+    why = "its lattice needs three finite vectors that span a cell"
+    refuse(bad, f"{arrays.source}: the volume of cell", volumes, why)
+    candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
+    why = f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one"
+    name = f"{arrays.source}: the number of atoms and images near cell"
+    refuse(candidates > MOST_CANDIDATES, name, candidates, why)
     y = _targets(arrays, "energy", len(atoms), atoms)
     split = of_graphs(arrays, len(y), given.get("split"), seed)
     arrays.close()
@@ -82,25 +91,6 @@ def crystals(arrays, given, seed):
 
     batches = prefetch(batch, range(0, len(y), 16), depth=4, threads=4)
     return batches, split, {"radius": radius, "target": "energy per atom"}
-
-
-def _check_cells(arrays, lattice, atoms, radius):
-    """Refuse cells [G, 3, 3] that are none, and those whose neighbourhoods take too long to search."""
-    if not 0 < radius < float("inf"):
-        raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
-    sane = (np.abs(lattice) < 1e6).all((1, 2))
-    bad = np.flatnonzero(~sane | (np.abs(np.linalg.det(np.nan_to_num(lattice))) < 1e-9))
-    if len(bad):
-        cell = f"lattice[{bad[0]}] is {lattice[bad[0]].tolist()}"
-        raise arrays.error(f"{cell}: three finite vectors that span a cell are needed")
-    candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
-    bad = np.flatnonzero(candidates > MOST_CANDIDATES)
-    if len(bad):
-        n, found = atoms[bad[0]], candidates[bad[0]]
-        near = f"cell {bad[0]} has {n} atoms, and {found:,.0f} with images within radius={radius:g}"
-        raise arrays.error(
-            f"{near}: at most {MOST_CANDIDATES:,} are searched; choose a smaller radius"
-        )
 
 
 def _heights(lattice) -> np.ndarray:
@@ -146,9 +136,9 @@ def _offsets(arrays, name, count, least) -> np.ndarray:
 def _targets(arrays, name, count, atoms=1) -> np.ndarray:
     """float32 [G, T], divided by the number of atoms."""
     values = arrays[name]
-    if values.ndim not in (1, 2) or len(values) != count or not values.size:
-        what = f"and there are {count} graphs: [{count}] or [{count}, T] is needed"
-        raise arrays.error(f"{name} is {list(values.shape)}, {what}")
+    shaped(f"{arrays.source}: {name}", values, count, *["T"] * (values.ndim > 1))
+    if not values.size:
+        raise arrays.error(f"{name} has shape {list(values.shape)}: no graph has a target")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused
         values = (values.reshape(count, -1).T / atoms).T.astype(np.float32)
     check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))

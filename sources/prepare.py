@@ -28,7 +28,7 @@ from disk.checks import check_labels, check_split
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, LABELS, Arrays, of_object, open_npz
-from sources.graph_tables import TABLE, read_tables
+from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import DRAWN, PARTS, drawn_per_class, found
@@ -84,19 +84,13 @@ def prepare(
     digest = hashlib.sha256(content).hexdigest()[:8]
     target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
-        made = not root.exists()
-        try:
-            with reading(root):
-                root.mkdir(parents=True, exist_ok=True)
-                # of several processes one builds, the others wait
-                with files.locked(root.resolve()):
-                    if not (target / "meta.json").is_file():
-                        with reading(dataset):
-                            make(target, backend=backend, progress=progress)
-        finally:
-            if made:
-                with contextlib.suppress(OSError):  # it stays unless it is empty
-                    root.rmdir()
+        with reading(root):
+            root.mkdir(parents=True, exist_ok=True)
+            # of several processes one builds, the others wait
+            with files.locked(root.resolve()):
+                if not (target / "meta.json").is_file():
+                    with reading(dataset):
+                        make(target, backend=backend, progress=progress)
     return target
 
 
@@ -113,7 +107,14 @@ def _recipe(name, root, seed, options, flags):
         make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
         return Path(file).stem[:100], key, make
     if word not in NAMES:
-        raise StoreError(_unknown(name))
+        if os.path.isdir(name):
+            raise StoreError(f"{name} is a folder without meta.json, so no store")
+        if os.path.isfile(name):
+            how = f"python store.py build {name} my_store --features x.csv --labels y.csv"
+            how = f"{how} for tables; load others in Python for sources.prepare.build"
+            raise StoreError(f"{name} is neither an .npz file nor a store: {how}")
+        known = f"it is no store, no .npz file, and none of {', '.join(NAMES)}"
+        raise StoreError(f"dataset {name!r} is unknown: {known}")
     if flags:
         raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
@@ -128,20 +129,6 @@ def _recipe(name, root, seed, options, flags):
         return build_store(path, **graph, **options)
 
     return word, key, make
-
-
-def _unknown(name) -> str:
-    """The sentence for a name that is no data set."""
-    if os.path.isdir(name):
-        return f"{name} is a folder without meta.json, so no store"
-    if os.path.isfile(name) and TABLE.search(name):
-        command = f"python store.py build {name} my_store --features x.csv --labels y.csv"
-        return f"{name} is no .npz file; a table of edges needs features and labels: {command}"
-    if os.path.isfile(name):
-        how = "load it in Python, and store it by sources.prepare.build or store.build_store"
-        return f"{name} is neither an .npz file nor a table (.csv, .tsv, .txt, .parquet): {how}"
-    names = ", ".join(NAMES)
-    return f"dataset {name!r} is unknown: it is no store, no .npz file, and none of {names}"
 
 
 def npz_file(text):
@@ -187,21 +174,17 @@ def build(
 ):
     """Build a store at a path of your own -> its path.
 
-    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature; those of
-    many small graphs: sources/molecules.py.
+    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature.
 
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
-        path: directory of the store.
         features, labels: [V, F] and [V] instead of the graph's, of one type of nodes; for tables of edges the files of such tables.
         split: dict of node ids or masks instead of the graph's, for tables of files of ids; or the number, from 0, of
             the one of the graph's splits that is kept.
-        ignore: names of arrays to do without.
-        seed: draws the split where there is none; 0 when None.
+        ignore: names of arrays to do without. seed: draws the split where there is none; 0 when None.
         weights, times, edge_features: for tables, columns of the table of edges, by name or by number from 1 (several,
             with commas between them, for features), or the file of a table with a row for each edge.
-        node_times: for tables, the file of a table with a time for each node.
-        options: of `build_store` (backend, symmetrize, drop_self_loops, drop_duplicates, num_classes, progress).
+        node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
     path, is_file = Path(path), isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
@@ -302,11 +285,11 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
     if labels is not None and labels.ndim == 1:
         empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
         if len(empty):
-            which = ", ".join([*map(str, empty[:3]), *["..."] * (len(empty) > 3)])
+            which = ", ".join([*map(str, empty[:8]), *["..."] * (len(empty) > 8)])
             arrays.say(f"{len(empty)} of {num_classes} classes have no node: {which}")
     if arrays.classes:
         source["classes"] = arrays.classes
-    columns = arrays.columns(num_nodes, edges.shape[-1])
+    columns = arrays.columns()
     arrays.close(num_nodes, edges.shape[-1])
     random = np.random.default_rng(seed)
     if labels is None:
@@ -346,12 +329,12 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
             graph["node_types"][kind], graph["features"][kind] = counts[0], features
             labelled += [kind] if labels is not None else []
             if labels is not None and target in (None, kind):
-                graph |= {
-                    "labels": {kind: labels},
-                    "split": found(of, counts[0], given.get("split")),
-                }
+                graph["labels"] = {kind: labels}
+                graph["split"] = found(of, counts[0], given.get("split"))
                 source |= {"classes": of.classes} if of.classes else {}
-        for name, values in of.columns(*counts).items():
+        for name, values in of.columns(
+            nodes=isinstance(kind, str), edges=isinstance(kind, tuple)
+        ).items():
             columns.setdefault(name, {})[kind] = values
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:
@@ -378,10 +361,8 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)
     features[shown, labels[shown]] = 1
-    arrays.say(
-        f"it has no features: half of the training nodes ({len(shown):,}) show their label as feature, the other "
-        f"{len(split['train']):,} are trained on; edges are made symmetric"
-    )
+    half = f"half of the training nodes ({len(shown):,}) show their label as feature"
+    arrays.say(f"it has no features: {half}, the others are trained on; edges are made symmetric")
     return split, features
 
 

@@ -31,6 +31,7 @@ from disk.files import (
     progress_bar,
     reading,
     scratch_folder,
+    shaped,
     sync,
 )
 from sources.tables import Table, spool
@@ -136,16 +137,18 @@ def _typed_arrays(archive, kind) -> dict:
     counts, edges = dict(zip(names, map(int, counts))), {}
     for ends in map(tuple, archive.words("raw/triplet-type-list")):
         edges[ends] = np.concatenate([*archive.table(f"raw/relations/{'___'.join(ends)}/edge")]).T
-    file = {what: f"raw/node-{what}/{{0}}/node-{what}".format for what in ("feat", "label")}
-    there = {w: [n for n in names if f"{file[w](n)}.csv.gz" in archive.members] for w in file}
+
+    def tables(what):
+        names_of = {name: f"raw/node-{what}/{name}/node-{what}" for name in names}
+        return {n: file for n, file in names_of.items() if f"{file}.csv.gz" in archive.members}
+
+    labels = {name: archive.column(file) for name, file in tables("label").items()}
     return dict(
         node_types=counts,
         edge_index=edges,
-        features={
-            name: archive.features(file["feat"](name), counts[name]) for name in there["feat"]
-        },
-        labels={name: archive.column(file["label"](name)) for name in there["label"]},
-        split={n: archive.column(f"split/{kind}/{there['label'][0]}/{n}") for n in SPLITS},
+        features={n: archive.features(file, counts[n]) for n, file in tables("feat").items()},
+        labels=labels,
+        split={n: archive.column(f"split/{kind}/{min(labels)}/{n}") for n in SPLITS},
     )
 
 
@@ -187,11 +190,9 @@ def planetoid(name, root) -> dict:
         raise StoreError(f"ind.{name}.test.index holds {bad}: its nodes lie in [0, {num_nodes})")
 
     def joined(first, second):
-        for part, rows in ((first, known), (second, len(test))):
-            if parts[part].ndim != 2 or len(parts[part]) != rows:
-                shape = list(parts[part].shape)
-                raise StoreError(f"ind.{name}.{part} is {shape}: {rows} rows are needed")
-        return np.concatenate([parts[first], parts[second]])
+        both = (first, known), (second, len(test))
+        both = [shaped(f"ind.{name}.{part}", parts[part], rows, "F") for part, rows in both]
+        return np.concatenate(both)
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes, x, y = np.append(np.arange(known), test), joined("allx", "tx"), joined("ally", "ty")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from disk.files import SPLITS, StoreError
+from disk.files import SPLITS, StoreError, plural
 
 PARTS = {
     part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]
@@ -16,7 +16,7 @@ def found(arrays, count, choice=None):
     """The split of `count` nodes or graphs among `Arrays`, {part: ids}; a list of them where there are several and none
     is chosen by `choice`, from 0; empty where there is none.
 
-    Ids are [n], of several splits [K, n] (or [n, K] where that fits all parts), short rows filled up with -1. Masks
+    Ids are [n], of several splits [K, n], short rows filled up with -1. Masks
     are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
@@ -24,19 +24,14 @@ def found(arrays, count, choice=None):
         parts = " and ".join(names.values())
         raise arrays.error(f"it has {parts}, but no {' or '.join(PARTS['train'])} to train on")
     values = {part: arrays[name] for part, name in names.items()}
-    ids = [v for part, v in values.items() if "mask" not in names[part] and v.dtype != bool]
-    shapes = [v.shape for v in ids if v.ndim == 2 and min(v.shape) > 1]
-    turned = len({shape[1] for shape in shapes}) == 1 < len({shape[0] for shape in shapes})
-    rows = {p: _rows(arrays, names[p], v, count, turned) for p, v in values.items()}
+    rows = {part: _rows(arrays, names[part], v, count) for part, v in values.items()}
     several = sorted({len(splits) for splits in rows.values()} - {1})
     if len(several) > 1:
         numbers, names = " and ".join(map(str, several)), ", ".join(names.values())
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
-    if choice is not None and not several:
-        few = "one" if names else "no"
-        raise arrays.error(f"split={choice} has no effect: it has {few} split")
-    if choice is not None and not 0 <= choice < several[0]:
-        raise arrays.error(f"split={choice} is out of range: its {several[0]} splits count from 0")
+    if choice is not None and not (several and 0 <= choice < several[0]):
+        has = f"it has {plural([*several, int(bool(names))][0], 'split')}"
+        raise arrays.error(f"split={choice} is none: {has}, and of several one is taken, from 0 on")
 
     def ids_of(splits, number):
         row = splits[number % len(splits)]
@@ -49,12 +44,12 @@ def found(arrays, count, choice=None):
     return taken if len(taken) > 1 else taken[0]
 
 
-def _rows(arrays, name, values, count, turned):
-    """A part of one split or of K as [K, n]: ids (`turned`: given as [n, K]), or bool where they are masks."""
+def _rows(arrays, name, values, count):
+    """A part of one split or of K as [K, n]: ids, or bool where they are masks."""
     shape = list(values.shape)
     if "mask" not in name and values.dtype != bool:
         if values.ndim == 2 and min(shape) > 1:
-            return values.T if turned else values
+            return values
         if values.ndim == 0 or values.size != max(shape):
             raise arrays.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
         return values.reshape(1, -1)

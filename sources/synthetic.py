@@ -29,6 +29,7 @@ SYNTHETIC = dict(
     community=0,
 )
 
+COUNT, SEED, SHARE = (1, 1 << 31), (0, 1 << 63), (0, 1)  # ranges of parameters
 
 MAG = dict(
     scale=0.02,  # 1: as large as ogbn-mag, 1.9 million nodes and 42 million edges
@@ -51,14 +52,8 @@ def synthetic_mag(parameters) -> dict:
     """A graph with the types of ogbn-mag (arXiv 2005.00687) and as many nodes and edges of each, times `scale` -> arguments
     of `build_store`. Classes are ranges of ids in every type, and papers' features are too noisy to classify alone;
     parameters: a dict with every key of `MAG`."""
-    p = types.SimpleNamespace(**parameters)
-    if (
-        not 0 < p.scale <= 10
-        or min(p.features, p.classes) < 1
-        or p.seed < 0
-        or not 0 <= p.local <= 1
-    ):
-        raise StoreError(f"synthetic-mag: {parameters} is out of range")
+    ranges = dict(scale=(1e-6, 10), features=COUNT, classes=COUNT, seed=SEED, local=SHARE)
+    p = checked("synthetic-mag", parameters, **ranges)
     random = np.random.Generator(np.random.SFC64(p.seed))
     counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
 
@@ -88,32 +83,25 @@ def synthetic_mag(parameters) -> dict:
     )
 
 
-def checked(parameters):
-    """The parameters as attributes, and as `counts` the nodes for training and validation; StoreError for one that is out
-    of range."""
-    p = types.SimpleNamespace(**parameters)
-    for name, fine in dict(
-        nodes=1 <= p.nodes <= 1 << 31,
-        degree=0 < p.degree < 1 << 20,
-        features=p.features >= 1,
-        classes=1 <= p.classes <= p.nodes,
-        seed=p.seed >= 0,
-        local=0 <= p.local <= 1,
-        sigma=0 <= p.sigma <= 4,
-        noise=p.noise >= 0,
-        mixed=0 <= p.mixed <= 1,
-        community=0 <= p.community <= p.nodes,
-        train=0 < p.train <= p.nodes,
-        valid=0 <= p.valid <= p.nodes,
-    ).items():
-        if not fine:
-            raise StoreError(f"synthetic: {name}={parameters[name]} is out of range")
-    p.counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
-    if p.counts[0] < 1 or sum(p.counts) > p.nodes:
-        raise StoreError(
-            f"synthetic: train={p.train:g}, valid={p.valid:g} do not fit {p.nodes} nodes"
-        )
-    return p
+def checked(name, parameters, **ranges):
+    """The parameters as attributes; StoreError for one that is not in its range, (lowest, highest)."""
+    for key, (low, high) in ranges.items():
+        if not low <= parameters[key] <= high:
+            raise StoreError(f"{name}: {key}={parameters[key]} is out of range: {low} to {high}")
+    return types.SimpleNamespace(**parameters)
+
+
+def _communities(parameters):
+    """(the parameters of `synthetic`, checked; numbers of nodes for training and validation)."""
+    nodes = parameters["nodes"]
+    ranges = dict.fromkeys(("nodes", "features"), COUNT) | dict.fromkeys(("local", "mixed"), SHARE)
+    ranges |= dict(degree=(1e-6, 1 << 20), classes=(1, nodes), seed=SEED, sigma=(0, 4))
+    ranges |= {name: (0, nodes) for name in ("community", "train", "valid")} | {"noise": (0, 1e30)}
+    p = checked("synthetic", parameters, **ranges)
+    counts = [round(n * nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
+    if counts[0] < 1 or sum(counts) > nodes:
+        raise StoreError(f"synthetic: train={p.train:g}, valid={p.valid:g} do not fit {nodes}")
+    return p, counts
 
 
 def synthetic(parameters) -> dict:
@@ -125,7 +113,7 @@ def synthetic(parameters) -> dict:
     Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
     alone, a dict with every key of `SYNTHETIC`.
     """
-    p = checked(parameters)
+    p, counts = _communities(parameters)
     size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
 
     def stream(*key):
@@ -163,7 +151,7 @@ def synthetic(parameters) -> dict:
 
     nodes_per_chunk = max(1, int((1 << 20) / p.degree))
     rows_per_chunk = max(1, (1 << 22) // p.features)
-    parts = np.split(stream(7).permutation(p.nodes), np.cumsum(p.counts))
+    parts = np.split(stream(7).permutation(p.nodes), np.cumsum(counts))
     return dict(
         indptr=indptr,
         indices=Rows([int(indptr[-1])], np.int64, ahead(edges, nodes_per_chunk)),

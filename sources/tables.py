@@ -10,7 +10,6 @@ count. r is the number of rows in a batch.
 """
 
 import bz2
-import collections
 import contextlib
 import csv
 import gzip
@@ -24,8 +23,9 @@ import numpy as np
 
 from disk.files import StoreError, plural, reading
 
-HEAD = 1 << 20  # bytes of text from which the layout is guessed
-BLOCK = 1 << 23  # bytes of text parsed at once: the longest line
+BLOCK = (
+    1 << 23
+)  # bytes of text parsed at once, and from which the layout is guessed: the longest line
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 TYPES = {int: "int64", float: "float64", str: "string"}
@@ -170,14 +170,21 @@ class Table:
 
     def _guess_text(self) -> list[list[str]]:
         """Find comments, separator, header and width; return the first rows."""
-        lines = self._first_lines()
+        head, above = self._stream.read(BLOCK), ""
+        if len(head) == BLOCK and not (head := head[: head.rfind(b"\n") + 1]):
+            raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
+        if b"\0" in head:
+            raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
+        lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
         while lines and (not lines[0].strip(" ") or lines[0].lstrip(" ").startswith("#")):
             above = lines.pop(0).strip()
             self._skipped += 1
         lines = [line for line in lines if line.strip(" ")][:SAMPLE]
         if not lines:
             raise StoreError(f"{self.name} is empty: it has no rows")
-        self._separator, self.width = guess_separator(lines)
+        # the first that the first line has
+        self._separator = next((s for s in "\t;, " if len(cells_of(lines[0], s)) > 1), ",")
+        self.width = len(cells_of(lines[0], self._separator))
         if self._separator == " " and any(line.split() != line.split(" ") for line in lines):
             self._stream.seek(0)  # columns that are aligned
             text = re.sub(rb"(?m)^ +| +(?=\r?$)| +(?= )", b"", self._stream.read())
@@ -185,49 +192,36 @@ class Table:
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == self.width]  # others are refused when read
-        if rows and rows[0] == cells[0] and is_header(rows):
+        if is_header(rows):
             self.names = rows.pop(0)
             self._skipped += 1
-        elif self._skipped and above.startswith("#"):  # numpy writes a header as a comment
+        elif above.startswith("#"):  # numpy writes a header as a comment
             names = cells_of(above.lstrip("# "), self._separator)
             if len(names) == self.width and any(map(meanings, names, range(self.width))):
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (self.width > 1)
-        numbered, header = self._separator.join(map(str, range(self.width))), "no header"
+        header = "no header"
         if self.names:
             header = f"header {short(self._separator.join(self.names), '')}"
-        elif self.width > 1 and lines[0] == numbered:
-            header += f" ({numbered} is a row: if pandas wrote it, put names in its place)"
+        elif cells[0] == ["0", "1"]:
+            header += " (0,1 is a row: if pandas wrote it, put names in its place)"
         self.notes = [plural(self.width, "column") + by, header]
         return rows
 
-    def _first_lines(self) -> list[str]:
-        head = self._stream.read(HEAD)
-        if head.count(b"\n") < 3 and len(head) == HEAD:
-            head += self._stream.read(BLOCK)
-        if len(head) >= HEAD:  # without the line that is cut off
-            head = head[: head.rfind(b"\n") + 1] or head
-        if b"\0" in head:
-            raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
-        lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
-        if len(lines[0]) > BLOCK:
-            raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
-        return lines
-
 
 def is_header(rows) -> bool:
-    """Whether the first row has names: no number where others have numbers, or else names that are known."""
+    """Whether the first row has names: no number where others have numbers, or else names that are known; ValueError
+    where it may count the columns, which pandas does for columns without names."""
     first, rest = rows[0], rows[1:]
-    numbered = [str(j) for j in range(len(first))]  # how pandas names columns without names
-    if first == numbered and rest:
-        return len(first) > 2 or len(first) == 2 and {kind_of(row) for row in rest} == {"real"}
+    width, counted = len(first), [str(j) for j in range(len(first))]
+    counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
+    index = width > 1 and first[1:] == counted[:-1] and meanings(first[0], 0)
+    if rest and (index or counts and first == counted):
+        what = "write names in its place, such as src,dst or id,a,b"
+        raise ValueError(f"its first row is {short(','.join(first), '')}: {what}")
     # "" for the index
-    if len(first) > 1 and first[1:] == numbered[:-1] and meanings(first[0], 0) and rest:
-        index = [row[0] for row in rest]
-        in_order = index == [str(i) for i in range(len(index))]
-        return bool(first[0]) or in_order or not any(map(like_number, index))
-    named = first[1:] if len(first) > 1 and not first[0] else first
+    named = first[1:] if width > 1 and not first[0] else first
     damaged = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers
     if damaged or any(map(like_number, named)):
         return False
@@ -245,17 +239,6 @@ def meanings(name, j) -> set[str]:
     found = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
     ends = word == "" or word.endswith("id") and "label" not in found
     return found | {"id"} if j == 0 and ends else found
-
-
-def guess_separator(lines) -> tuple[str, int]:
-    """(separator, width): the first that all lines agree on, else that most do; one column has "," in no line."""
-    found = []
-    for rank, separator in enumerate("\t;, "):
-        widths = collections.Counter(len(cells_of(line, separator)) for line in lines)
-        width, count = max(widths.items(), key=lambda item: (item[1], item[0]))
-        if width > 1 and 2 * count >= len(lines):
-            found.append((count == len(lines), -rank, separator, width))
-    return max(found)[2:] if found else (",", 1)
 
 
 def cells_of(line, separator) -> list[str]:

@@ -317,7 +317,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("batches is empty", [], {}),
         ("a batch has no graphs", [empty], {}),
         ("holds graph 5: graph ids", [good], {"split": {"train": [5]}}),
-        ("two dimensions", [good._replace(y=good.y[:, 0])], {}),
+        ("target rows has shape", [good._replace(y=good.y[:, 0])], {}),
     ):
         _refuses(words, build_graphs, tmp_path / "b", batches, **split)
     two, one = np.ones((2, 1)), np.ones((1, 1))
@@ -325,7 +325,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("edge 1 goes from node 0 to node 2", [2, 9], [2, 0], [[0, 0], [1, 2]], [0] * 11, two, two),
         ("do not fit", [2, 0], [1, 0], [[0], [1]], two, one, two),
         ("do not fit", [2, 1], [1, 0], [[0], [1]], [0] * 3, [], two),
-        (r"edge_index \[3\]: \[G\], \[G\] and", [2], [1], [0, 1, 1], two, one, one),
+        (r"edge_index has shape \[3\]: \[2, E\] is", [2], [1], [0, 1, 1], two, one, one),
         ("edge_index has dtype float64", [2], [1], [[0.0], [1.5]], two, two, two),
         ("x cannot be read: can.t convert", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
     ):
@@ -360,7 +360,7 @@ def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
     # nine values, the last of which is number 9
     with many.file.transaction(write=True) as txn:
         txn.delete(lmdb_rows.key(4))
-    said = "the last of 9 values has another number"
+    said = "its last key does not fit 9 values"
     for call, *args in ((len, many), (many.append, _graphs(1)), (many.batch, [4])):
         _refuses(said, call, *args)
 

@@ -131,7 +131,7 @@ def test_datasets_planetoid_refuses_other_pickles(tmp_path):
 WRONG_PLANETOID = [
     ("test.index", lambda text: text.replace("22\n", "9999999999\n"), "9999999999: its nodes lie"),
     ("test.index", lambda text: text.replace("22\n", "-1\n"), "holds -1: its nodes lie in"),
-    ("test.index", lambda text: text[:-3], r"tx is \[8, 6\]: 7 rows are needed"),
+    ("test.index", lambda text: text[:-3], r"tx has shape \[8, 6\]: \[7, F\] is"),
     ("graph", lambda graph: {0: [10**30]}, "graph has dtype object: integers are needed"),
     ("graph", lambda graph: {**graph, 0: [1.5]}, "graph has dtype float64: integers are"),
     ("graph", lambda graph: {**graph, 0: [-1]}, "edge .* goes from node -1 to node 0"),
@@ -142,7 +142,7 @@ WRONG_PLANETOID = [
     ("allx", ("indptr", 1, -3), "ind.cora.allx cannot be read"),
     ("allx", ("data", 0, np.nan), "is nan"),
     ("ally", ("", (0, 0), 2), "ally or ty holds values other than 0 and 1"),
-    ("ally", lambda y: y[:1], r"ally is \[1, 3\]: 22 rows are needed"),
+    ("ally", lambda y: y[:1], r"ally has shape \[1, 3\]: \[22, F\] is"),
 ]
 
 

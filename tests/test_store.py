@@ -237,8 +237,8 @@ def _bad_inputs():
         "'test' holds node 200": {"split": {"train": ok, "test": [200]}},
         "'train' is empty": {"split": {"train": [], "test": [1]}},
         "part 'val'": {"split": {"train": ok, "val": [60]}},
-        r"'valid' is a mask of shape \[199\]": {"split": {"valid": np.ones(199, bool)}},
-        r"split 'train' is a mask of shape \[3\]": {"split": {"train": [True, False, True]}},
+        r"'valid', a mask, has shape \[199\]": {"split": {"valid": np.ones(199, bool)}},
+        r"split 'train', a mask, has shape \[3\]": {"split": {"train": [True, False, True]}},
         "split 'train' has dtype float64": {"split": {"train": [0.5]}},
         "backend 'sqlite'": {"backend": "sqlite"},
         "block_rows is 0": {"block_rows": 0},
@@ -371,7 +371,7 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error, backend):
     with pytest.raises(error):
         path = tmp_path / "a" / "b" / "g"
         _store(path, backend=backend, features=Rows((200, 5), np.float32, rows()))
-    assert list(tmp_path.iterdir()) == []
+    assert list(path.parent.iterdir()) == []
     assert [file.name for file in _store(path).parent.iterdir()] == ["g"]
 
 

@@ -81,8 +81,11 @@ WRITTEN = [
     ("y", '""' + Y[1:], [-1, 1, 0, 1, 0, 1]),
     ("x", "id,a,b\n" + NUMBERED, None),
     ("x", DISORDER, "y.csv has no column of ids"),
-    ("x", NUMBERED, None),
-    ("x", ",0,1\n" + NUMBERED, None),  # the index of pandas
+    ("x", NUMBERED, "x.csv: column 1 counts the rows: call it id in a header, or put a feature"),
+    ("x", ",a,b\n" + NUMBERED, None),  # the index of pandas
+    ("x", ",0,1\n" + NUMBERED, "its first row is ,0,1: write names in its place"),
+    ("x", "0,1\n" + X, "its first row is 0,1: write"),
+    ("e", "0,1,2\n" + EDGES.replace("\n", ",1\n"), "its first row is 0,1,2: write names in its"),
     ("e", "src\tdst\n" + EDGES.replace(",", "\t"), None),
     ("e", re.sub("(.),(.)", r"  \1    \2", EDGES), None),
     ("e", "target;source\n" + REVERSED.replace(",", ";"), None),
@@ -150,7 +153,7 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
     e = file("e.csv", "# a\n# b\n\nsrc;dst\n0;1\n1;0\n")
     graph_tables.edges(e, tmp_path / "e", graph_tables.Nodes(2, "x.csv"))
     _, nodes = graph_tables.features(file("x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path / "x")
-    graph_tables.labels(file("y.csv", "r;b c\np;a\n"), nodes)
+    graph_tables.of_nodes(file("y.csv", "r;b c\np;a\n"), nodes, "labels")
     graph_tables.edges(file("e.csv", EDGES), tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
     assert capsys.readouterr().out == (
         "e.csv: 2 columns by separator ';', header src;dst, 2 rows\n"
@@ -190,7 +193,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         shutil.rmtree(path, ignore_errors=True)
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
     x = _table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n")
-    said = "ids of the nodes, but b is there more than once"
+    said = "ids of the nodes, but one is empty or there more than once"
     _refuses(said, graph_tables.features, x, tmp_path / "x")
 
 
@@ -211,16 +214,18 @@ def test_store_names_of_nodes(tmp_path):
 def test_tables_ids_of_a_split(tmp_path):
     nodes = graph_tables.Nodes(9, "x.csv")
     for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
-        assert graph_tables.ids(_table_file(tmp_path / "t.csv", text), nodes).tolist() == [3, 1, 8]
+        file = _table_file(tmp_path / "t.csv", text)
+        assert graph_tables.of_nodes(file, nodes, "train_idx").tolist() == [3, 1, 8]
     for text, complaint in (
         ("", "is empty"),
         ("id\n", "no rows"),
         ("0\n1\n1\n0\n", "this looks like a mask of 0 and 1: ids"),
         ("0\n2\n2\n0\n", "line 3: node 2 is there for the second time"),
         ("9\n", "there is no node 9"),
-        ("0,1\n2,3\n", "has 2 columns"),
+        ("0,1\n2,3\n", "column 2: ids alone are needed"),
     ):
-        _refuses(complaint, graph_tables.ids, _table_file(tmp_path / "t.csv", text), nodes)
+        file = _table_file(tmp_path / "t.csv", text)
+        _refuses(complaint, graph_tables.of_nodes, file, nodes, "train_idx")
 
 
 def test_tables_weights_and_times(tmp_path):
@@ -403,7 +408,7 @@ def test_tables_take_little_memory(tmp_path):
         said = "zero cannot be read: it is no regular file"
         _refuses(said, graph_tables.features, "/dev/zero", tmp_path / "x")
         said = "there are more rows than the 10"
-        _refuses(said, graph_tables.labels, _table_file(file, labels), nodes)
+        _refuses(said, graph_tables.of_nodes, _table_file(file, labels), nodes, "labels")
         assert tracemalloc.get_traced_memory()[1] < 90 << 20
     finally:
         tracemalloc.stop()
@@ -435,11 +440,11 @@ def test_tables_parquet(tmp_path, monkeypatch):
         write("e", src=src, dst=dst)
         _refuses(complaint, graph_tables.edges, *edges)
     y = write("y", label=pa.array([2, None, 0, 1, None, 1]))
-    assert str(graph_tables.labels(y, nodes)) == "[ 2. nan  0.  1. nan  1.]"
+    assert str(graph_tables.of_nodes(y, nodes, "labels")) == "[ 2. nan  0.  1. nan  1.]"
     x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
     names, columns = ["#a", 'b"', "c,", " d", "é", ""], {f"f{j}": x[:, j] for j in range(3)}
     table = write("x", id=names, **columns)
-    _refuses("a cell is empty", graph_tables.features, table, tmp_path / "x")
+    _refuses("but one is empty", graph_tables.features, table, tmp_path / "x")
     names[5] = "f"
     found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path / "x")
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
