@@ -38,6 +38,7 @@ OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." 
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
     "node_time": ("node_time",),
 }
+KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
 

@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 14140,
+    "lines of product Python": 13545,
     "lines of C and CUDA": 2160,
     "lines of bench": 2895,
-    "lines of tests": 11970,
+    "lines of tests": 12000,
     "lines of README": 200,
     "longest file": 1061,
     "functions above 60 lines": 3,
