@@ -220,14 +220,17 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}."""
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}.
 
-    def __init__(self, name, source, device):
+    options: of NVRTC, such as ("--use_fast_math",).
+    """
+
+    def __init__(self, name, source, device, options=()):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda)])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda), *options])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
