@@ -72,16 +72,17 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     elif store.edge_time is not None:
         why = "--temporal off" if timed else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
-    if args.window and used.time is None:
+    draws = args.trains  # exact inference does not
+    if draws and args.window and used.time is None:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if args.sampler == "latest":
-        if used.time is None:
-            needs = "--sampler latest needs times of edges and nodes"
-            raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
+    if draws and args.sampler == "latest" and used.time is None:
+        needs = "--sampler latest needs times of edges and nodes"
+        raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
+    if args.sampler == "latest" and used.time is not None:
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
-    if args.sampler == "weighted":
-        if store.edge_weight is None:
-            raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
+    if draws and args.sampler == "weighted" and store.edge_weight is None:
+        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
+    if args.sampler == "weighted" and store.edge_weight is not None:
         used = used._replace(weight=store.edge_weight)
         lines.append("neighbours are drawn by weight; exact inference counts all edges alike")
     elif store.edge_weight is not None:

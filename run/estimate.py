@@ -2,7 +2,7 @@
 
 from disk.files import readable_size
 from run.edge_data import edge_data
-from run.flags import make_parser, text_of
+from run.flags import changed, make_parser, text_of
 from run.plan import estimate
 from run.step_graph import hops_held
 from store import BACKENDS, GraphStore, free_host_bytes
@@ -12,7 +12,7 @@ from tasks.node import NodeTask
 def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
     """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose."""
     graph = GraphStore.open(path)
-    args = make_parser().parse_args([f"--fanout={text_of(list(fanout))}"])
+    args = changed(make_parser().parse_args([f"--fanout={text_of(list(fanout))}"]), trains=True)
     free_host = free_host_bytes() if free_host is None else free_host
     graphs = hops_held(args, graph, edge_data(args, NodeTask, graph)[0])
     modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)

@@ -84,7 +84,8 @@ def of_object(graph, own, ignore=()) -> "Arrays":
             columns = {n: v for n, v in graph.edges[ends].data.items() if n != "_ID"}
             arrays |= {f"edata.{name}{of}": value for name, value in columns.items()}
     elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
-        arrays = {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
+        arrays = dict(graph.to_dict().get("_global_store", {}))  # of no type: refused
+        arrays |= {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
         for name in (*graph.node_types, *map(tuple, graph.edge_types)):
             values = _with_edge_index(dict(graph[name].items()))
             values.pop("num_nodes", None)

@@ -166,6 +166,7 @@ class Table:
         self.width = len(self.names)
         self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names), '')}"]
         batch = next(self._file.iter_batches(SAMPLE), ())
+        batch = (c.cast(pyarrow.int8()) if c.type == pyarrow.bool_() else c for c in batch)
         return list(zip(*(c.cast(pyarrow.string()).fill_null("").to_pylist() for c in batch)))
 
     def _guess_text(self) -> list[list[str]]:

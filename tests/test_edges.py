@@ -264,3 +264,8 @@ def test_train_says_what_is_missing(tmp_path, capsys):
         assert re.search(complaint, "".join(capsys.readouterr()))
     assert _code(f"--dataset {edges_alone} --gpus 0 --epochs 1") == 0
     assert "times of edges are not used: nodes have none" in capsys.readouterr().out
+    # exact inference draws nothing: a graph without weights will do
+    words = f"--dataset {_store(tmp_path / 'w', edge_weight=np.ones(3000))} --sampler weighted"
+    assert _code(f"{words} --gpus 0 --epochs 1 --checkpoint {tmp_path}/w.pt") == 0
+    predict = f"--resume {tmp_path}/w.pt --predict {tmp_path}/w.npy --dataset {edges_alone}"
+    assert _code(f"{predict} --gpus 0") == 0

@@ -448,3 +448,5 @@ def test_tables_parquet(tmp_path, monkeypatch):
     names[5] = "f"
     found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path / "x")
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
+    found, _ = graph_tables.features(write("b", on=x[:, 0] > 0, f=x[:, 1]), tmp_path / "x")
+    assert np.array_equal(found[:, 0], x[:, 0] > 0)

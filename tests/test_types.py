@@ -395,6 +395,9 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     said = "nodes of several types hold features, labels and split themselves"
     for source in (sources["dgl"], pyg):
         _refuses(said, prepare.build, source, tmp_path / "no", split={"train": [0]})
+    pyg.train_idx = torch.arange(5)
+    _refuses("train_idx has no type", prepare.build, pyg, tmp_path / "no")
+    del pyg.train_idx
     reference = GraphStore.open(build_store(tmp_path / "g", **given, drop_duplicates=True))
     for name, source in sources.items():
         graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
