@@ -13,13 +13,14 @@ from loader import Graph, NodeLoader
 from model import GNN, NodeInputs, RGCNConv, inference
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
-from sampler import NeighborSampler
+from sampler import Block, NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
 from tasks.link import Evaluation, Scorer, split_edges
 from tests.common import (
     DATA,
     OWN_LAYERS,
+    OWN_MODELS,
     _dgl,
     _emulated,
     _log,
@@ -409,6 +410,38 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
         assert torch.equal(graph.features.tensor, reference.features.tensor)
         for part in ("train", "valid"):
             assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
+
+
+def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
+    nn = pytest.importorskip("torch_geometric.nn")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "myhgt.py").write_text(OWN_MODELS["myhgt.py"])
+    kinds, starts = [("a", "r", "b"), ("b", "s", "a"), ("a", "t", "a")], {"a": 0, "b": 30}
+    ours = importlib.import_module("myhgt").HGTConv(16, 4, [30, 50], 3)
+    theirs, x = nn.HGTConv(16, 16, (["a", "b"], kinds), heads=4), torch.randn(50, 16)
+    edges = {(u, r, v): torch.stack([torch.randint(20, (60,)) for _ in "uv"]) for u, r, v in kinds}
+    src, dst = (
+        torch.cat([edges[kind][end] + starts[kind[2 * end]] for kind in kinds]) for end in (0, 1)
+    )
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.copy_(torch.zeros_like(p) if "bias" in name else torch.randn(p.shape) / 4)
+        for t, name in enumerate("ab"):
+            parts = theirs.kqv_lin.lins[name].weight.chunk(3)
+            for of, weight in zip(
+                ("key", "query", "value", "out"), (*parts, theirs.out_lin.lins[name].weight)
+            ):
+                ours.of_node[of][t] = weight.t()
+            ours.skip[t] = theirs.skip[name]
+        for of, rel in (("attend", theirs.k_rel), ("send", theirs.v_rel)):
+            ours.of_edge[of].copy_(rel.weight.view(4, 3, 4, 4).transpose(0, 1))
+        ours.prior.copy_(torch.cat([theirs.p_rel["__".join(kind)] for kind in kinds]))
+    kind = torch.arange(3).repeat_interleave(60)
+    order = torch.from_numpy(np.lexsort((kind, dst)))
+    indptr = torch.bincount(dst + 1, minlength=51).cumsum(0)
+    block = Block(indptr, src[order], torch.arange(50), None, None, kind[order])
+    found = theirs({"a": x[:30], "b": x[30:]}, edges)
+    torch.testing.assert_close(ours(block, x), torch.cat([found["a"], found["b"]]))
 
 
 REFUSED_FILES = [  # what is said, changes of the arrays of a file
