@@ -22,7 +22,7 @@ from sources import molecules
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from tests.common import DATA, _graph, _run, _store
+from tests.common import DATA, _code, _graph, _run, _store
 from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
 
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
@@ -248,10 +248,7 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
     for row in rows:
         words, complaint = row.split(" => ")
         words = words.replace("TABLES", "--features x.csv --labels y.csv")
-        try:
-            code = store.main(words.split())
-        except SystemExit as stop:
-            code = stop.code
+        code = _code(words, main=store.main)
         said = capsys.readouterr().err
         assert code == 2 and re.search(complaint, said), (row, said)
         assert said.count("\n") == 1 or "unrecognized" in said

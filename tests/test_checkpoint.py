@@ -46,8 +46,8 @@ SMALL = " ".join(map(str, COMMON))
 
 def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path, capsys):
     kept = {"lr": 0.02, "lr_schedule": "cosine", "weight_decay": 1e-4, "early_stop": 30}
-    kept |= {"precision": "bf16", "epochs": 6}
-    words = " ".join(f"--{name} {value}" for name, value in kept.items())
+    kept |= {"precision": "bf16", "epochs": 6, "sampler": "labor", "batch_dependency": 3}
+    words = " ".join(f"--{name} {value}" for name, value in kept.items()) + " --layer-dependency"
     words = f"--dataset {tiny} {SMALL} {words}"
     log, _ = _run_here(tmp_path, words)
     rates = [0.02 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6)]
@@ -58,6 +58,10 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     expected = {**kept, "epochs": 4, "lr_schedule": "constant", "lr": 0.01}
     assert expected == {name: getattr(saved, name) for name in kept}
     assert (saved.batch_size, saved.fanout, saved.hidden, saved.seed) == (100, [3, 3], 16, 0)
+    assert (
+        saved.layer_dependency and _code(f"--resume {tmp_path}/four.pt --batch-dependency 2") == 2
+    )
+    assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
     assert _code(f"--resume {tmp_path}/four.pt --lr 0.01 --gpus 0") == 0
     assert "changed" not in capsys.readouterr().out
     _, straight = _run_here(tmp_path, words, "--lr-schedule constant --lr 0.01")
@@ -71,16 +75,6 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert f"\nchanged  {changes}\n" in capsys.readouterr().out
     rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
     assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
-
-
-def test_resume_keeps_dependent_labor(tiny, tmp_path, capsys):
-    words = f"--dataset {tiny} {SMALL} --sampler labor --layer-dependency --epochs 1"
-    _run_here(tmp_path, words, "--batch-dependency 3")
-    file = tmp_path / "here.pt"
-    saved = train.parse_args(["--resume", str(file)])
-    assert (saved.sampler, saved.layer_dependency, saved.batch_dependency) == ("labor", True, 3)
-    assert _code(f"--resume {file} --epochs 4 --batch-dependency 2") == 2
-    assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
 
 
 def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path, capsys):

@@ -61,8 +61,7 @@ def test_regressor_equals_a_reference_edge_by_edge():
         run(graph).square().sum().backward()
         # and every parameter takes part
         gradients.append([p.grad.clone() for p in ours.parameters()])
-    for a, b in zip(*gradients):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
     assert torch.cat([ours(graph), ours(other)]).shape == (11, 2)
     # graphs of one batch do not see each other
     x, e, y = torch.ones(3, 2, dtype=torch.uint8), torch.ones(2, 3), torch.zeros(2, 2)

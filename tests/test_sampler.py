@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 
-import model
 import sampler
 from native import build, sampler_gpu
 from native import layers as fused
@@ -40,6 +39,7 @@ from tests.common import (
     _mix,
     _random_graph,
 )
+from tests.stores import _refuses
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
@@ -959,8 +959,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
 
 @pytest.mark.parametrize("error, words, changes", REFUSED)
 def test_sampler_names_the_bad_argument(error, words, changes):
-    with pytest.raises(error, match=words):
-        NeighborSampler(**_small(**changes))
+    _refuses(words, NeighborSampler, **_small(**changes), error=error)
 
 
 REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, options of sample
@@ -986,8 +985,7 @@ REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, o
 @pytest.mark.parametrize("error, words, changes, seeds, options", REFUSED_SEEDS)
 def test_sampler_names_bad_seeds_and_goes_on(error, words, changes, seeds, options):
     s = NeighborSampler(**_small(**changes))
-    with pytest.raises(error, match=words):
-        s.sample(seeds, 0, **options)
+    _refuses(words, s.sample, seeds, 0, **options, error=error)
     more = {"times": _T([9, 9])} if changes else {}
     assert s.sample(_T([2, 0]), 0, **more)[0].src_nodes.tolist() == [2, 0, 1]
     one = s.sample(_T([0]), 0, exclude=_T([0]), **({"times": _T([9])} if changes else {}))
@@ -996,8 +994,8 @@ def test_sampler_names_bad_seeds_and_goes_on(error, words, changes, seeds, optio
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("method", METHODS)
-def test_dgl_backend(method, dtype):
-    _dgl()
+def test_dgl_backend_and_blocks_for_dgl_and_pyg(method, dtype):
+    dgl = _dgl()
     indptr, indices = _random_graph(np.random.default_rng(2), 300, 12, dtype)
     seeds, weights = torch.tensor([5, 2, 9]), (torch.arange(indices.numel()) % 3 > 0).float()
     options = METHODS[method] | ({"weights": weights} if method == "weighted" else {})
@@ -1008,6 +1006,13 @@ def test_dgl_backend(method, dtype):
     for block in (outer, inner):
         assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
         v = block.src_nodes[: block.num_dst].repeat_interleave(block.indptr.diff()).long()
+        there, ((src, dst), ids, size) = block.to_dgl(), block.to_pyg()
+        assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
+        assert torch.equal(there.edata[dgl.EID], block.edge_ids) and ids is block.edge_ids
+        assert torch.equal(src, block.indices.long()) and torch.equal(
+            block.src_nodes[dst].long(), v
+        )
+        assert size == (block.num_src, block.num_dst)
         assert ((indptr[v] <= block.edge_ids) & (block.edge_ids < indptr[v + 1])).all()
         assert method != "weighted" or (weights[block.edge_ids] > 0).all()
     assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
@@ -1018,24 +1023,6 @@ def test_dgl_backend(method, dtype):
     assert torch.equal(bare.src_nodes, inner.src_nodes)
 
 
-def test_blocks_are_converted():
-    dgl = _dgl()
-    indptr, indices = _random_graph(np.random.default_rng(2), 300, 12)
-    (block,) = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(torch.arange(9), 0)
-    there, x = block.to_dgl(), torch.randn(block.num_src, 7)
-    assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
-    assert torch.equal(there.edata[dgl.EID], block.edge_ids)
-    there.srcdata["x"] = x
-    there.update_all(dgl.function.copy_u("x", "m"), dgl.function.mean("m", "mean"))
-    mine = model.mean_neighbours(block.indptr, block.indices, x)
-    torch.testing.assert_close(there.dstdata["mean"], mine)
-    (src, dst), edge_ids, size = block.to_pyg()
-    assert size == (block.num_src, block.num_dst) and edge_ids is block.edge_ids
-    total = torch.zeros(block.num_dst, 7).index_add_(0, dst, x[src])
-    torch.testing.assert_close(total / block.indptr.diff().clamp(min=1)[:, None], mine)
-
-
 def test_a_missing_dgl_gives_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "dgl", None)
-    with pytest.raises(ImportError, match="pip install dgl"):
-        NeighborSampler(**_small(backend="dgl"))
+    _refuses("pip install dgl", NeighborSampler, **_small(backend="dgl"), error=ImportError)

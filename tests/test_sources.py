@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import store
-import train
 from bench.harm import harm_bytes, harm_values
 from disk import counts
 from disk import files as disk
@@ -23,7 +22,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _end, _fork, _graph, _run
+from tests.common import DATA, _code, _end, _fork, _graph, _run
 from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
@@ -231,12 +230,12 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
         assert graph.split["valid"].tolist() == valid[1].tolist()
         _refuses("split 3 is out of range: .* has 3, counted from 0", choose_split, graph, 3)
     capsys.readouterr()
-    common = ["--fanout", "2", "--epochs", "1", "--gpus", "0", "--dataset"]
-    assert train.main([*common, str(path), "--runs", "4"]) == 0
+    common = ["--fanout 2 --epochs 1 --gpus 0 --dataset"]
+    assert _code(*common, path, "--runs 4") == 0
     said = capsys.readouterr().out
     assert re.findall(r"split   number (\d) of 3", said) == ["0", "1", "2", "0"]
     state = tmp_path / "run.pt"
-    assert train.main([*common, str(path), "--split", "2", "--checkpoint", str(state)]) == 0
+    assert _code(*common, path, f"--split 2 --checkpoint {state}") == 0
     said = capsys.readouterr().out
     assert "split   number 2 of 3" in said and "train 30 /" in said
     masks = {
@@ -245,19 +244,15 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
     }
     masks["val_mask"][:, 1] = False  # of one split
     _save_npz(tmp_path / "part.npz", **masks, test_idx=np.stack([valid[0]] * 3))
-    assert (
-        train.main([*common, str(tmp_path / "part.npz"), "--root", str(tmp_path), "--runs", "3"])
-        == 0
-    )
+    assert _code(*common, tmp_path / "part.npz", f"--root {tmp_path} --runs 3") == 0
     assert re.search(r"over 3 seeds .*valid [0-9.]+ \+- [0-9.]+% of 2", capsys.readouterr().out)
     one = build_store(tmp_path / "one", **_graph())
     # a graph without that split is predicted all the same
     for graph, more in ((path, []), (one, []), (tmp_path / "part.npz", ["--split", "0"])):
-        words = ["--resume", state, "--predict", tmp_path / "p.npy", "--dataset", graph, *more]
-        assert train.main([*map(str, words), "--root", str(tmp_path)]) == 0
+        words = f"--resume {state} --predict {tmp_path}/p.npy --dataset {graph} --root {tmp_path}"
+        assert _code(words, *more) == 0
     for graph, number, said in ((path, 3, "split 3 is out of"), (one, 0, "--split 0 has no eff")):
-        with pytest.raises(SystemExit):
-            train.main([*common, str(graph), "--split", str(number)])
+        assert _code(*common, graph, f"--split {number}") == 2
         assert said in capsys.readouterr().err
 
 
@@ -355,12 +350,11 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
 def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys):
     file, checkpoint = tmp_path / "g.npz", str(tmp_path / "c.pt")
     _save_npz(file, edge_index=np.array([[0, 0, 2], [1, 1, 2]]), train_idx=[1, 2])
-    common = ["--fanout", "2", "--epochs", "1", "--gpus", "0", "--root", str(tmp_path)]
-    common += ["--dataset", str(file)]
+    common = f"--fanout 2 --epochs 1 --gpus 0 --root {tmp_path} --dataset {file}"
     both = ["--drop-duplicates", "--symmetrize"]
 
     def said(*words):
-        assert train.main([*common, *words]) == 0
+        assert _code(common, *words) == 0
         return capsys.readouterr().out
 
     for words, line in (
@@ -374,7 +368,7 @@ def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys
             for empty in ("valid nodes: no epoch can", "test nodes: there will be no test score"):
                 assert f"split   it has no {empty}" in out
     # from the store of the last run, which has been built with these flags
-    assert train.main(["--resume", checkpoint, "--epochs", "2", "--gpus", "0"]) == 0
+    assert _code("--resume", checkpoint, "--epochs 2 --gpus 0") == 0
     capsys.readouterr()
     _save_npz(file, y=np.arange(200) % 3, x=np.ones((200, 2)))
     assert "split   it has no" not in said()
