@@ -37,26 +37,18 @@ def test_prefetch_never_gives_one_slot_to_two_live_results():
         del live[slot]
 
 
-def test_prefetch_hands_on_the_exception_with_the_workers_traceback():
+def test_prefetch_hands_on_the_workers_exception_and_runs_ahead_no_further_than_depth():
     def make(item, slot):
-        if item == 3:
+        started.append(item)
+        if item == 13:
             raise KeyError("feature row 7")  # raised in the worker
         return item
 
-    got = []
-    with pytest.raises(KeyError, match="feature row 7") as caught:
-        got.extend(prefetch(make, range(9), depth=2, threads=2))
-    assert "raised in the worker" in str(caught.traceback[-1].statement)
-    assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
-
-
-def test_prefetch_closes_cleanly_and_runs_ahead_no_further_than_depth():
     started = []
-
-    def make(item, slot):
-        started.append(item)
-        return item
-
+    with pytest.raises(KeyError, match="feature row 7") as caught:
+        list(prefetch(make, range(19), depth=2, threads=2))
+    assert "raised in the worker" in str(caught.traceback[-1].statement)
+    started.clear()
     stream = prefetch(make, iter(range(10**9)), depth=4, threads=2)
     assert [next(stream) for _ in range(3)] == [0, 1, 2]
     stream.close()
@@ -120,9 +112,8 @@ def test_features_ring_aggregates_the_first_hop(copies):
     expected = aggregate(plain.indptr, plain.indices, near, own, out)
     assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
     assert torch.equal(batch.y, seeds)
-    if (
-        not copies
-    ):  # without a buffer, as on a GPU that reads the features in place: in its own type
+    # without a buffer, as on a GPU that reads the features in place: in its own type
+    if not copies:
         kept = FeatureRing(table, labels, reuse=False, **options).fetch(0, bare)
         assert torch.equal(kept.x, batch.x)
 

@@ -14,7 +14,7 @@ import torch
 import model
 import sampler
 from model import GNN
-from native import build
+from native import build, sampler_gpu
 from native import layers as fused
 from sampler import NeighborSampler
 from tests.common import _cuda_resources, _EmulatedKernels, _mix, _random_graph
@@ -133,6 +133,18 @@ def test_cuda_layers_are_a_program_for_nvrtc(ids, rows, tmp_path):
     for made in ("float", "bf16"):
         text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
         assert "self_and_mean_grad" in _cuda_resources(text, "sm_90", tmp_path)
+
+
+@pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
+def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
+    dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
+    of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
+    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
+    wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
+    rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
+    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
+    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
+    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
 def _behind(rows, tensor):
@@ -304,11 +316,7 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
 @pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20), (1, 257)])
 def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
     rng, S, N, D = np.random.default_rng(16), 30, 50, heads * width
-    near = (
-        dict(rtol=1e-4, atol=1e-5)
-        if dtype == torch.float32
-        else dict(rtol=5e-2, atol=max(1e-1, width / 500))
-    )
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (5e-2, max(1e-1, width / 500))
     indptr, indices = _layer_block(rng, S, N, torch.int32)
     nodes = torch.from_numpy(rng.permutation(900)[:S]).int()
     rows = torch.from_numpy(rng.permutation(N)[:S]).int()
@@ -331,7 +339,7 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
         with torch.no_grad():
             results.append([*out, layer.eval().combine(indptr, indices, source, rows, target)])
         layer.train()
-    torch.testing.assert_close(results[0], results[1], **near)
+    torch.testing.assert_close(results[0], results[1], rtol=rtol, atol=atol)
     assert all(map(torch.equal, results[0], results[2]))
     if kernels is layers_gpu:  # padding changes nothing
         more = _more_rows(nodes, 4, -1), _more_rows(weight, 4), source, _more_rows(target, 4)

@@ -27,18 +27,7 @@ import sampler
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import Block, NeighborSampler
-from tests.common import (
-    HERE,
-    _as_lists,
-    _cuda_resources,
-    _dgl,
-    _emulated,
-    _end,
-    _fork,
-    _frame,
-    _mix,
-    _random_graph,
-)
+from tests.common import HERE, _as_lists, _dgl, _emulated, _end, _fork, _frame, _mix, _random_graph
 from tests.stores import _refuses
 
 
@@ -507,18 +496,6 @@ def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
         assert build.load_cuda("a test", source + "\n", torch.device("cuda", 0)) is None
 
 
-@pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
-def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
-    dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
-    of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
-    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
-    wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
-    rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
-    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
-    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
-
-
 def test_ids_above_two_to_the_31(tmp_path):
     """A graph of 2^31 + 1000 nodes: all edges belong to the last thousand, so that indptr is a file with a hole."""
     num_nodes, last = 2**31 + 1000, 2**31
@@ -921,7 +898,8 @@ def _small(**changes):
 
 
 _T, _ONES, _NAN = torch.tensor, torch.ones(3), float("nan")
-_TIMED = {"edge_times": _T([1, 1, 0])}
+_TIMED, _TYPED = {"edge_times": _T([1, 1, 0])}, {"edge_type": _T([0, 1, 0]).to(torch.uint8)}
+_MIXED = {**_TYPED, "by_type": False}
 REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "fanouts", dict(fanouts=[])),
     (ValueError, "fanouts", dict(fanouts=[3, 0])),
@@ -954,6 +932,23 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "strict needs edge_t", dict(strict=True)),
     (ValueError, "'latest' and weights exc", dict(method="latest", **_TIMED, weights=_ONES)),
     (ValueError, "backend 'dgl' has no edge_times", dict(backend="dgl", **_TIMED)),
+    (ValueError, "window needs edge_times", dict(window=5)),
+    (ValueError, "window is 2.9: give an int", dict(window=2.9, **_TIMED)),
+    (ValueError, "window is inf: give an int", dict(window=float("inf"), **_TIMED)),
+    (ValueError, "window is 0: give an int above 0", dict(window=0, **_TIMED)),
+    (ValueError, "numbers by type need edge_type", dict(fanouts=[[3, 2]])),
+    (ValueError, "by_type=False: numbers by type need edge_type", dict(by_type=False)),
+    (ValueError, "edge_type has 2 types, one number for each", dict(fanouts=[[3]], **_TYPED)),
+    (ValueError, "one number .* hop, positive or -1", dict(fanouts=[[3, -2]], **_TYPED)),
+    (TypeError, "fanouts has .3, 2.5.: whole numbers", dict(fanouts=[[3, 2.5]], **_TYPED)),
+    (ValueError, "-1 .all. is not", dict(fanouts=[[3, -1]], replace=True, **_TYPED)),
+    (ValueError, "is not for numbers by type", dict(fanouts=[[3, 3]], **_MIXED)),
+    (ValueError, "nor for edge_times: types", {**_MIXED, **_TIMED}),
+    (ValueError, "backend 'dgl' has no edge_type", dict(backend="dgl", **_TYPED)),
+    (ValueError, "edge_type decreases in the list of node", dict(edge_type=_T([1, 0, 0]).byte())),
+    (ValueError, "by type, then time", dict(edge_type=_ONES.byte(), edge_times=_T([2, 1, 0]))),
+    (ValueError, "types above 32767", dict(edge_type=_T([1, 9, 36000]).to(torch.uint16))),
+    (TypeError, "edge_type must be uint8 or uint16 .M=3., not", dict(edge_type=_T([0, 1, 0]))),
 ]
 
 
@@ -1009,9 +1004,8 @@ def test_dgl_backend_and_blocks_for_dgl_and_pyg(method, dtype):
         there, ((src, dst), ids, size) = block.to_dgl(), block.to_pyg()
         assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
         assert torch.equal(there.edata[dgl.EID], block.edge_ids) and ids is block.edge_ids
-        assert torch.equal(src, block.indices.long()) and torch.equal(
-            block.src_nodes[dst].long(), v
-        )
+        assert torch.equal(src, block.indices.long())
+        assert torch.equal(block.src_nodes[dst].long(), v)
         assert size == (block.num_src, block.num_dst)
         assert ((indptr[v] <= block.edge_ids) & (block.edge_ids < indptr[v + 1])).all()
         assert method != "weighted" or (weights[block.edge_ids] > 0).all()

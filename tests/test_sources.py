@@ -109,7 +109,7 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
 
 def _refused_npz():
     """(part of the message, changes of a good file, parameters behind the name) of what must not become a store."""
-    mask, y, ids, five = np.arange(200) < 50, np.arange(200) % 4, np.arange(200), np.ones(5)
+    mask, y, ids = np.arange(200) < 50, np.arange(200) % 4, np.arange(200)
     csr = {"x": None, "feat_indptr": np.arange(201), "feat_indices": ids % 5}
     splits, times = np.stack([mask, ~mask, mask]), np.ones(3000)
     most = np.full((2, 9), 2**64 - 1, np.uint64)
@@ -121,15 +121,12 @@ def _refused_npz():
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
         ("y holds numbers, and text such as 'a': give", dict(y=np.array(["1", "a"] * 100))),
         ("y holds complex128", dict(y=np.ones(200, complex))),
-        (r"labels\[0\] is -100", dict(y=np.where(ids, 1, -100))),
         ("edge_index holds 18446744073709551615", dict(edge_index=most)),
         ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has edge_index and edges, which mean the same", dict(edges=np.zeros((9, 2), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
-        (r"weight is a ndarray \[5\]: an array \[3000\] is needed", dict(edge_weight=five)),
         ("edge_time and time, which mean the same", dict(time=times, edge_time=times)),
-        (r"edge_time\[0\] is 1.5: whole numbers", dict(time=1.5 * times)),
         (r"node_time is a ndarray \[3000\]: an array \[200\] is", dict(node_time=times)),
         ("w is not used: what edges carry is called edge_weight, edge_ty", dict(w=times)),
         ("trainmask is not used: no array of that name is known", dict(trainmask=mask)),
@@ -140,7 +137,6 @@ def _refused_npz():
         (r"train_mask is \[199\]: a mask is \[200\]", dict(train_mask=mask[1:])),
         (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
         ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
-        ("holds node -1", dict(train_idx=[-1, 5])),
         (r"train_idx is \[2, 5, 2\]: ids are \[n\]", dict(train_idx=ids[:20].reshape(2, 5, 2))),
         ("of 2 splits, number 1: .* holds node 11 more than", dict(train_idx=[[0, 1], [11, 11]])),
         ("2 and 3 splits in train_masks, val_", dict(train_masks=splits, val_masks=~splits[:2])),
@@ -161,7 +157,6 @@ def _refused_npz():
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201) + 1}),
         (r"shape \[150, 5\]: 200 rows", {**csr, "feat_shape": [150, 5]}),
         (r"shape \[200, 1099511627776\]: 200 rows and", {**csr, "feat_shape": [200, 1 << 40]}),
-        (r"labels has shape \[200\]: \[100\]", dict(x=np.ones((100, 2)))),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
@@ -181,9 +176,8 @@ def test_datasets_npz_splits(tmp_path):
     train, valid, test = np.arange(50), np.arange(50, 80), np.arange(80, 150)
     second, file = np.arange(100, 150), tmp_path / "a.npz"
     masks = dict(train_mask=_mask(train), val_mask=_mask(valid), test_mask=_mask(test))
-    several = dict(
-        train_masks=np.stack([_mask(train), _mask(second)]), val_masks=np.stack([_mask(valid)] * 2)
-    )
+    several = dict(train_masks=np.stack([_mask(train), _mask(second)]))
+    several["val_masks"] = np.stack([_mask(valid)] * 2)
     turned = {name.removesuffix("s"): rows.T for name, rows in several.items()}
     ids = dict(train_idx=train[:, None], valid_idx=valid[None], test_idx=test.astype(">u2"))
     for entries, option, expected in (

@@ -3,7 +3,6 @@
 import argparse
 import copy
 import ctypes
-import datetime
 import functools
 import itertools
 import re
@@ -29,6 +28,7 @@ from run import step_graph
 from sampler import Block, NeighborSampler
 from tests import common
 from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
+from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
 
 
@@ -51,9 +51,8 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, out = func._schema.name, func(*args, **(kwargs or {}))
-        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"), (
-            f"{name} waits for the GPU"
-        )
+        waits = "aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"
+        assert name not in waits, f"{name} waits for the GPU"
         alias = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
         if not name.startswith("profiler::"):
             given = func, args, kwargs or {}, None if alias else out
@@ -331,13 +330,8 @@ def _one_rank_fails(ranks, folder):
     assert ranks.sum(1) == [2]
 
 
-def _launch_one_that_fails(folder):
-    ddp.TIMEOUT = datetime.timedelta(seconds=90)
-    ddp.launch(_one_rank_fails, 2, folder)
-
-
 def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_path):
-    _end(_fork(tmp_path / "out", _launch_one_that_fails, tmp_path))
+    _end(_fork(tmp_path / "out", _launch_within, 90, _one_rank_fails, 2, tmp_path))
 
 
 def test_a_cuda_step_graph_that_cannot_be_says_why():
@@ -495,9 +489,8 @@ class _Order(TorchDispatchMode):
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         use = dict(gone=StorageWeakRef(storage), written={}, read={}, recorded=set())
-        self.memory[storage._cdata] = types.SimpleNamespace(
-            kind=kind, home=self.current, start=start, end=end, **use
-        )
+        use |= dict(kind=kind, home=self.current, start=start, end=end)
+        self.memory[storage._cdata] = types.SimpleNamespace(**use)
 
     def _of(self, tensor):
         return self.memory.get(tensor.untyped_storage()._cdata)
