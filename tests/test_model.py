@@ -358,9 +358,8 @@ def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes(class
     assert len(mlp) == 3 + bool(kind) and (not kind or type(mlp[1]) is kind)
 
 
-@pytest.mark.parametrize(
-    "words, options",
-    [
+def test_model_names_what_it_does_not_know():
+    for words, options in (
         ("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
         ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
         ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
@@ -368,7 +367,5 @@ def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes(class
         ("conv 'sage' with num_types 5, bases 0: rgcn needs types", {"num_types": 5}),
         ("num_layers is 0", {"num_layers": 0}),
         ("width 8 cannot be shared by 3 heads", {"conv": "gat", "heads": 3}),
-    ],
-)
-def test_model_names_what_it_does_not_know(words, options):
-    _refuses(words, GNN, 4, 8, 3, **options, error=ValueError)
+    ):
+        _refuses(words, GNN, 4, 8, 3, **options, error=ValueError)

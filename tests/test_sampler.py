@@ -332,18 +332,7 @@ def test_half_of_the_seeds_at_one_time_take_no_longer():
     assert blocks[0].num_src > 300_000
 
 
-def test_cuda_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampler_gpu, "ROOM", 0)
-    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
-    s = NeighborSampler(indptr, indices, [-1, 3], backend="torch")
-    backend = _emulated(s, tmp_path)
-    rows, _ = backend.shapes(20)
-    monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1]))
-    with pytest.raises(RuntimeError, match="20 seeds ask for ever more room"):
-        backend.sample(torch.arange(20), 0)
-
-
-def test_cuda_tables_are_used_up(tmp_path):
+def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     """Positions count down from batch to batch, of eleven launches each; at the end the table is filled anew."""
     indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
     s = NeighborSampler(indptr, indices, [4, 3, 2], backend="torch")
@@ -362,6 +351,11 @@ def test_cuda_tables_are_used_up(tmp_path):
     backend.kernels.launched.clear()
     backend.sample(seeds, 5, relabel_outer=False)
     assert len(backend.kernels.launched) == 9
+    backend, (rows, _) = _emulated(s, tmp_path), backend.shapes(20)
+    monkeypatch.setattr(sampler_gpu, "ROOM", 0)
+    monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1, 1]))
+    with pytest.raises(RuntimeError, match="20 seeds ask for ever more room"):
+        backend.sample(seeds, 0)
 
 
 @pytest.mark.parametrize("tight", [False, True])
