@@ -373,14 +373,12 @@ def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(tmp_path):
     _end(_fork(tmp_path / "out", _kills, tmp_path))
 
 
-NAMES = [f"node {i}" for i in range(160)]
-
-
 def _reads_damaged_stores(folder):
     def made(name, **options):
         return build_store(folder / name, **_graph(num_nodes=160, num_edges=200), **options)
 
-    mapped, columned = made("mmap"), made("columns", **_events(160, 200), node_names=NAMES)
+    names = [f"node {i}" for i in range(160)]
+    mapped, columned = made("mmap"), made("columns", **_events(160, 200), node_names=names)
     sealed, changed = made("lmdb", backend="lmdb"), made("changed", backend="lmdb", block_rows=9)
     for number in range(3):
         rows = torch.full((23, 5), float(number))

@@ -51,6 +51,7 @@ def test_prefetch_hands_on_the_workers_exception_and_runs_ahead_no_further_than_
     started.clear()
     stream = prefetch(make, iter(range(10**9)), depth=4, threads=2)
     assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    time.sleep(0.05)  # workers run ahead meanwhile
     stream.close()
     assert len(started) <= 3 + 4
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]

@@ -61,9 +61,6 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
     assert all(np.load(f, allow_pickle=False).size >= 0 for f in path.glob("*.npy"))
 
 
-OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
-
-
 def _columns_slowly(edges, options):
     """What the store has to hold of edges (source, destination, type, time, number), in its order, in plain Python."""
     rows = [
@@ -94,7 +91,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     kinds = kinds.astype(np.uint8 if kinds.max(initial=0) < 256 else np.uint16)
     dtypes = "float32", "bfloat16", "float64", "uint8", "int64", "float16"
     rows = (torch.from_numpy(rng.random((M, 3))) * 200).to(getattr(torch, dtypes[seed % 6]))
-    options = dict(zip(OPTIONS, map(bool, (seed & 1, seed & 2, seed & 4))))
+    options = {"symmetrize": bool(seed & 1), "drop_self_loops": bool(seed & 2)}
+    options["drop_duplicates"] = bool(seed & 4)
     graph = {"edge_index": torch.from_numpy(edge_index) if seed % 3 else edge_index}
     if seed & 8:
         order = np.argsort(edge_index[1], kind="stable")
