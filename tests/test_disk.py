@@ -32,10 +32,6 @@ from tests.common import _code, _end, _fork, _graph, _in_child, _store, _threads
 from tests.stores import _events, _graphs, _refuses, _small_disk, _sums
 
 
-def _equal(a, b):
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
-
-
 def _lmdb(path, rows, block_rows=None):
     options = {"features": rows, "backend": "lmdb", "block_rows": block_rows}
     return GraphStore.open(_store(path, num_nodes=len(rows), **options)).features
@@ -244,8 +240,8 @@ def test_store_graphs_round_trip(tmp_path):
     assert graphs.split["train"].tolist() == [3, 1]
     kinds = (graphs.node_dim, graphs.edge_dim, graphs.target_dim, graphs.node_dtype)
     assert kinds == (2, 3, 2, torch.uint8)
-    assert _equal(graphs.batch(range(30)), batches[0])
-    assert _equal(graphs.batch(torch.arange(30, 42)), batches[1])
+    assert all(map(torch.equal, graphs.batch(range(30)), batches[0]))
+    assert all(map(torch.equal, graphs.batch(torch.arange(30, 42)), batches[1]))
     graphs.append(_graphs(8, first=42))
     picked = graphs.batch([44, 0, 44])
     assert picked.y[:, 0].tolist() == [44, 0, 44]
@@ -419,7 +415,11 @@ def _reads_damaged_stores(folder):
                     assert file.name in str(error) or "store format" in str(error), (file, error)
                 opened = None  # holds the file open
                 if not problems:  # only bytes of an LMDB file that nobody reads
-                    assert lmdb and path in (changed, many) and _equal(read(path), right), file
+                    assert (
+                        lmdb
+                        and path in (changed, many)
+                        and all(map(torch.equal, read(path), right))
+                    ), file
                 cases += 1
             file.unlink()
             _refuses(file.name, kind.open, path)

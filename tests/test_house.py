@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13545,
     "lines of C and CUDA": 2160,
     "lines of bench": 2895,
-    "lines of tests": 12000,
+    "lines of tests": 11710,
     "lines of README": 200,
     "longest file": 1061,
     "functions above 60 lines": 3,

@@ -19,7 +19,6 @@ from sources import prepare as datasets
 from store import GraphStore, build_store
 from tasks import link, metrics
 from tests.common import (
-    COMMON,
     OWN_LAYERS,
     _code,
     _log,
@@ -453,8 +452,8 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
 
 
 def test_link_task_says_which_part_of_its_split_is_empty(tiny, tmp_path, capsys):
-    words = [f"--task link --dataset {tiny}", *COMMON, "--epochs 1"]
+    words = f"{LINK} --dataset {tiny} --epochs 1"
     empty_parts = {"90/0/10": ["valid"], "90/10/0": ["test"], "80/10/10": [], "none": []}
     for split, empty in empty_parts.items():
-        assert _code(*words, f"--edge-split {split}") == 0
+        assert _code(words, f"--edge-split {split}") == 0
         assert re.findall("split   it has no (.*) edges", capsys.readouterr().out) == empty

@@ -76,13 +76,11 @@ def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path
     assert "Traceback" not in output
 
 
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
 @pytest.mark.parametrize("net", ["sage", "gat"])
 def test_the_number_of_processes_changes_nothing(tmp_path, net):
     """140 seeds in batches of 60: the last one has 20, which three ranks share as 6, 7 and 7. With dropout."""
-    dataset = DATA / "cora.npz"
-    if not dataset.is_file():
-        pytest.skip(f"{dataset} is not there")
-    words = f"--dataset {dataset} --root {tmp_path} --fanout 5,5 --hidden 32 --lr 0.01"
+    words = f"--dataset {DATA}/cora.npz --root {tmp_path} --fanout 5,5 --hidden 32 --lr 0.01"
     runs = [(1, 60, 1), (2, 30, 1)] + [(3, 20, 1), (1, 20, 3)] * (net == "sage")
     words += f" --dropout 0.5 --model {net}"
     _same_for_any_number_of_processes(tmp_path, words, runs, epochs=2)

@@ -237,9 +237,8 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
         assert complaint in _train(words, words_, code=2)
 
 
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
 def test_aifb_is_read_as_its_paper_counts_it():
-    if not DATA.is_dir():
-        pytest.skip(f"{DATA} is not there")
     graph = read_triples(DATA)
     assert len(graph["labels"]) == 8285 and graph["edge_index"].shape == (2, 2 * 29043)
     assert graph["edge_type"].max() + 1 == 2 * 45 and set(graph["labels"]) == {-1, 0, 1, 2, 3}
