@@ -36,9 +36,8 @@ def _take(items, taken):
 
 
 def _work(session, taken, pipe):
-    torch.set_num_threads(
-        1
-    )  # before any other thread: of two that meet torch's pool after a fork, one finds none
+    # before any other thread: of two that meet torch's pool after a fork, one finds none
+    torch.set_num_threads(1)
     plugins = session.config.pluginmanager
     capture = plugins.getplugin("capturemanager")
     capture.stop_global_capturing()  # its file is shared with the other processes

@@ -15,9 +15,9 @@ from disk.graphs import block_diagonal
 from tests.common import _graph
 
 
-def _refuses(message, function, *args, **options):
-    """Demand that function(...) raises StoreError in one line that has the message (a regular expression)."""
-    with pytest.raises(StoreError, match=message) as error:
+def _refuses(message, function, *args, error=StoreError, **options):
+    """Demand that function(...) raises in one line that has the message (a regular expression)."""
+    with pytest.raises(error, match=message) as error:
         function(*args, **options)
     assert "\n" not in str(error.value)
 

@@ -18,17 +18,7 @@ import torch
 
 import ddp
 import train
-from tests.common import (
-    HERE,
-    _end,
-    _fork,
-    _log,
-    _same_weights,
-    _start,
-    _start_fork,
-    _train,
-    _wait_for,
-)
+from tests.common import HERE, _end, _fork, _same_weights, _start, _start_fork, _train, _wait_for
 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 
@@ -59,10 +49,6 @@ def _gone(pids, seconds=10):
     return not any(map(alive, pids))
 
 
-def _epochs(path):
-    return len(_log(path)) if Path(path).is_file() else 0
-
-
 def _elastic_rank(*words):
     if not (child := os.fork()):
         os._exit(train.main([*words]))
@@ -81,12 +67,14 @@ def _elastic(*words):
 
 
 def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
-    straight, back = tmp_path / "straight.pt", tmp_path / "c.pt"
+    straight, back, log = (tmp_path / name for name in ("straight.pt", "c.pt", "log"))
     common = f"--dataset {tiny} {SMALL_STEPS}"
     _train(common, f"--procs 2 --checkpoint {straight}")
-    files = f"--checkpoint {back} --checkpoint-every 5 --log-file {tmp_path}/log"
+    files = f"--checkpoint {back} --checkpoint-every 5 --log-file {log}"
     process = _fork(tmp_path / "out", _elastic, *f"{common} {files}".split())
-    _wait_for(lambda: _epochs(tmp_path / "log") >= 3, process)
+    _wait_for(
+        lambda: log.is_file() and log.read_text().count("\n") > 3, process
+    )  # its head, epochs
     ranks = _running_below(process.pid)[1:]
     os.kill(ranks[-1], signal.SIGKILL)
     output = _end(process)
@@ -317,6 +305,12 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
     assert took < 30  # the other ranks would sleep for 60
 
 
+def _launch_within(seconds, *work):
+    """ddp.launch with another timeout, to be called in a fork."""
+    ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
+    ddp.launch(*work)
+
+
 def _prepares(ranks):
     with ranks.patience():
         if not ranks.rank:
@@ -324,13 +318,8 @@ def _prepares(ranks):
     assert ranks.sum(1) == [2]
 
 
-def _launch_with_a_timeout_of_4_seconds():
-    ddp.TIMEOUT = datetime.timedelta(seconds=4)
-    ddp.launch(_prepares, 2)
-
-
 def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
-    _end(_fork(tmp_path / "out", _launch_with_a_timeout_of_4_seconds))
+    _end(_fork(tmp_path / "out", _launch_within, 4, _prepares, 2))
 
 
 @pytest.mark.parametrize("when", ["ranks start", "training"])

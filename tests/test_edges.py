@@ -12,11 +12,9 @@ import train
 from model import inference
 from run.evaluate import open_run
 from sampler import NeighborSampler
-from sources.prepare import prepare
 from store import GraphStore, build_store
 from tests.common import (
     OWN_LAYERS,
-    TINY,
     _as_lists,
     _code,
     _log,
@@ -48,14 +46,6 @@ def pointed(tmp_path):
     )
 
 
-def _plain(folder):
-    return prepare(TINY, folder, progress=False)
-
-
-def _test_accuracy(log):
-    return _log(log)[-1]["exact"]["test"]
-
-
 @pytest.mark.parametrize("name", ["gat", "gine", "gin"])
 def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     """And resumes, predicts, and says what it does with them."""
@@ -66,7 +56,7 @@ def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     blind = "not used by --model gin: gat and gine take them"
     said = "the model sees the features of edges, 2 x float64" if sees else blind
     assert first.count("edges   ") == 1 and said in first
-    accuracy = _test_accuracy(log)
+    accuracy = _log(log)[-1]["exact"]["test"]
     assert accuracy >= 0.95 if sees else accuracy <= 0.75
     _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0")
     graph = GraphStore.open(pointed)
@@ -112,12 +102,12 @@ def wrong(in_dim, num_classes, edge_dim=0):
 """
 
 
-def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tmp_path):
-    file, log, plain = tmp_path / "net.py", tmp_path / "log", _plain(tmp_path)
+def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tiny, tmp_path):
+    file, log = tmp_path / "net.py", tmp_path / "log"
     file.write_text(OWN_EDGES)
     words = f"--gpus 0 --fanout 6 --lr 0.02 --batch-size 100 --log {log}"
     _train(words, f"--dataset {pointed} --model {file}:Net --epochs 60")
-    assert _test_accuracy(log) >= 0.95
+    assert _log(log)[-1]["exact"]["test"] >= 0.95
     sees = "the model sees the features of edges, 2 x float64"
     blind = f"not used by --model {file}:Blind: its forward has no `edges`"
     for name, dataset, code, complaint in (
@@ -125,9 +115,9 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tmp_path
         ("Must", pointed, 0, sees),
         ("made", pointed, 0, sees),
         ("Blind", pointed, 0, blind),
-        ("Net", plain, 0, "exact accuracy"),
-        ("made", plain, 0, "exact accuracy"),
-        ("Must", plain, 2, "and .* has none; give that argument a default"),
+        ("Net", tiny, 0, "exact accuracy"),
+        ("made", tiny, 0, "exact accuracy"),
+        ("Must", tiny, 2, "and .* has none; give that argument a default"),
         ("wrong", pointed, 2, "wrong takes edge_dim, and the forward of what it returned no"),
     ):
         said = _train(words, f"--dataset {dataset} --model {file}:{name} --epochs 1", code=code)
@@ -195,7 +185,7 @@ def test_train_sees_no_future(name, blind, tmp_path):
         log = tmp_path / temporal
         output = _train(words, f"--model {model} --temporal {temporal} --log {log}")
         assert output.count("edges   ") == 1 and said[temporal] in output
-        exact, sampled = _test_accuracy(log), _log(log)[-2]["valid_sampled"]
+        exact, sampled = _log(log)[-1]["exact"]["test"], _log(log)[-2]["valid_sampled"]
         if temporal == "off":
             assert exact > 0.97 and sampled > 0.9
         else:  # 120 and 80 nodes: three standard deviations
@@ -247,18 +237,18 @@ def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, 
             torch.testing.assert_close(logits[v], expected[v], rtol=1e-4, atol=1e-5)
 
 
-def test_train_says_what_is_missing(tmp_path, capsys):
-    whole, plain = _told_by_the_future(tmp_path / "g"), _plain(tmp_path)
+def test_train_says_what_is_missing(tiny, tmp_path, capsys):
+    whole = _told_by_the_future(tmp_path / "g")
     edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (
-        (plain, "--temporal at", "--temporal at: .* has no times of edges .edge_time"),
+        (tiny, "--temporal at", "--temporal at: .* has no times of edges .edge_time"),
         (edges_alone, "--temporal before", "has no times of nodes"),
         (whole, "--model gcn", "--model gcn divides by the degrees of the whole graph"),
         (whole, "--sampler latest --temporal off", "times of edges and nodes"),
-        (plain, "--sampler weighted", "--sampler weighted draws by weights"),
-        (plain, "--model gine", "--model gine takes features of edges, and"),
-        (plain, "--task graph --temporal off", "--temporal off is for --task node"),
-        (plain, "--task graph --sampler weighted", "--sampler weighted is for --task node"),
+        (tiny, "--sampler weighted", "--sampler weighted draws by weights"),
+        (tiny, "--model gine", "--model gine takes features of edges, and"),
+        (tiny, "--task graph --temporal off", "--temporal off is for --task node"),
+        (tiny, "--task graph --sampler weighted", "--sampler weighted is for --task node"),
     ):
         assert _code(f"--dataset {path} --gpus 0", words) == 2
         assert re.search(complaint, "".join(capsys.readouterr()))

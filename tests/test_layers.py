@@ -14,22 +14,16 @@ import torch
 import model
 import sampler
 from model import GNN
-from native import build
+from native import build, sampler_gpu
 from native import layers as fused
 from sampler import NeighborSampler
 from tests.common import _cuda_resources, _EmulatedKernels, _mix, _random_graph
 
-
-def _layers_on_gpu():
-    """A second native/layers.py, which takes CPU tensors for those of a GPU."""
-    spec = importlib.util.spec_from_file_location("layers_on_gpu", fused.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.is_gpu = lambda device: True
-    return module
-
-
-layers_gpu = _layers_on_gpu()
+# a second native/layers.py, which takes CPU tensors for those of a GPU
+_spec = importlib.util.spec_from_file_location("layers_on_gpu", fused.__file__)
+layers_gpu = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(layers_gpu)
+layers_gpu.is_gpu = lambda device: True
 
 
 def _emulate_layers(folder, monkeypatch):
@@ -88,11 +82,6 @@ def _more_rows(t, count, value=0):
     return torch.cat([t, t.new_full((count, *t.shape[1:]), value)])
 
 
-def _shifted(t):
-    """The same tensor at an address that is no multiple of 16 bytes."""
-    return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
-
-
 def _row_operations(indptr, indices, h, own, pair, best, alpha, beta, gamma):
     """Outputs and gradients of what is done with rows h of a block's sources."""
     block, width = (indptr, indices), h.shape[1]
@@ -117,15 +106,15 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
         indptr, indices = _layer_block(rng, S, N, ids)
         own = torch.from_numpy(rng.permutation(N)[:S]).to(ids)
         h = torch.randn(N, width).to(dtype)
-        h = _shifted(h) if width == 8 else h
+        if width == 8:  # at an address that is no multiple of 16 bytes
+            h = torch.cat([h.new_zeros(1), h.view(-1)])[1:].view(h.shape)
         pair, best = torch.randn(S, 2 * width).to(dtype), torch.randn(S, width).to(dtype)
         given, results = (h, own, pair, best, *torch.rand(2, S), torch.rand(N)), []
         for functions in (kernels, None, kernels):  # twice: threads in another order
             monkeypatch.setattr(model, "fused", functions)
             results.append(_row_operations(indptr, indices, *given))
-        for ours, theirs, again in zip(*results):
-            torch.testing.assert_close(ours, theirs, **near)
-            assert torch.equal(ours, again)
+        torch.testing.assert_close(results[0], results[1], **near)
+        assert all(map(torch.equal, results[0], results[2]))
         assert ("list_in_order" in cuda_layers) == (kernels is layers_gpu)
         if width == 36 and kernels is layers_gpu:  # padding changes nothing
             more = _more_rows(h, 9), _more_rows(own, 3, -1), *(_more_rows(t, 3) for t in given[2:6])
@@ -144,6 +133,18 @@ def test_cuda_layers_are_a_program_for_nvrtc(ids, rows, tmp_path):
     for made in ("float", "bf16"):
         text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
         assert "self_and_mean_grad" in _cuda_resources(text, "sm_90", tmp_path)
+
+
+@pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
+def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
+    dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
+    of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
+    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
+    wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
+    rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
+    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
+    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
+    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
 def _behind(rows, tensor):
@@ -262,8 +263,7 @@ def test_linear_is_torchs_linear(monkeypatch):
     for S, width, D in ((1, 3, 2), (300, 50, 20), (0, 3, 2)):
         given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
         both = [_with_grads(f, *given) for f in (fused.linear, torch.nn.functional.linear)]
-        for ours, theirs in zip(*both):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)
         assert fused.linear(*given[1:3]).shape == (S, D)
 
 
@@ -308,8 +308,7 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
         for functions in (layers_gpu, None):
             monkeypatch.setattr(model, "fused", functions)
             ours = _with_grads(lambda x: model.cross_entropy(x, labels), *given)
-            for a, b in zip(ours, expected):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert cuda_layers.count("cross_entropy") == 3  # none for no rows
 
 
@@ -317,11 +316,7 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
 @pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20), (1, 257)])
 def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
     rng, S, N, D = np.random.default_rng(16), 30, 50, heads * width
-    near = (
-        dict(rtol=1e-4, atol=1e-5)
-        if dtype == torch.float32
-        else dict(rtol=5e-2, atol=max(1e-1, width / 500))
-    )
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (5e-2, max(1e-1, width / 500))
     indptr, indices = _layer_block(rng, S, N, torch.int32)
     nodes = torch.from_numpy(rng.permutation(900)[:S]).int()
     rows = torch.from_numpy(rng.permutation(N)[:S]).int()
@@ -344,9 +339,8 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
         with torch.no_grad():
             results.append([*out, layer.eval().combine(indptr, indices, source, rows, target)])
         layer.train()
-    for ours, theirs, again in zip(*results):
-        torch.testing.assert_close(ours, theirs, **near)
-        assert torch.equal(ours, again)
+    torch.testing.assert_close(results[0], results[1], rtol=rtol, atol=atol)
+    assert all(map(torch.equal, results[0], results[2]))
     if kernels is layers_gpu:  # padding changes nothing
         more = _more_rows(nodes, 4, -1), _more_rows(weight, 4), source, _more_rows(target, 4)
         for padded, ours in zip(attend(*_padded(indptr, indices, 7, S + 4), *more)[:3], results[0]):
@@ -413,10 +407,10 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
         results.append(_trained(_net(name, (20, 8, 5), **options), blocks, x, **given))
     net = _net(name, (20, 8, 5), recompute=True, **options)
     results.append(_trained(net, blocks, x, **given))
-    for theirs, ours, again, recomputed in zip(*results):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        assert torch.equal(ours, again)
-        torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
+    theirs, ours, again, recomputed = results
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, ours, again))
+    torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
     kernel = {"gine": "edge_sums_grad", "gat with edges": "edge_matrix_grad"}
     assert (kernel.get(name, "relu_dropout_grad") in cuda_layers) == (kernels is layers_gpu)
 
@@ -437,9 +431,8 @@ def test_cuda_dropout_is_the_same_with_features_of_edges(heads, cuda_layers, mon
             logits, *grads = _trained(net, blocks, x, **more)
             grads = [grad for grad, name in zip(grads, named) if "edge" not in name]
             results.append([logits, *grads])
-    for first, *others in zip(*results, strict=True):
-        for other in others:
-            torch.testing.assert_close(other, first, rtol=1e-3, atol=1e-4)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-3, atol=1e-4)
     assert not torch.allclose(_trained(seeing, blocks, x, 5, **zeros)[0], results[0][0])
     assert cuda_layers.count("edge_matrix_grad") == 3
 
@@ -451,8 +444,8 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     net = _net("sage", (20, 8, 5), dropout=0.5)
     expected = _trained(net, blocks, x)
     pair, launched = model.self_and_mean(*blocks[0][:2], x), len(cuda_layers)
-    for ours, same in zip(_trained(net, blocks, pair, aggregated=True), expected):
-        torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-6)
+    same = _trained(net, blocks, pair, aggregated=True)
+    torch.testing.assert_close(same, expected, rtol=1e-5, atol=1e-6)
     assert len(cuda_layers) - launched == 2 + 2 * 6  # ReLU and dropout where rows are read
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)

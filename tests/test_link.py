@@ -19,7 +19,6 @@ from sources import prepare as datasets
 from store import GraphStore, build_store
 from tasks import link, metrics
 from tests.common import (
-    COMMON,
     OWN_LAYERS,
     _code,
     _log,
@@ -148,13 +147,8 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
     unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, pairs, 7)
     assert edges.has(each, unchecked).any() and not (unchecked == each).any()
-
-
-@pytest.mark.parametrize("by_degree", [False, True])
-def test_negatives_are_of_the_type_of_the_node_they_replace(by_degree, tmp_path):
-    graph, counts = _link_graph(tmp_path, nodes=60, edges=600), [5, 40, 15]
-    edges, degrees = link.Edges(graph.indptr, graph.indices), graph.indptr.diff()
-    negatives = link.Negatives(edges, 60, degrees if by_degree else None, counts)
+    counts = [5, 40, 15]  # of the type of the node that they replace
+    negatives = link.Negatives(edges, 60, degrees, counts)
     kind = torch.arange(3).repeat_interleave(torch.tensor(counts))
     numbers, pairs = torch.arange(3000), torch.randint(0, 60, (3000, 2))
     drawn, sources = negatives.draw(99, numbers, pairs, 4), pairs[:, :1].expand(-1, 4)
@@ -295,22 +289,13 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert link.ranking(torch.cat(rows)[:, 2])["mrr"] == pytest.approx(found["mrr"])
     assert evaluation(scorer, h, "valid")
     assert link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
-
-
-@pytest.mark.parametrize("kind", ["dot", "mlp"])
-@pytest.mark.parametrize("small", [True, False])
-def test_link_evaluation_takes_no_score_that_is_not_finite(kind, small, tmp_path, monkeypatch):
-    """NaN is above no other score: a network that has lost its numbers would rank every pair first."""
-    monkeypatch.setattr(link, "SMALL", 1 << 14 if small else 0)
-    graph = link.split_edges(_link_graph(tmp_path, nodes=80, edges=300), "70/10/20")
-    torch.manual_seed(0)
-    scorer, h = link.Scorer(kind, 6), torch.rand(80, 6)
-    evaluation = link.Evaluation(graph)
-    assert evaluation(scorer, h, "test")
-    # of a node that no pair of the part has: it is only ranked against
+    # NaN is above no other score: a network that has lost its numbers would rank every pair first
     unseen = set(range(80)) - set(torch.cat(evaluation.examples["test"][:2]).flatten().tolist())
-    bad = [torch.full_like(h, 1e30)]  # finite, and its product with itself is not
-    for node in (int(graph.pairs["test"][0, 0]), *list(unseen)[:1]):
+    bad = [torch.full_like(h, 1e300)]  # finite, and its product with itself is not
+    for node in (
+        int(graph.pairs["test"][0, 0]),
+        *list(unseen)[:1],
+    ):  # the second only ranked against
         for number in (math.nan, math.inf):
             bad.append(h.clone())
             bad[-1][node] = number
@@ -345,9 +330,10 @@ def _timed_links(folder, nodes=200, edges=1200, **changes):
     return _link_graph(folder, nodes, edges, edge_time=times, **changes)
 
 
-@pytest.mark.parametrize("symmetrize", [True, False])
-def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, tmp_path):
-    graph = _timed_links(tmp_path, nodes=40, edges=500, symmetrize=symmetrize)
+@pytest.mark.parametrize("symmetrize, types", [(True, 0), (False, 0), (False, 3)])
+def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, types, tmp_path):
+    kinds = {"edge_type": np.arange(520) % types} if types else {}  # lists are by type, then time
+    graph = _timed_links(tmp_path, nodes=40, edges=500, symmetrize=symmetrize, **kinds)
     first = {}
     for (u, v), time_ in zip(_pairs_of(graph), graph.edge_time.tolist()):
         first[frozenset((u, v))] = min(time_, first.get(frozenset((u, v)), time_))
@@ -466,8 +452,8 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
 
 
 def test_link_task_says_which_part_of_its_split_is_empty(tiny, tmp_path, capsys):
-    words = [f"--task link --dataset {tiny}", *COMMON, "--epochs 1"]
+    words = f"{LINK} --dataset {tiny} --epochs 1"
     empty_parts = {"90/0/10": ["valid"], "90/10/0": ["test"], "80/10/10": [], "none": []}
     for split, empty in empty_parts.items():
-        assert _code(*words, f"--edge-split {split}") == 0
+        assert _code(words, f"--edge-split {split}") == 0
         assert re.findall("split   it has no (.*) edges", capsys.readouterr().out) == empty

@@ -61,8 +61,7 @@ def test_regressor_equals_a_reference_edge_by_edge():
         run(graph).square().sum().backward()
         # and every parameter takes part
         gradients.append([p.grad.clone() for p in ours.parameters()])
-    for a, b in zip(*gradients):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
     assert torch.cat([ours(graph), ours(other)]).shape == (11, 2)
     # graphs of one batch do not see each other
     x, e, y = torch.ones(3, 2, dtype=torch.uint8), torch.ones(2, 3), torch.zeros(2, 2)
@@ -123,12 +122,11 @@ def test_metrics_are_what_their_definitions_say():
 
 
 def test_train_several_labels_a_node(tmp_path):
-    """BCE, micro-F1 by default; predictions are 0 and 1, or probabilities; 1 and 2 processes agree.
-
-    Features and neighbours of a node show its labels with noise.
-    """
+    """BCE, micro-F1 by default; predictions are 0 and 1, or probabilities; 1 and 2 processes agree."""
     rng = np.random.default_rng(0)
-    y = (rng.random((600, 5)) < 0.3).astype(np.int64)
+    y = (rng.random((600, 5)) < 0.3).astype(
+        np.int64
+    )  # shown by features and neighbours, with noise
     x = (y + rng.normal(size=y.shape)).astype(np.float32)
     alike = [rng.choice(np.flatnonzero((y == row).all(1)), 4) for row in y]
     edges = np.stack([np.concatenate(alike), np.repeat(np.arange(600), 4)])

@@ -23,23 +23,12 @@ import numpy as np
 import pytest
 import torch
 
-import model
 import sampler
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import Block, NeighborSampler
-from tests.common import (
-    HERE,
-    _as_lists,
-    _cuda_resources,
-    _dgl,
-    _emulated,
-    _end,
-    _fork,
-    _frame,
-    _mix,
-    _random_graph,
-)
+from tests.common import HERE, _as_lists, _dgl, _emulated, _end, _fork, _frame, _mix, _random_graph
+from tests.stores import _refuses
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
@@ -343,18 +332,7 @@ def test_half_of_the_seeds_at_one_time_take_no_longer():
     assert blocks[0].num_src > 300_000
 
 
-def test_cuda_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampler_gpu, "ROOM", 0)
-    indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
-    s = NeighborSampler(indptr, indices, [-1, 3], backend="torch")
-    backend = _emulated(s, tmp_path)
-    rows, _ = backend.shapes(20)
-    monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1]))
-    with pytest.raises(RuntimeError, match="20 seeds ask for ever more room"):
-        backend.sample(torch.arange(20), 0)
-
-
-def test_cuda_tables_are_used_up(tmp_path):
+def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     """Positions count down from batch to batch, of eleven launches each; at the end the table is filled anew."""
     indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
     s = NeighborSampler(indptr, indices, [4, 3, 2], backend="torch")
@@ -373,6 +351,11 @@ def test_cuda_tables_are_used_up(tmp_path):
     backend.kernels.launched.clear()
     backend.sample(seeds, 5, relabel_outer=False)
     assert len(backend.kernels.launched) == 9
+    backend, (rows, _) = _emulated(s, tmp_path), backend.shapes(20)
+    monkeypatch.setattr(sampler_gpu, "ROOM", 0)
+    monkeypatch.setattr(backend, "shapes", lambda S: (rows, [1, 1, 1]))
+    with pytest.raises(RuntimeError, match="20 seeds ask for ever more room"):
+        backend.sample(seeds, 0)
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -505,18 +488,6 @@ def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert build.load_cuda("a test", source + "\n", torch.device("cuda", 0)) is None
-
-
-@pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
-def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
-    dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
-    of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
-    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
-    wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
-    rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
-    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
-    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
 def test_ids_above_two_to_the_31(tmp_path):
@@ -921,7 +892,8 @@ def _small(**changes):
 
 
 _T, _ONES, _NAN = torch.tensor, torch.ones(3), float("nan")
-_TIMED = {"edge_times": _T([1, 1, 0])}
+_TIMED, _TYPED = {"edge_times": _T([1, 1, 0])}, {"edge_type": _T([0, 1, 0]).to(torch.uint8)}
+_MIXED = {**_TYPED, "by_type": False}
 REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "fanouts", dict(fanouts=[])),
     (ValueError, "fanouts", dict(fanouts=[3, 0])),
@@ -954,13 +926,29 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "strict needs edge_t", dict(strict=True)),
     (ValueError, "'latest' and weights exc", dict(method="latest", **_TIMED, weights=_ONES)),
     (ValueError, "backend 'dgl' has no edge_times", dict(backend="dgl", **_TIMED)),
+    (ValueError, "window needs edge_times", dict(window=5)),
+    (ValueError, "window is 2.9: give an int", dict(window=2.9, **_TIMED)),
+    (ValueError, "window is inf: give an int", dict(window=float("inf"), **_TIMED)),
+    (ValueError, "window is 0: give an int above 0", dict(window=0, **_TIMED)),
+    (ValueError, "numbers by type need edge_type", dict(fanouts=[[3, 2]])),
+    (ValueError, "by_type=False: numbers by type need edge_type", dict(by_type=False)),
+    (ValueError, "edge_type has 2 types, one number for each", dict(fanouts=[[3]], **_TYPED)),
+    (ValueError, "one number .* hop, positive or -1", dict(fanouts=[[3, -2]], **_TYPED)),
+    (TypeError, "fanouts has .3, 2.5.: whole numbers", dict(fanouts=[[3, 2.5]], **_TYPED)),
+    (ValueError, "-1 .all. is not", dict(fanouts=[[3, -1]], replace=True, **_TYPED)),
+    (ValueError, "is not for numbers by type", dict(fanouts=[[3, 3]], **_MIXED)),
+    (ValueError, "nor for edge_times: types", {**_MIXED, **_TIMED}),
+    (ValueError, "backend 'dgl' has no edge_type", dict(backend="dgl", **_TYPED)),
+    (ValueError, "edge_type decreases in the list of node", dict(edge_type=_T([1, 0, 0]).byte())),
+    (ValueError, "by type, then time", dict(edge_type=_ONES.byte(), edge_times=_T([2, 1, 0]))),
+    (ValueError, "types above 32767", dict(edge_type=_T([1, 9, 36000]).to(torch.uint16))),
+    (TypeError, "edge_type must be uint8 or uint16 .M=3., not", dict(edge_type=_T([0, 1, 0]))),
 ]
 
 
 @pytest.mark.parametrize("error, words, changes", REFUSED)
 def test_sampler_names_the_bad_argument(error, words, changes):
-    with pytest.raises(error, match=words):
-        NeighborSampler(**_small(**changes))
+    _refuses(words, NeighborSampler, **_small(**changes), error=error)
 
 
 REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, options of sample
@@ -986,8 +974,7 @@ REFUSED_SEEDS = [  # error, what it says, arguments of NeighborSampler, seeds, o
 @pytest.mark.parametrize("error, words, changes, seeds, options", REFUSED_SEEDS)
 def test_sampler_names_bad_seeds_and_goes_on(error, words, changes, seeds, options):
     s = NeighborSampler(**_small(**changes))
-    with pytest.raises(error, match=words):
-        s.sample(seeds, 0, **options)
+    _refuses(words, s.sample, seeds, 0, **options, error=error)
     more = {"times": _T([9, 9])} if changes else {}
     assert s.sample(_T([2, 0]), 0, **more)[0].src_nodes.tolist() == [2, 0, 1]
     one = s.sample(_T([0]), 0, exclude=_T([0]), **({"times": _T([9])} if changes else {}))
@@ -996,8 +983,8 @@ def test_sampler_names_bad_seeds_and_goes_on(error, words, changes, seeds, optio
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("method", METHODS)
-def test_dgl_backend(method, dtype):
-    _dgl()
+def test_dgl_backend_and_blocks_for_dgl_and_pyg(method, dtype):
+    dgl = _dgl()
     indptr, indices = _random_graph(np.random.default_rng(2), 300, 12, dtype)
     seeds, weights = torch.tensor([5, 2, 9]), (torch.arange(indices.numel()) % 3 > 0).float()
     options = METHODS[method] | ({"weights": weights} if method == "weighted" else {})
@@ -1008,6 +995,12 @@ def test_dgl_backend(method, dtype):
     for block in (outer, inner):
         assert torch.equal(block.src_nodes[block.indices.long()], indices[block.edge_ids])
         v = block.src_nodes[: block.num_dst].repeat_interleave(block.indptr.diff()).long()
+        there, ((src, dst), ids, size) = block.to_dgl(), block.to_pyg()
+        assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
+        assert torch.equal(there.edata[dgl.EID], block.edge_ids) and ids is block.edge_ids
+        assert torch.equal(src, block.indices.long())
+        assert torch.equal(block.src_nodes[dst].long(), v)
+        assert size == (block.num_src, block.num_dst)
         assert ((indptr[v] <= block.edge_ids) & (block.edge_ids < indptr[v + 1])).all()
         assert method != "weighted" or (weights[block.edge_ids] > 0).all()
     assert _as_lists(s.sample(seeds, 0)) == _as_lists([outer, inner])
@@ -1018,24 +1011,6 @@ def test_dgl_backend(method, dtype):
     assert torch.equal(bare.src_nodes, inner.src_nodes)
 
 
-def test_blocks_are_converted():
-    dgl = _dgl()
-    indptr, indices = _random_graph(np.random.default_rng(2), 300, 12)
-    (block,) = NeighborSampler(indptr, indices, [4], edge_ids=True).sample(torch.arange(9), 0)
-    there, x = block.to_dgl(), torch.randn(block.num_src, 7)
-    assert torch.equal(there.srcdata[dgl.NID], block.src_nodes)
-    assert torch.equal(there.edata[dgl.EID], block.edge_ids)
-    there.srcdata["x"] = x
-    there.update_all(dgl.function.copy_u("x", "m"), dgl.function.mean("m", "mean"))
-    mine = model.mean_neighbours(block.indptr, block.indices, x)
-    torch.testing.assert_close(there.dstdata["mean"], mine)
-    (src, dst), edge_ids, size = block.to_pyg()
-    assert size == (block.num_src, block.num_dst) and edge_ids is block.edge_ids
-    total = torch.zeros(block.num_dst, 7).index_add_(0, dst, x[src])
-    torch.testing.assert_close(total / block.indptr.diff().clamp(min=1)[:, None], mine)
-
-
 def test_a_missing_dgl_gives_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "dgl", None)
-    with pytest.raises(ImportError, match="pip install dgl"):
-        NeighborSampler(**_small(backend="dgl"))
+    _refuses("pip install dgl", NeighborSampler, **_small(backend="dgl"), error=ImportError)

@@ -20,7 +20,7 @@ from bench.harm import other_bytes
 from disk.files import StoreError
 from sources import graph_tables, tables
 from sources import prepare as datasets
-from store import GraphStore, build_store, verify
+from store import GraphStore, verify
 from tests.stores import _edges, _refuses
 
 
@@ -197,20 +197,6 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
     _refuses(said, graph_tables.features, x, tmp_path / "x")
 
 
-def test_store_names_of_nodes(tmp_path):
-    graph = dict(edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype=np.float32))
-    for names, complaint in (
-        (["a", "b"], "node_names has 2 names: 3 are needed"),
-        (["a", "b\nc", "d"], "name 1, 'b.nc', .* line"),
-        (["a", "b", "a"], "node_names holds 'a' more than once"),
-    ):
-        _refuses(complaint, build_store, tmp_path / "s", **graph, node_names=names)
-    path = build_store(tmp_path / "s", **graph)
-    assert GraphStore.open(path).node_names() is None
-    path = build_store(tmp_path / "t", **graph, node_names=["a", "\u2028b", ""])
-    assert GraphStore.open(path).node_names() == ["a", "\u2028b", ""] and verify(path) == []
-
-
 def test_tables_ids_of_a_split(tmp_path):
     nodes = graph_tables.Nodes(9, "x.csv")
     for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
@@ -352,10 +338,7 @@ def _damaged(content, random):
 
 
 def test_tables_fuzz(tmp_path):
-    """500 tables and archives, all damaged: read as the csv module and plain Python read them, or refused.
-
-    RINGBLOCK_FUZZ=60000 makes it as many.
-    """
+    """500 tables, all damaged, as many as RINGBLOCK_FUZZ says: read as csv and plain Python do, or refused."""
     random = np.random.default_rng(0)
     nodes, counts = graph_tables.Nodes(30, "x.csv"), collections.Counter()
     for trial in range(int(os.environ.get("RINGBLOCK_FUZZ", 500))):
