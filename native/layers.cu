@@ -72,22 +72,24 @@ typedef struct __attribute__((WIDE(4 * sizeof(OUT)))) {
   OUT x[COLUMNS];
 } out_t;
 
-FN floats_t all_of(float x) {
-  floats_t v;
-  EACH v[q] = x;
-  return v;
-}
-FN ints_t all_of_int(int x) {
-  ints_t v;
-  EACH v[q] = x;
-  return v;
-}
-FN floats_t load_floats(const float *p, int whole, int left) {
-  floats_t v = all_of(0);
-  if (AT_ONCE) v = *(const wide_t *)p;
-  else EACH_LEFT v[q] = p[q];
-  return v;
-}
+#define VECTOR(all_of, of, number, vector, wide)                  \
+  FN vector all_of(number x) {                                    \
+    vector v;                                                     \
+    EACH v[q] = x;                                                \
+    return v;                                                     \
+  }                                                               \
+  FN vector load_##of(const number *p, int whole, int left) {     \
+    vector v = all_of(0);                                         \
+    if (AT_ONCE) v = *(const wide *)p;                            \
+    else EACH_LEFT v[q] = p[q];                                   \
+    return v;                                                     \
+  }                                                               \
+  FN void store_##of(number *p, int whole, int left, vector v) {  \
+    if (AT_ONCE) *(wide *)p = v;                                  \
+    else EACH_LEFT p[q] = v[q];                                   \
+  }
+VECTOR(all_of, floats, float, floats_t, wide_t)
+VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
   floats_t v = all_of(0);
@@ -97,16 +99,6 @@ FN floats_t load(const IN *p, int whole, int left) {
   } else EACH_LEFT v[q] = UP(IN)(p[q]);
   return v;
 }
-FN ints_t load_ints(const int *p, int whole, int left) {
-  ints_t v = all_of_int(0);
-  if (AT_ONCE) v = *(const wide_ints_t *)p;
-  else EACH_LEFT v[q] = p[q];
-  return v;
-}
-FN void store_floats(float *p, int whole, int left, floats_t v) {
-  if (AT_ONCE) *(wide_t *)p = v;
-  else EACH_LEFT p[q] = v[q];
-}
 FN void store(OUT *p, int whole, int left, floats_t v) {
   if (sizeof(OUT) == sizeof(float)) {
     store_floats((float *)p, whole, left, v);
@@ -115,10 +107,6 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     EACH row.x[q] = DOWN(OUT)(v[q]);
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
-}
-FN void store_ints(int *p, int whole, int left, ints_t v) {
-  if (AT_ONCE) *(wide_ints_t *)p = v;
-  else EACH_LEFT p[q] = v[q];
 }
 FN float total(floats_t v) {
   for (int half = COLUMNS / 2; half; half /= 2)

@@ -50,10 +50,9 @@ def functions(integers, source, target):
     for t in (*integers, source, target):
         if t.device != source.device or not t.is_contiguous():
             return None
-    if any(t.dtype != ids for t in integers):
-        return None
     # a kernel counts threads in 32 bits, elements of a block in 31
-    if target.numel() >= 1 << 32 or any(t.numel() >= 1 << 31 for t in integers):
+    fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+    if not fit or target.numel() >= 1 << 32:
         return None
     return load(ids, source.dtype, target.dtype, source.device)
 
@@ -98,6 +97,7 @@ FLAGS += ["-fPIC", "-shared"]
 
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
+UNSCALED = None, None, None
 RUN = 16  # rows of a gradient that a thread adds up for the bias
 
 
@@ -125,48 +125,25 @@ class Code:
         """Threads of a row."""
         return -(-width // self.columns)
 
-    def self_and_mean(
-        self, indptr, indices, h, self_rows, out, scales=(None, None, None), active=UNCHANGED
-    ):
+    def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED):
         """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`."""
         (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
-        given = indptr, indices, h, self_rows, *scales, S, width, whole, *active
+        given = *block, h, self_rows, *scales, S, width, whole, *active
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
-        self,
-        indptr,
-        indices,
-        grad,
-        num_src,
-        h=None,
-        active=UNCHANGED,
-        scales=(None, None, None),
-        own=True,
-        run=1,
+        self, block, grad, num_src, h=None, active=UNCHANGED, scales=UNSCALED, own=True, run=1
     ):
         """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of the h [N, F] whose
         `activation` these were; with a run above 1 also the sums of so many rows each, float32 [N / run, F]."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
-        lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
+        lists = Lists(self, *block, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
         size, runs = (S if own else 0, *size), -(-num_src // run)
         sums = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
-        given = (
-            *lists.of_source,
-            lists.share,
-            grad,
-            alpha,
-            gamma,
-            *size,
-            h,
-            *active,
-            runs,
-            run,
-            sums,
-        )
-        self.run("self_and_mean_grad", runs * self.threads(width), *given, out)
+        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, h, *active
+        self.run("self_and_mean_grad", runs * self.threads(width), *given, runs, run, sums, out)
         return out if sums is None else (out, sums)
 
     def relu_dropout(self, h, active, out=None):
@@ -251,7 +228,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
         return None
     if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
         return _SelfAndMean.apply(indptr, indices, h, None, None, None, code)
-    code.self_and_mean(indptr, indices, h, self_rows, target)
+    code.self_and_mean((indptr, indices), h, self_rows, target)
     return target
 
 
@@ -264,7 +241,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     if self_rows is None:
         return _SelfAndMean.apply(indptr, indices, h, *scales, code)
     out = h.new_empty(len(alpha), h.shape[1])
-    code.self_and_mean(indptr, indices, h, self_rows, out, scales)
+    code.self_and_mean((indptr, indices), h, self_rows, out, scales)
     return out
 
 
@@ -285,7 +262,7 @@ class _SelfAndMean(torch.autograd.Function):
     def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, nobody=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
-        code.self_and_mean(indptr, indices, h, nobody, out, (alpha, beta, gamma))
+        code.self_and_mean((indptr, indices), h, nobody, out, (alpha, beta, gamma))
         ctx.own = nobody is None
         own = h[:S] if ctx.needs_input_grad[3] else None
         ctx.save_for_backward(indptr, indices, alpha, beta, gamma, own)
@@ -295,11 +272,11 @@ class _SelfAndMean(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
-        indptr, indices, *scales, own = ctx.saved_tensors
+        *block, alpha, beta, gamma, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
         if ctx.needs_input_grad[2]:
-            given = indptr, indices, grad, ctx.num_src
-            out = ctx.code.self_and_mean_grad(*given, scales=scales, own=ctx.own)
+            given = {"scales": (alpha, beta, gamma), "own": ctx.own}
+            out = ctx.code.self_and_mean_grad(block, grad, ctx.num_src, **given)
         if own is not None:
             to_alpha = (grad * own).float().sum(1)
         return None, None, out, to_alpha, None, None, None, None
@@ -363,11 +340,9 @@ class _ReluDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
-        given, out = (
-            (h, grad, S, width, _aligned(width, h, grad), ctx.scale),
-            torch.empty_like(grad),
-        )
-        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given, out)
+        out = torch.empty_like(grad)
+        given = h, grad, S, width, _aligned(width, h, grad), ctx.scale, out
+        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given)
         return out, None, None, None, None
 
 
@@ -602,10 +577,9 @@ class _Sage(torch.autograd.Function):
                 pair = h.to(dtype)
             else:
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
-                made = code if i else of_input
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
-                given = block.indptr, block.indices, h, None, pair
-                made.self_and_mean(*given, active=active)
+                made = code if i else of_input
+                made.self_and_mean((block.indptr, block.indices), h, None, pair, active=active)
             own, bias, neigh = weights[3 * i : 3 * i + 3]
             weight = torch.cat([own, neigh], 1)
             if weight.dtype != dtype:
@@ -626,7 +600,7 @@ class _Sage(torch.autograd.Function):
             grads = [own, rows.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(h) if i else ctx.num_input
-                given = block.indptr, block.indices, product(grad, weight.t()), num_src
+                given = (block.indptr, block.indices), product(grad, weight.t()), num_src
             if i:
                 active = activation(block.src_nodes, *ctx.drops[i - 1])
                 grad, rows = ctx.code.self_and_mean_grad(*given, h, active, run=RUN)
