@@ -30,12 +30,10 @@ IN_ORDER, GATHERED = 0.9, 0.85  # shares of the bandwidth that kernels reach
 CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what is read where 4 are wanted
 PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # which argument has the rows
 # by kernel: the table whose rows its edges ask for
-TABLES = dict.fromkeys(("self_and_mean", "max_neighbours", "edge_sums"), "h")
-TABLES |= dict.fromkeys(
-    ("self_and_mean_grad", "max_neighbours_grad", "attention_source_grad"), "grad"
-)
+TABLES = {"self_and_mean": "h", "max_neighbours": "h", "gather_rows": "table"}
 TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad", "target_grad")}
-TABLES |= {"gather_rows": "table", "pick_aggregate": "features"}
+TABLES |= {"self_and_mean_grad": "grad", "max_neighbours_grad": "grad"}
+TABLES |= {"attention_source_grad": "grad", "pick_aggregate": "features"}
 # of sampler.cu by kernel: bytes for each row, for each edge, and how often an edge asks the table of nodes
 DRAWS = {
     "begin": (64, 0, 0),
@@ -60,9 +58,8 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, _, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        given, made = (
-            [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (args, out)
-        )
+        tensors = lambda tree: [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]  # noqa: E731
+        given, made = tensors(args), tensors(out)
         places = {t.untyped_storage().data_ptr() for t in given}
         view = made and all(t.untyped_storage().data_ptr() in places for t in made)
         if "empty" in name or view and not func._schema.is_mutable:
