@@ -245,6 +245,14 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     return out
 
 
+class _Step(torch.autograd.Function):
+    """A step of autograd: static methods, and no gradient of the gradient."""
+
+    def __init_subclass__(cls):
+        cls.forward = staticmethod(cls.forward)
+        cls.backward = staticmethod(once_differentiable(cls.backward))
+
+
 def mean_neighbours(indptr, indices, h):
     """See model.py."""
     code, S = functions([indptr, indices], h, h), indptr.numel() - 1
@@ -255,10 +263,9 @@ def mean_neighbours(indptr, indices, h):
     return _SelfAndMean.apply(indptr, indices, h, zeros, ones, None, code, nobody)
 
 
-class _SelfAndMean(torch.autograd.Function):
+class _SelfAndMean(_Step):
     """nobody: [S] of -1 where destinations have no row of their own."""
 
-    @staticmethod
     def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, nobody=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
@@ -269,8 +276,6 @@ class _SelfAndMean(torch.autograd.Function):
         ctx.num_src, ctx.code = num_src, code
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
         *block, alpha, beta, gamma, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
@@ -325,10 +330,9 @@ def relu_dropout(h, nodes, seed, drop):
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
 
-class _ReluDropout(torch.autograd.Function):
+class _ReluDropout(_Step):
     """What was kept is what is not zero in the result, so the backward pass needs no mask."""
 
-    @staticmethod
     def forward(ctx, h, nodes, seed, drop, code):
         ctx.code, ctx.scale = code, 256 / (256 - drop)
         code.relu_dropout(h, activation(nodes, seed, drop))
@@ -336,8 +340,6 @@ class _ReluDropout(torch.autograd.Function):
         ctx.save_for_backward(h)
         return h
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
         out = torch.empty_like(grad)
@@ -362,8 +364,7 @@ def max_neighbours(indptr, indices, h):
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
 
-class _MaxNeighbours(torch.autograd.Function):
-    @staticmethod
+class _MaxNeighbours(_Step):
     def forward(ctx, indptr, indices, h, code):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out, winner = h.new_empty(S, width), indices.new_empty(S, width, dtype=torch.int32)
@@ -373,8 +374,6 @@ class _MaxNeighbours(torch.autograd.Function):
         ctx.num_src, ctx.code = num_src, code
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         (indptr, indices, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
         N, width = ctx.num_src, grad.shape[1]
@@ -402,18 +401,15 @@ def cross_entropy(logits, labels):
     return None if code is None else _CrossEntropy.apply(logits, labels, code)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(_Step):
     """The gradient is computed with the loss, from the same softmax."""
 
-    @staticmethod
     def forward(ctx, logits, labels, code):
         (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
         code.run("cross_entropy", 32 * S, logits, labels, S, C, loss, grad)
         ctx.save_for_backward(grad)
         return loss.sum()
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, weight):
         (grad,) = ctx.saved_tensors
         return grad * weight, None, None
@@ -444,8 +440,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
+class _Attend(_Step):
     def forward(ctx, indptr, indices, source, target, attn, edges, by, self_rows, drawn, code):
         block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
         nodes, seed, drop = drawn
@@ -467,8 +462,6 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(indptr, indices, dst, *rows, edges, by, weights, dropped, slopes)
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         *block, dst, source, target, attn, edges, by, weights, dropped, slopes = ctx.saved_tensors
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
@@ -516,8 +509,7 @@ def edge_sums(indptr, indices, h, edges, by):
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 
 
-class _EdgeSums(torch.autograd.Function):
-    @staticmethod
+class _EdgeSums(_Step):
     def forward(ctx, indptr, indices, h, edges, by, code):
         S, width = indptr.numel() - 1, h.shape[1]
         out, size = h.new_empty(S, width), (S, width, _aligned(width, h, by))
@@ -527,8 +519,6 @@ class _EdgeSums(torch.autograd.Function):
         ctx.code = code
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, F]
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
@@ -568,8 +558,7 @@ def sage(blocks, x, aggregated, weights, drops):
         return _Sage.apply(x, blocks, aggregated, drops, codes, dtype, *weights)
 
 
-class _Sage(torch.autograd.Function):
-    @staticmethod
+class _Sage(_Step):
     def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
         (of_input, code), h, saved = codes, x, []
         for i, block in enumerate(blocks):
@@ -590,8 +579,6 @@ class _Sage(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         return h
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, C]
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
@@ -639,14 +626,11 @@ def _for_onednn(x, weight):
     return large and usable and torch.backends.mkldnn.is_available()
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
+class _Linear(_Step):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, D]
         (x, weight), grad = ctx.saved_tensors, grad.contiguous()
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
