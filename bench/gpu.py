@@ -158,10 +158,8 @@ def on_gpu(step, i):
     return max(start.elapsed_time(end) / 1e3, 1e-9), result
 
 
-def compare(what, contenders, rounds, record):
-    """Time contenders on the GPU in turn, after a round that does not count; what fails is recorded -> figures by name."""
-    how = {"warmup": 1, "timed": on_gpu, "attempt": record.attempt}
-    return tools.compare(what, contenders, rounds, **how)
+# contenders on the GPU in turn, after a round that does not count
+compare = partial(tools.compare, warmup=1, timed=on_gpu)
 
 
 def graph_name(args, size):
@@ -213,7 +211,7 @@ def sampling(args, record):
         ON_CPU: partial(ours, ON_CPU, host),
         "device copy": lambda: lambda i: target.copy_(source),
     }
-    rows = compare("sampling a batch", contenders, 4 * args.rounds, record)
+    rows = compare("sampling a batch", contenders, 4 * args.rounds, attempt=record.attempt)
     bandwidth = 2 * source.nbytes / rows.pop("device copy")["median_ms"]  # bytes a millisecond
     for name, row in rows.items():
         row["bytes"] = moved[name]
@@ -332,15 +330,15 @@ def transfer(args, record):
         "ring: gather and copy": fetch,
     }
     with record.attempt("reads in place"):
-        arrays = [gpu_view(a, "cuda") for a in share([store.indptr, store.indices, features])]
-        *graph, table = arrays
+        shared = share([store.indptr, store.indices, features])
+        *graph, table = (gpu_view(array, "cuda") for array in shared)
         over_link = NeighborSampler(*graph, args.fanout, check=False)
         steps["rows in place, torch"] = lambda i: table.index_select(0, ids)
         steps["rows in place"] = lambda i: gather_rows(table, ids)
         steps["first hop in place"] = lambda i: self_and_mean(hop.indptr, hop.indices, table, own)
         steps["sampling in place"] = lambda i: over_link.sample(drawn, i)
     contenders = {name: lambda step=step: step for name, step in steps.items()}
-    rows = compare("from host memory", contenders, 2 * args.rounds, record)
+    rows = compare("from host memory", contenders, 2 * args.rounds, attempt=record.attempt)
     size = dict.fromkeys(rows, pinned.nbytes) | {
         "first hop in place": row * (hop.num_edges + hop.num_dst),
         "sampling in place": 32 * sum(block.num_dst + block.num_edges for block in blocks),
