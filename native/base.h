@@ -34,6 +34,7 @@ static const struct { long x; } blockDim = {1}, threadIdx = {0};
 #define ONE_BY_ONE
 #define FN static inline
 #define FAIL abort()
+#define __popc __builtin_popcount
 #define atomicAdd __sync_fetch_and_add
 #define atomicOr __sync_fetch_and_or
 #define atomicCAS __sync_val_compare_and_swap

@@ -405,6 +405,15 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
+// A thread's place and head, and where the message and the destination's row begin there.
+#define PLACE_AND_HEAD(self_rows)                                                   \
+  THREAD((i64)(E + S) * K);                                                         \
+  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
+  const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
+  if (place.source < 0) return;                                                     \
+  if (!head && number + 16 < E)                                                     \
+    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);       \
+  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D
 #define ROUND(weight) UP(IN)(DOWN(IN)(weight))  // to the type of the rows that it multiplies
 
 // What `wide` features of an edge add to a row: edge times the columns at `by` of a matrix [wide,
@@ -461,13 +470,7 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
                         int S, int E, int K, int D, int whole, const IN *source, const IN *target,
                         const float *attn, const float *edges, int wide, const float *by,
                         float *scores, int *slopes) {
-  THREAD((i64)(E + S) * K);
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
-  const place_t place = find_place(indptr, indices, self_rows, dst, E, number);
-  if (place.source < 0) return;
-  if (!head && number + 16 < E)
-    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
-  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
+  PLACE_AND_HEAD(self_rows);
   floats_t sum = all_of(0);
   ints_t bits = all_of_int(0);
   for (int c = 0; c < D; c += COLUMNS) {
@@ -510,13 +513,7 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
 KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst, int S, int E,
                              int K, int D, int whole, const IN *source, const IN *grad,
                              float *to_weights) {
-  THREAD((i64)(E + S) * K);
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
-  const place_t place = find_place(indptr, indices, 0, dst, E, number);
-  if (place.source < 0) return;
-  if (!head && number + 16 < E)
-    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
-  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
+  PLACE_AND_HEAD(0);
   floats_t sum = all_of(0);
   for (int c = 0; c < D; c += COLUMNS)
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);

@@ -217,11 +217,10 @@ class Lists:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what model.py calls
+# what model.py calls, with its words
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
-    """See model.py."""
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = functions([indptr, indices, self_rows], h, target)
     if code is None or target.shape != (indptr.numel() - 1, 2 * h.shape[1]):
@@ -233,7 +232,6 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
-    """See model.py."""
     code = functions([indptr, indices, self_rows], h, h)
     if code is None or alpha.dtype != torch.float32 or learned(beta, gamma):
         return None
@@ -254,7 +252,6 @@ class _Step(torch.autograd.Function):
 
 
 def mean_neighbours(indptr, indices, h):
-    """See model.py."""
     code, S = functions([indptr, indices], h, h), indptr.numel() - 1
     if code is None:
         return None
@@ -359,7 +356,6 @@ def dropout(x, nodes, seed, drop):
 
 
 def max_neighbours(indptr, indices, h):
-    """See model.py."""
     code = functions([indptr, indices], h, h)
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
@@ -395,7 +391,6 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
 
 
 def cross_entropy(logits, labels):
-    """See model.py."""
     fits = logits.dtype == torch.float32 and labels.dtype == torch.int64 and labels.is_contiguous()
     code = kernels([], logits, logits) if fits else None
     return None if code is None else _CrossEntropy.apply(logits, labels, code)
