@@ -650,13 +650,8 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
-CONVS = {
-    "sage": SAGEConv,
-    "sage-pool": SAGEPoolConv,
-    "gcn": GCNConv,
-    "gat": GATv2Conv,
-    "gin": GINConv,
-}
+CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv}
+CONVS |= {"gat": GATv2Conv, "gin": GINConv}
 EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # take features of edges; gine needs them
 TYPE_CONVS = {"rgcn": RGCNConv}  # need types of edges
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS

@@ -62,11 +62,6 @@ def learned(*tensors):
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def kernels(integers, source, target):
-    """As `functions`, but None on the CPU: for steps in which torch is as fast there."""
-    return functions(integers, source, target) if is_gpu(source.device) else None
-
-
 @functools.cache
 def load(ids, source, target, device):
     """`Code` for ids, rows and results of these dtypes; None, after one warning, where it cannot be had."""
@@ -346,8 +341,8 @@ class _ReluDropout(_Step):
 
 
 def dropout(x, nodes, seed, drop):
-    """Dropout of x without ReLU, for an x that needs no gradient."""
-    code = None if x.requires_grad else kernels([nodes], x, x)
+    """Dropout of x without ReLU, for an x that needs no gradient, on a GPU: torch is as fast on the CPU."""
+    code = functions([nodes], x, x) if is_gpu(x.device) and not x.requires_grad else None
     if code is None:
         return None
     out = torch.empty_like(x)
@@ -392,7 +387,7 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
 
 def cross_entropy(logits, labels):
     fits = logits.dtype == torch.float32 and labels.dtype == torch.int64 and labels.is_contiguous()
-    code = kernels([], logits, logits) if fits else None
+    code = functions([], logits, logits) if fits and is_gpu(logits.device) else None
     return None if code is None else _CrossEntropy.apply(logits, labels, code)
 
 

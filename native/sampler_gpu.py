@@ -341,12 +341,9 @@ class Frame:
             end = 3 + 2 * S + len(values)
             self.given[3:end].copy_(torch.cat([seeds.cpu().long(), group, values]))
             self.sent = end
-        elif seeds.is_cuda:
-            self.input[3 : 3 + S].copy_(seeds)
-            self.sent = 3
         else:
-            self.given[3 : 3 + S].copy_(seeds)
-            self.sent = len(self.given)
+            (self.input if seeds.is_cuda else self.given)[3 : 3 + S].copy_(seeds)
+            self.sent = 3 if seeds.is_cuda else len(self.given)
 
     def start(self):
         """Start what makes a batch, on the current stream; a CUDA graph can capture it, for seeds from the CPU."""
