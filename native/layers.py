@@ -133,7 +133,7 @@ class Code:
         `activation` these were; with a run above 1 also the sums of so many rows each, float32 [N / run, F]."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
-        lists = Lists(self, *block, num_src, shares=True, beta=beta)
+        lists = Lists(self, block, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
         size, runs = (S if own else 0, *size), -(-num_src // run)
         sums = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
@@ -187,17 +187,14 @@ class Lists:
         edge, share: pointers to int32 [E], float32 [E] (beta [S] of the destination, or 1 / its edges), or 0.
     """
 
-    def __init__(
-        self, code, indptr, indices, num_src, dst=None, *, edges=False, shares=False, beta=None
-    ):
-        E, N = indices.numel(), num_src
+    def __init__(self, code, block, num_src, dst=None, *, edges=False, shares=False, beta=None):
+        (indptr, indices), E, N = block, block[1].numel(), num_src
         dst = destinations(code, indptr, indices) if dst is None else dst
         sizes = torch.zeros(N + 1, dtype=torch.int32, device=indices.device)
         memory = sizes.new_empty(N + 5 * E)
         size, start = sizes.data_ptr(), memory.data_ptr()
-        slot, unordered, destination, edge, share = (
-            start + 4 * N + 4 * E * part for part in range(5)
-        )
+        parts = (start + 4 * N + 4 * E * part for part in range(5))
+        slot, unordered, destination, edge, share = parts
         self.memory, self.of_source = (sizes, memory), (start, size, destination)
         self.edge, self.share = edge if edges else 0, share if shares else 0
         ordered = beta, destination, self.edge, self.share
@@ -366,9 +363,9 @@ class _MaxNeighbours(_Step):
         return out
 
     def backward(ctx, grad):
-        (indptr, indices, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
+        (*block, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
         N, width = ctx.num_src, grad.shape[1]
-        lists, out = Lists(code, indptr, indices, N), grad.new_empty(N, width)
+        lists, out = Lists(code, block, N), grad.new_empty(N, width)
         size, threads = (N, width, _aligned(width, grad)), N * code.threads(width)
         code.run("max_neighbours_grad", threads, *lists.of_source, grad, winner, *size, out)
         return None, None, out, None
@@ -469,7 +466,7 @@ class _Attend(_Step):
         if len(by):
             given = E + S, K, D, aligned, *rows, *extra, to_scores
             to_by = code.edge_matrix_grad((*block, dst), *given)
-        lists = Lists(code, *block, N, dst, edges=True)
+        lists = Lists(code, block, N, dst, edges=True)
         listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
         used = weights if dropped is None else dropped
         given = *size, slopes, attn, used, to_scores, grad
@@ -516,7 +513,7 @@ class _EdgeSums(_Step):
         block = indptr, indices, destinations(code, indptr, indices)
         given = len(edges), 1, width, aligned, h, grad, None, *extra, None
         to_by = code.edge_matrix_grad(block, *given)
-        lists, out = Lists(code, *block[:2], N, block[2], edges=True), torch.empty_like(h)
+        lists, out = Lists(code, block[:2], N, block[2], edges=True), torch.empty_like(h)
         given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
         code.run("edge_sums_grad", N * code.threads(width), *given, out)
         return None, None, out, None, to_by, None
