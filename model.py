@@ -287,7 +287,6 @@ class SAGEConv(Conv):
         return h if self.message_dim is None else self.neigh_linear(h)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
-        """See `Conv`."""
         if self.message_dim is None:
             return self.apply_linear(self_and_mean(indptr, indices, message, rows))
         return self.self_linear(h_dst) + mean_neighbours(indptr, indices, message)
@@ -346,7 +345,6 @@ class GCNConv(Conv):
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
-        """See `Conv`."""
         scale = (degree[:, 1] + 1).rsqrt()
         return self.project(
             own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
@@ -380,7 +378,6 @@ class GINConv(Conv):
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
-        """See `Conv`."""
         alpha = (1 + self.eps).expand(len(degree))
         return self.mlp(own_plus_mean(indptr, indices, message, alpha, degree[:, 1], rows))
 
@@ -395,7 +392,6 @@ class GINEConv(GINConv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
     ):
-        """See `Conv`."""
         weight, bias = self.edge_linear.weight, self.edge_linear.bias
         total, count, edges = None, indptr.diff(), edges.to(weight.dtype)
         if fused:  # the bias is the row of a feature that is 1
@@ -445,7 +441,6 @@ class GATv2Conv(Conv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, edges=None
     ):
-        """See `Conv`."""
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
         S, (K, D), target, by, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None, None
@@ -509,7 +504,6 @@ class RGCNConv(Conv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, types=None
     ):
-        """See `Conv`."""
         if types is None:
             instead = "give it to the sampler, or types to inference"
             raise ValueError(f"blocks have no edge_type: {instead}")
