@@ -50,7 +50,6 @@ def numbers(text):
 
 
 def make_parser():
-    """The command line of all commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))

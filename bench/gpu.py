@@ -76,7 +76,6 @@ class Record:
         write_json(self.file, content)
 
     def fail(self, what):
-        """Write down and print what failed."""
         print(f"FAILED  {what}", flush=True)
         self.keep(failed=[*self.figures["failed"], what])
 
@@ -135,7 +134,6 @@ def run_part(record, seconds):
 
 
 def work(record):
-    """Run a part in this process."""
     tools.settle(record.args.threads)
     with record.attempt(record.part):
         PARTS[record.part][0](record.args, record)
@@ -163,7 +161,6 @@ compare = partial(tools.compare, warmup=1, timed=on_gpu)
 
 
 def graph_name(args, size):
-    """The data set of a size."""
     return QUICK if args.quick else GRAPHS[size]
 
 

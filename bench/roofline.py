@@ -90,12 +90,14 @@ class Noted:
         return lambda threads, stream: self.run(kernel, threads, *values)
 
     def run(self, kernel, threads, *values):
-        """Note a launch."""
         given, costs = dict(zip((name for _, name in self.signatures[kernel]), values)), self.costs
         if kernel.startswith("list_"):
             costs.listed |= {name: given[name] for name in "NE" if name in given}
         if "b" in given and kernel != "pick_aggregate":
-            costs.add(kernel, *drawn(kernel, **given))
+            of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
+            hop, table = given.get("h"), 2 * SECTOR if 4 * given["b"].V > CACHE else 0
+            rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
+            costs.add(kernel, of_row * rows, (of_edge + asked * table) * edges)
             return
         in_order, gathered, listed = 0, 0, costs.listed
         rows = given.get("n", listed.get("E", 0))
@@ -107,8 +109,8 @@ class Noted:
             value = given[name]
             if isinstance(value, torch.Tensor):
                 far = TABLES.get(kernel) == name and value.nbytes > CACHE
-                gathered += far * rows * (value.nbytes // len(value))
-                in_order += (not far) * value.nbytes
+                gathered += rows * value[:1].nbytes if far else 0
+                in_order += 0 if far else value.nbytes
             elif "*" in c_type and value:  # of layers.Lists
                 in_order += 4 * listed.get("N" if name in ("start", "size") else "E", 0)
         costs.add(kernel, in_order, gathered)
@@ -118,14 +120,6 @@ class Noted:
 
     def current(self):
         return contextlib.nullcontext()
-
-
-def drawn(kernel, b, h=None, end=0, **_):
-    """Bytes (in order, gathered) of a kernel of sampler.cu."""
-    of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
-    rows, edges = (h.rows, h.places) if h else (0, end)
-    table = 2 * SECTOR if 4 * b.V > CACHE else 0  # read and written
-    return of_row * rows, (of_edge + asked * table) * edges
 
 
 def step_costs(args, store, dtype):

@@ -110,7 +110,6 @@ class Code:
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
 
     def run(self, kernel, threads, *values):
-        """Run `threads` threads of a kernel."""
         if self.on_cpu:
             getattr(self.compiled, f"run_{kernel}")(threads, *values)
         else:

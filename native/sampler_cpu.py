@@ -37,7 +37,6 @@ TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
 
 @functools.cache
 def job_type():
-    """job_t of the C code."""
     return build.struct_type(build.read_source("sampler.c"), "job_t")
 
 

@@ -66,7 +66,6 @@ def aggregate_source(ids, k, features, out):
 
 @functools.cache
 def structs():
-    """batch_t and part_t of C."""
     text = build.read_source("batch.h")
     return build.struct_type(text, "batch_t"), build.struct_type(text, "part_t")
 
