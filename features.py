@@ -165,9 +165,9 @@ class FeatureRing:
         self.copied = [None] * slots  # event: the copies out of the slot are done
         self.began = [None] * slots  # event: that of x began
 
-    def stream(self, slot):
+    def stream(self, slot, blocks=()):
         """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
-        return self.copies.stream(slot) if self.copies else nullcontext()
+        return self.copies.stream(slot, blocks) if self.copies else nullcontext()
 
     def fetch(self, slot, blocks):
         """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
@@ -183,7 +183,7 @@ class FeatureRing:
             had = f"slot {slot} of a ring with slots={len(self.copied)}"
             raise ValueError(f"{had}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
         seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
-        with self.copies.stream(slot, blocks) if self.copies else nullcontext():
+        with self.stream(slot, blocks):
             try:
                 edges = self._edges(slot, blocks)
                 y = self.labels.index_select(0, seeds.to(self.labels.device))
@@ -344,13 +344,15 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
     return tuple(arrays)
 
 
-def _copy_rows(source, target):
-    """Copy rows a chunk at a time -> target."""
-    step, count = _rows_of_a_chunk(source), source.shape[0]
-    for a in range(0, count, step):
-        b = min(a + step, count)
-        tensor = isinstance(source, torch.Tensor)
-        target[a:b] = source[a:b] if tensor else source.gather(torch.arange(a, b))
+def _copy_rows(source, target, ids=None):
+    """Copy rows, all or `ids`, a chunk at a time -> target."""
+    step, plain = _rows_of_a_chunk(source), ids is None and isinstance(source, torch.Tensor)
+    for a in range(0, len(target), step):
+        b = min(a + step, len(target))
+        if plain:
+            target[a:b] = source[a:b]
+        else:
+            target[a:b] = take(source, torch.arange(a, b) if ids is None else ids[a:b])
     return target
 
 
@@ -528,10 +530,8 @@ class CachedFeatures:
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
         self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
-        self.cache = torch.empty(rows, width, dtype=self.dtype, device=device)
-        self.kept_on = self.cache.device.type
-        for a in range(0, rows, self.piece):
-            self.cache[a : a + self.piece] = take(features, hot[a : a + self.piece])
+        cache = torch.empty(rows, width, dtype=self.dtype, device=device)
+        self.cache, self.kept_on = _copy_rows(features, cache, hot), cache.device.type
         self.hits, self.lookups, self.lock = 0, 0, threading.Lock()
 
     @property

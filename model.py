@@ -287,7 +287,6 @@ class SAGEConv(Conv):
         return h if self.message_dim is None else self.neigh_linear(h)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
-        """See `Conv`."""
         if self.message_dim is None:
             return self.apply_linear(self_and_mean(indptr, indices, message, rows))
         return self.self_linear(h_dst) + mean_neighbours(indptr, indices, message)
@@ -346,7 +345,6 @@ class GCNConv(Conv):
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
-        """See `Conv`."""
         scale = (degree[:, 1] + 1).rsqrt()
         return self.project(
             own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
@@ -380,7 +378,6 @@ class GINConv(Conv):
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
-        """See `Conv`."""
         alpha = (1 + self.eps).expand(len(degree))
         return self.mlp(own_plus_mean(indptr, indices, message, alpha, degree[:, 1], rows))
 
@@ -395,7 +392,6 @@ class GINEConv(GINConv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
     ):
-        """See `Conv`."""
         weight, bias = self.edge_linear.weight, self.edge_linear.bias
         total, count, edges = None, indptr.diff(), edges.to(weight.dtype)
         if fused:  # the bias is the row of a feature that is 1
@@ -445,7 +441,6 @@ class GATv2Conv(Conv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, edges=None
     ):
-        """See `Conv`."""
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
         S, (K, D), target, by, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None, None
@@ -509,7 +504,6 @@ class RGCNConv(Conv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, types=None
     ):
-        """See `Conv`."""
         if types is None:
             instead = "give it to the sampler, or types to inference"
             raise ValueError(f"blocks have no edge_type: {instead}")
@@ -650,13 +644,8 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
-CONVS = {
-    "sage": SAGEConv,
-    "sage-pool": SAGEPoolConv,
-    "gcn": GCNConv,
-    "gat": GATv2Conv,
-    "gin": GINConv,
-}
+CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv}
+CONVS |= {"gat": GATv2Conv, "gin": GINConv}
 EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # take features of edges; gine needs them
 TYPE_CONVS = {"rgcn": RGCNConv}  # need types of edges
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
@@ -734,13 +723,9 @@ class GNN(nn.Module):
         in_dim = hidden if node_types else in_dim
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
         options = {"edge_dim": edge_dim} if edge_dim else {}
-        if conv == "gat":
-            options |= {"heads": heads, "dropout": dropout}
-        elif conv in ("gin", "gine"):
-            options |= {"norm": norm}
-        elif num_types:
-            options |= {"num_types": num_types, "bases": bases}
-        last = {"mean": True} if conv == "gat" else {}
+        of = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}}
+        of |= {"gine": of["gin"], "rgcn": {"num_types": num_types, "bases": bases}}
+        options, last = options | of.get(conv, {}), {"mean": True} if conv == "gat" else {}
         make = ALL_CONVS[conv]
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
         self.layers.append(make(*pairs[-1], **options, **last))
@@ -952,19 +937,20 @@ def inference(
                 degree = degrees[a:b].to(device) if layer.uses_degree else None
                 message[a:b] = layer.message(_rows(h, a, b, device), degree)
             barrier()  # the messages of all processes are there
-        out, message = table(layer.out_dim), message.to(_place_for(message, device))
-        on = message.device
-        network = model if on == device else on_cpu
+        out, on = table(layer.out_dim), device
+        if message.device != device and device.type == "cuda":
+            fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
+            on = device if fits else torch.device("cpu")
+        message, network = message.to(on), model if on == device else on_cpu
         for a, b in _cut(indptr, first, last, chunk, chunk_edges):
             offsets, sources = _lists(indptr, indices, a, b, on)
             own = torch.arange(a, b, dtype=sources.dtype, device=on)
             degree = degrees[a:b].to(on) if layer.uses_degree else None
-            h_dst, seen = _rows(h, a, b, on), {}
+            h_dst, seen, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
             if layer.edge_dim:
-                seen["edges"] = _rows(edges, int(indptr[a]), int(indptr[b]), on)
+                seen["edges"] = _rows(edges, *ends, on)
             if layer.uses_types:
-                part = None if types is None else types[int(indptr[a]) : int(indptr[b])]
-                seen["types"] = None if part is None else part.to(on)
+                seen["types"] = None if types is None else types[slice(*ends)].to(on)
             combine = network.layers[i].combine
             made = combine(offsets, sources, message, own, h_dst, degree, **seen)
             out[a:b] = network.finish(i, made, h_dst)
@@ -998,14 +984,6 @@ def _rows(table, a, b, device):
     """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
     rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
     return rows.to(device, torch.float32)
-
-
-def _place_for(table, device):
-    """The device where a layer with these messages runs: the model's if they fit there, else the CPU."""
-    if table.device == device or device.type != "cuda":
-        return device
-    fits = table.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
-    return device if fits else torch.device("cpu")
 
 
 def _cut(indptr, first, last, chunk, chunk_edges):

@@ -37,10 +37,11 @@ from model import CONVS
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS
-NAMES = "sampler step store inference accuracy mag roofline gpu attack picture"
 # command: the module with its bench_COMMAND
-MODULES = {name: name for name in NAMES.split()} | {"layers": "inference"}
-MODULES |= {"link": "step", "scaling": "step", "labor": "accuracy", "types": "accuracy"}
+MODULES = {name: name for name in "sampler store roofline gpu attack picture".split()}
+MODULES |= dict.fromkeys(("step", "link", "mag", "scaling"), "step")
+MODULES |= dict.fromkeys(("inference", "layers"), "inference")
+MODULES |= dict.fromkeys(("accuracy", "labor", "types"), "accuracy")
 
 
 def numbers(text):
@@ -49,7 +50,6 @@ def numbers(text):
 
 
 def make_parser():
-    """The command line of all commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))
@@ -60,11 +60,7 @@ def make_parser():
     add("--batch-size", type=int, default=1024)
     add("--hidden", type=int, default=256)
     add("--threads", type=int, help="of every contender (default: 2; gpu: one a core)")
-    add(
-        "--rounds",
-        type=int,
-        help="timed rounds (default: 20; scaling: 5 of 4 epochs; gpu: 5); attack: cases of each kind",
-    )
+    add("--rounds", type=int, help="timed (default: 20; scaling, gpu: 5); attack: cases of a kind")
     add("--json", metavar="FILE", help="write the figures here as well")
     # sampler, step, layers, link, inference, scaling, mag
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt in this interpreter")

@@ -211,7 +211,6 @@ def take(case, source, target, harm=None):
 
 
 def attack_store(case):
-    """Verify, read and train on a store."""
     take(case, case.kind, "store", harm_store)
     case.note(verified=exit_code(store.main, ["verify", "store"]))
     train_on(case, "store")
@@ -241,7 +240,6 @@ def attack_input(case):
 
 
 def attack_checkpoint(case):
-    """Go on from a checkpoint."""
     take(case, "good.pt", "bad.pt", harm_values if case.kind == "forged" else harm_bytes)
     words = ["--resume", "bad.pt", "--checkpoint", "out.pt"]
     run_train(case, case.base / "mmap", 2, *NODE, *words)
@@ -275,7 +273,6 @@ def attack_process(case):
 
 
 def build_it(case):
-    """Build a store, unless it is there."""
     if not Path("store").exists():
         build_in("store", dict(np.load(case.base / "npz.npz")))
 

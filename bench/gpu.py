@@ -76,7 +76,6 @@ class Record:
         write_json(self.file, content)
 
     def fail(self, what):
-        """Write down and print what failed."""
         print(f"FAILED  {what}", flush=True)
         self.keep(failed=[*self.figures["failed"], what])
 
@@ -135,7 +134,6 @@ def run_part(record, seconds):
 
 
 def work(record):
-    """Run a part in this process."""
     tools.settle(record.args.threads)
     with record.attempt(record.part):
         PARTS[record.part][0](record.args, record)
@@ -158,14 +156,11 @@ def on_gpu(step, i):
     return max(start.elapsed_time(end) / 1e3, 1e-9), result
 
 
-def compare(what, contenders, rounds, record):
-    """Time contenders on the GPU in turn, after a round that does not count; what fails is recorded -> figures by name."""
-    how = {"warmup": 1, "timed": on_gpu, "attempt": record.attempt}
-    return tools.compare(what, contenders, rounds, **how)
+# contenders on the GPU in turn, after a round that does not count
+compare = partial(tools.compare, warmup=1, timed=on_gpu)
 
 
 def graph_name(args, size):
-    """The data set of a size."""
     return QUICK if args.quick else GRAPHS[size]
 
 
@@ -213,7 +208,7 @@ def sampling(args, record):
         ON_CPU: partial(ours, ON_CPU, host),
         "device copy": lambda: lambda i: target.copy_(source),
     }
-    rows = compare("sampling a batch", contenders, 4 * args.rounds, record)
+    rows = compare("sampling a batch", contenders, 4 * args.rounds, attempt=record.attempt)
     bandwidth = 2 * source.nbytes / rows.pop("device copy")["median_ms"]  # bytes a millisecond
     for name, row in rows.items():
         row["bytes"] = moved[name]
@@ -332,15 +327,15 @@ def transfer(args, record):
         "ring: gather and copy": fetch,
     }
     with record.attempt("reads in place"):
-        arrays = [gpu_view(a, "cuda") for a in share([store.indptr, store.indices, features])]
-        *graph, table = arrays
+        shared = share([store.indptr, store.indices, features])
+        *graph, table = (gpu_view(array, "cuda") for array in shared)
         over_link = NeighborSampler(*graph, args.fanout, check=False)
         steps["rows in place, torch"] = lambda i: table.index_select(0, ids)
         steps["rows in place"] = lambda i: gather_rows(table, ids)
         steps["first hop in place"] = lambda i: self_and_mean(hop.indptr, hop.indices, table, own)
         steps["sampling in place"] = lambda i: over_link.sample(drawn, i)
     contenders = {name: lambda step=step: step for name, step in steps.items()}
-    rows = compare("from host memory", contenders, 2 * args.rounds, record)
+    rows = compare("from host memory", contenders, 2 * args.rounds, attempt=record.attempt)
     size = dict.fromkeys(rows, pinned.nbytes) | {
         "first hop in place": row * (hop.num_edges + hop.num_dst),
         "sampling in place": 32 * sum(block.num_dst + block.num_edges for block in blocks),
@@ -354,25 +349,23 @@ def transfer(args, record):
 
 def losses(args, record):
     """Two epochs of each mode, model and precision beside the CPU's: fp32 to the printed digits, bf16 within 2 %."""
-    found, rows, same = {}, {}, 0
+    found, rows, modes = {}, {}, ("cpu-cpu", *GPU_MODES)
     options = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64]
     options += ["--batch-size", 64 if args.quick else 256]
     convs = list(CONVS)[:2] if args.quick else CONVS
-    for precision, conv in itertools.product(("fp32", "bf16"), convs):
-        for mode in ("cpu-cpu", *GPU_MODES):
-            name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
-            with record.attempt(name):
-                words = flags_of(args, "small", mode, precision, *options, "--model", conv)
-                found[name] = [entry["loss"] for entry in epochs_of(words)]
-                apart = max(abs(a - b) for a, b in zip(found[name], found[cpu]))
-                rows[name] = {"first": found[name][0], "last": found[name][1], "apart": apart}
-                # a loss that is no number is not below
-                if apart < (1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])):
-                    same += mode != "cpu-cpu"
-                else:
-                    record.fail(f"{name}: losses {found[name]}, on the CPU {found[cpu]}")
-                summary = f"{same} of {2 * len(convs) * len(GPU_MODES)} runs give the CPU's losses"
-                record.keep(losses=found, summary=summary)
+    for precision, conv, mode in itertools.product(("fp32", "bf16"), convs, modes):
+        name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
+        with record.attempt(name):
+            words = flags_of(args, "small", mode, precision, *options, "--model", conv)
+            found[name] = ours = [entry["loss"] for entry in epochs_of(words)]
+            apart = max(abs(a - b) for a, b in zip(ours, found[cpu]))
+            record.keep(losses=found)
+            # a loss that is no number is not below
+            if not apart < (1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])):
+                raise RuntimeError(f"losses {ours}, on the CPU {found[cpu]}")
+            rows[name] = {"first": ours[0], "last": ours[1], "apart": apart}
+    same = f"{len(rows)} of {2 * len(convs) * len(modes)} runs, the CPU's own among them"
+    record.keep(summary=f"{same}, give the CPU's losses")
     print_table("losses beside the CPU's", rows)
 
 

@@ -120,18 +120,13 @@ def relations(args, learn):
     store = opened(args.dataset, args.root)
     counts = torch.tensor([0, *(count for count, _ in store.node_types.values())])
     kinds = [kind.replace(",", ":") for kind in store.edge_types]
-    graph = gb.fused_csc_sampling_graph(
-        in_memory(store.indptr),
-        in_memory(store.indices),
-        node_type_offset=counts.cumsum(0),
-        type_per_edge=store.edge_type.clone(),
-        node_type_to_id={name: i for i, name in enumerate(store.node_types)},
-        edge_type_to_id={kind: i for i, kind in enumerate(kinds)},
-    )
-    target, nodes = (
-        next(iter(store.node_types)),
-        seeds_of(args, store.split["train"], args.rounds + 2),
-    )
+    number = lambda names: {name: i for i, name in enumerate(names)}  # noqa: E731
+    types = {"node_type_offset": counts.cumsum(0), "type_per_edge": store.edge_type.clone()}
+    types |= {"node_type_to_id": number(store.node_types), "edge_type_to_id": number(kinds)}
+    csc = in_memory(store.indptr), in_memory(store.indices)
+    graph = gb.fused_csc_sampling_graph(*csc, **types)
+    nodes = seeds_of(args, store.split["train"], args.rounds + 2)
+    target = next(iter(store.node_types))
     items = (nodes.to(store.indices.dtype), store.labels[nodes])
     items = gb.ItemSetDict({target: gb.ItemSet(items, names=("seed_nodes", "labels"))})
     pipe = gb.ItemSampler(items, batch_size=args.batch_size)

@@ -93,23 +93,15 @@ def bench_inference(args):
     widths, logits = (x.shape[1], args.hidden, store.num_classes), {}
     net = model.GNN(*widths, conv=args.model, num_layers=len(args.fanout), heads=4).eval()
 
-    def keeping(name, infer, *words, **options):
-        def step(i):
-            logits[name] = infer(*words, **options)
+    def keeping(name, make):
+        infer = make()
+        return lambda i: logits.update({name: infer()})
 
-        return step
-
-    exact = partial(model.inference, net, *graph, x)
-    in_files = "ours, tables in files"
-    contenders = {
-        "ours": lambda: keeping("ours", exact),
-        in_files: lambda: keeping(in_files, exact, memory=0),
-    }
+    exact, theirs = (partial(f, net, *graph, x) for f in (model.inference, dgl_inference))
+    makers = {"ours": lambda: exact, "ours, tables in files": lambda: partial(exact, memory=0)}
     for nodes in (4096, 65536) if args.model != "gcn" else ():
-        name = f"DGL, {nodes} nodes at a time"
-        contenders[name] = lambda name=name, nodes=nodes: keeping(
-            name, dgl_inference(net, *graph, x), nodes
-        )
+        makers[f"DGL, {nodes} nodes at a time"] = lambda nodes=nodes: partial(theirs(), nodes)
+    contenders = {name: partial(keeping, name, make) for name, make in makers.items()}
     rows = tools.compare("inference", contenders, args.rounds, warmup=1)
     apart = {name: (logits[name] - logits["ours"]).abs().max().item() for name in rows}
     print(f"logits at most {max(apart.values()):.1e} apart")

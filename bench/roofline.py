@@ -30,12 +30,10 @@ IN_ORDER, GATHERED = 0.9, 0.85  # shares of the bandwidth that kernels reach
 CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what is read where 4 are wanted
 PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # which argument has the rows
 # by kernel: the table whose rows its edges ask for
-TABLES = dict.fromkeys(("self_and_mean", "max_neighbours", "edge_sums"), "h")
-TABLES |= dict.fromkeys(
-    ("self_and_mean_grad", "max_neighbours_grad", "attention_source_grad"), "grad"
-)
+TABLES = {"self_and_mean": "h", "max_neighbours": "h", "gather_rows": "table"}
 TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad", "target_grad")}
-TABLES |= {"gather_rows": "table", "pick_aggregate": "features"}
+TABLES |= {"self_and_mean_grad": "grad", "max_neighbours_grad": "grad"}
+TABLES |= {"attention_source_grad": "grad", "pick_aggregate": "features"}
 # of sampler.cu by kernel: bytes for each row, for each edge, and how often an edge asks the table of nodes
 DRAWS = {
     "begin": (64, 0, 0),
@@ -60,9 +58,8 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, _, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        given, made = (
-            [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (args, out)
-        )
+        tensors = lambda tree: [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]  # noqa: E731
+        given, made = tensors(args), tensors(out)
         places = {t.untyped_storage().data_ptr() for t in given}
         view = made and all(t.untyped_storage().data_ptr() in places for t in made)
         if "empty" in name or view and not func._schema.is_mutable:
@@ -93,12 +90,14 @@ class Noted:
         return lambda threads, stream: self.run(kernel, threads, *values)
 
     def run(self, kernel, threads, *values):
-        """Note a launch."""
         given, costs = dict(zip((name for _, name in self.signatures[kernel]), values)), self.costs
         if kernel.startswith("list_"):
             costs.listed |= {name: given[name] for name in "NE" if name in given}
         if "b" in given and kernel != "pick_aggregate":
-            costs.add(kernel, *drawn(kernel, **given))
+            of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
+            hop, table = given.get("h"), 2 * SECTOR if 4 * given["b"].V > CACHE else 0
+            rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
+            costs.add(kernel, of_row * rows, (of_edge + asked * table) * edges)
             return
         in_order, gathered, listed = 0, 0, costs.listed
         rows = given.get("n", listed.get("E", 0))
@@ -110,8 +109,8 @@ class Noted:
             value = given[name]
             if isinstance(value, torch.Tensor):
                 far = TABLES.get(kernel) == name and value.nbytes > CACHE
-                gathered += far * rows * (value.nbytes // len(value))
-                in_order += (not far) * value.nbytes
+                gathered += rows * value[:1].nbytes if far else 0
+                in_order += 0 if far else value.nbytes
             elif "*" in c_type and value:  # of layers.Lists
                 in_order += 4 * listed.get("N" if name in ("start", "size") else "E", 0)
         costs.add(kernel, in_order, gathered)
@@ -121,14 +120,6 @@ class Noted:
 
     def current(self):
         return contextlib.nullcontext()
-
-
-def drawn(kernel, b, h=None, end=0, **_):
-    """Bytes (in order, gathered) of a kernel of sampler.cu."""
-    of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
-    rows, edges = (h.rows, h.places) if h else (0, end)
-    table = 2 * SECTOR if 4 * b.V > CACHE else 0  # read and written
-    return of_row * rows, (of_edge + asked * table) * edges
 
 
 def step_costs(args, store, dtype):

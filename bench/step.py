@@ -1,9 +1,10 @@
-"""python -m bench step | link | scaling: a training step beside DGL's, of nodes and of links; processes beside one.
+"""python -m bench step | link | mag | scaling: a training step beside others', of nodes, links, types; processes beside one.
 
 A contender prepares itself and returns its step, i -> {"loss", "edges" drawn} of a batch.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import statistics
@@ -13,9 +14,9 @@ import torch
 from torch.nn import functional as F
 
 import model
-from bench import tools
+from bench import graphbolt, tools
 from bench.inference import call_dgl, dgl_twin
-from bench.tools import Elsewhere, descend, opened
+from bench.tools import Elsewhere, descend, in_memory, opened
 from features import FeatureRing
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
@@ -178,14 +179,48 @@ def bench_link(args):
     return {"contenders": tools.compare("one step", contenders, args.rounds, twice=True)}
 
 
+def relations(args, learn):
+    """Steps of this loop, or of its sampler alone, for an R-GCN."""
+    store = opened(args.dataset, args.root)
+    graph, types = (in_memory(store.indptr), in_memory(store.indices)), store.num_edge_types
+    fanouts = [[k] * types for k in args.fanout]
+    options = {"edge_type": store.edge_type, "threads": args.threads, "check": False}
+    sampler = NeighborSampler(*graph, fanouts, **options)
+    nodes = store.split["train"]
+    if not learn:
+        seeds = graphbolt.seeds_of(args, nodes, args.rounds + 2).split(args.batch_size)
+        return lambda i: tools.counted(sampler.sample(seeds[i], i))
+    options = {"num_types": types, "num_layers": len(args.fanout), "dropout": graphbolt.DROPOUT}
+    options["node_types"] = [*store.node_types.values()]
+    net = model.GNN(0, args.hidden, store.num_classes, conv="rgcn", **options)
+    return training(args, store, sampler, net, nodes)
+
+
+def bench_mag(args):
+    """R-GCN on a graph with the types and the size of ogbn-mag -> {"sampling": {name: figures}, "step": ...}.
+
+    Contenders draw as many neighbours of each type for batches of the training nodes, and have networks of the same
+    widths: a mean and a matrix for each type, one for a node's own row, a linear map of the papers' features and
+    learned rows, updated by batch, for the others.
+    """
+    keep_freed_memory()
+    figures = {}
+    for what, learn in (("sampling", False), ("step", True)):
+        contenders = {"ringblock": partial(relations, args, learn)}
+        if args.graphbolt:
+            there = partial(Elsewhere, graphbolt.relations, args, learn, python=args.graphbolt)
+            contenders["GraphBolt"] = there
+        figures[what] = tools.compare(what, contenders, args.rounds)
+    return figures
+
+
 def bench_scaling(args):
     """Epochs of train.py with each number of processes and the same total batch; returns the figures."""
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        run = Elsewhere(epochs_of, args, procs)
-        epochs[procs] += run(0)
-        run.close()
+        with contextlib.closing(Elsewhere(epochs_of, args, procs)) as run:
+            epochs[procs] += run(0)
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}

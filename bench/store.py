@@ -4,6 +4,7 @@ import math
 import mmap
 import statistics
 import tempfile
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -86,10 +87,8 @@ def train_from_disk(args, path, each, how, cached, drawn):
 
 def part_build(args, folder):
     """Build -> figures."""
-    process = Elsewhere(build_edges, args, folder)
-    figures = process(0)
-    process.close()
-    return tools.print_table("build", {"random edges": figures})
+    with closing(Elsewhere(build_edges, args, folder)) as process:
+        return tools.print_table("build", {"random edges": process(0)})
 
 
 def part_train(args, folder):
@@ -99,32 +98,22 @@ def part_train(args, folder):
     nodes, each = max(1000, int(args.features_gb * 1e9) // 1024), max(1, args.batches // ROUNDS)
     dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
     path, figures = prepare.prepare(dataset, folder), {}
-    runs = {
-        name: (ROUNDS, partial(Elsewhere, train_from_disk, args, path, each, *way))
-        for name, way in WAYS.items()
-    }
+    ours = partial(Elsewhere, train_from_disk, args, path, each)
+    runs = {name: (ROUNDS, partial(ours, *way)) for name, way in WAYS.items()}
     if args.graphbolt:
         theirs = partial(Elsewhere, graphbolt.training_from_disk, args, path, python=args.graphbolt)
         runs["GraphBolt, mmap advised"] = (ROUNDS, partial(theirs, ROUNDS, each, advised=True))
         runs["GraphBolt, three batches"] = (1, partial(theirs, 1, 3, advised=False))
     for name, (count, start) in runs.items():
-        with tools.without_others(name):
-            process = start()
+        with tools.without_others(name), closing(start()) as process:
             rounds = [process(i) for i in range(count)]
-            process.close()
             rates = [figure["batches_per_s"] for figure in rounds[count // 4 :]]
-            figures[name] = {
-                "batches_per_s": statistics.median(rates),
-                "rates": rates,
-                "seconds": sum(figure["seconds"] for figure in rounds),
-                "peak_anonymous": max(figure["peak_anonymous"] for figure in rounds),
-                "mapped": rounds[-1]["mapped"],
-                "from_disk": sum(figure["from_disk"] for figure in rounds),
-                # the same for all that draw uniformly
-                "last_loss": rounds[-1]["last_loss"],
-            }
-            rate = figures["mmap"]["batches_per_s"]
-            figures[name]["rate / mmap"] = figures[name]["batches_per_s"] / rate
+            # mapped, and last_loss, which is the same for all that draw uniformly, are the last's
+            figures[name] = row = {**rounds[-1], "batches_per_s": statistics.median(rates)}
+            row |= {what: sum(f[what] for f in rounds) for what in ("seconds", "from_disk")}
+            row["peak_anonymous"] = max(figure["peak_anonymous"] for figure in rounds)
+            row["rates"] = rates
+            row["rate / mmap"] = row["batches_per_s"] / figures["mmap"]["batches_per_s"]
     return tools.print_table(f"{args.features_gb:g} GB of features", figures)
 
 

@@ -150,8 +150,8 @@ def read_json(file):
 def write_json(file, content):
     """Write or replace a JSON file, which is whole at any time."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1) + "\n"
-    write_whole(Path(file), lambda out: out.write(text.encode()))
+    text = f"{json.dumps(content, indent=1)}\n".encode()
+    write_whole(Path(file), lambda out: out.write(text))
 
 
 def write_figures(args, figures):
@@ -229,17 +229,14 @@ def serve():
         try:
             if step:
                 answer = None, step(*words)
-            else:
-                step, answer = prepared(*words), (None, None)
+            else:  # what a function of a module returns
+                module, name, args, words, options = words
+                settle(args.threads)
+                make = getattr(importlib.import_module(module), name)
+                step, answer = make(args, *words, **options), (None, None)
         except Exception as error:
             answer = f"{type(error).__name__}: {error}", None
         answers.write(pickle.dumps(answer))
-
-
-def prepared(module, name, args, words, options):
-    """The step that a function of a module returns."""
-    settle(args.threads)
-    return getattr(importlib.import_module(module), name)(args, *words, **options)
 
 
 def limited(function, job, seconds, context="fork"):
@@ -268,12 +265,8 @@ def watch():
     seconds; peak_anonymous, bytes of memory; mapped, bytes of files in memory; from_disk, bytes read.
     """
     memory = lambda field: int(_field("status", field).split()[0]) * 1024  # noqa: E731
-    seen, done, peaks, read = (
-        {},
-        threading.Event(),
-        [memory("RssAnon")],
-        int(_field("io", "read_bytes")),
-    )
+    seen, done, peaks = {}, threading.Event(), [memory("RssAnon")]
+    read = int(_field("io", "read_bytes"))
 
     def sample():
         while not done.wait(0.02):

@@ -34,6 +34,7 @@ static const struct { long x; } blockDim = {1}, threadIdx = {0};
 #define ONE_BY_ONE
 #define FN static inline
 #define FAIL abort()
+#define __popc __builtin_popcount
 #define atomicAdd __sync_fetch_and_add
 #define atomicOr __sync_fetch_and_or
 #define atomicCAS __sync_val_compare_and_swap
@@ -58,26 +59,22 @@ FN u64 mix(u64 z) { return finalise(z + GOLDEN); }
 typedef struct {
   unsigned short bits;
 } bf16;
-FN float bits_to_float(unsigned bits) {
-  union {
-    unsigned bits;
-    float number;
-  } u;
-  u.bits = bits;
+typedef union {
+  unsigned bits;
+  float number;
+} both_t;
+FN float up_float(float x) { return x; }
+FN float up_bf16(bf16 x) {
+  both_t u = {(unsigned)x.bits << 16};
   return u.number;
 }
-FN float up_float(float x) { return x; }
-FN float up_bf16(bf16 x) { return bits_to_float((unsigned)x.bits << 16); }
 FN float down_float(float x) { return x; }
 FN bf16 down_bf16(float x) {  // to nearest, ties to even
   bf16 y;
 #if __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
 #else
-  union {
-    unsigned bits;
-    float number;
-  } u;
+  both_t u;
   u.number = x;
   y.bits = (unsigned short)((u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16);
 #endif

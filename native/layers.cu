@@ -72,22 +72,24 @@ typedef struct __attribute__((WIDE(4 * sizeof(OUT)))) {
   OUT x[COLUMNS];
 } out_t;
 
-FN floats_t all_of(float x) {
-  floats_t v;
-  EACH v[q] = x;
-  return v;
-}
-FN ints_t all_of_int(int x) {
-  ints_t v;
-  EACH v[q] = x;
-  return v;
-}
-FN floats_t load_floats(const float *p, int whole, int left) {
-  floats_t v = all_of(0);
-  if (AT_ONCE) v = *(const wide_t *)p;
-  else EACH_LEFT v[q] = p[q];
-  return v;
-}
+#define VECTOR(all_of, of, number, vector, wide)                  \
+  FN vector all_of(number x) {                                    \
+    vector v;                                                     \
+    EACH v[q] = x;                                                \
+    return v;                                                     \
+  }                                                               \
+  FN vector load_##of(const number *p, int whole, int left) {     \
+    vector v = all_of(0);                                         \
+    if (AT_ONCE) v = *(const wide *)p;                            \
+    else EACH_LEFT v[q] = p[q];                                   \
+    return v;                                                     \
+  }                                                               \
+  FN void store_##of(number *p, int whole, int left, vector v) {  \
+    if (AT_ONCE) *(wide *)p = v;                                  \
+    else EACH_LEFT p[q] = v[q];                                   \
+  }
+VECTOR(all_of, floats, float, floats_t, wide_t)
+VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
   floats_t v = all_of(0);
@@ -97,16 +99,6 @@ FN floats_t load(const IN *p, int whole, int left) {
   } else EACH_LEFT v[q] = UP(IN)(p[q]);
   return v;
 }
-FN ints_t load_ints(const int *p, int whole, int left) {
-  ints_t v = all_of_int(0);
-  if (AT_ONCE) v = *(const wide_ints_t *)p;
-  else EACH_LEFT v[q] = p[q];
-  return v;
-}
-FN void store_floats(float *p, int whole, int left, floats_t v) {
-  if (AT_ONCE) *(wide_t *)p = v;
-  else EACH_LEFT p[q] = v[q];
-}
 FN void store(OUT *p, int whole, int left, floats_t v) {
   if (sizeof(OUT) == sizeof(float)) {
     store_floats((float *)p, whole, left, v);
@@ -115,10 +107,6 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     EACH row.x[q] = DOWN(OUT)(v[q]);
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
-}
-FN void store_ints(int *p, int whole, int left, ints_t v) {
-  if (AT_ONCE) *(wide_ints_t *)p = v;
-  else EACH_LEFT p[q] = v[q];
 }
 FN float total(floats_t v) {
   for (int half = COLUMNS / 2; half; half /= 2)
@@ -155,9 +143,9 @@ FN floats_t keep(floats_t v, floats_t g, float scale) {
 #define FETCH(...) (void)0
 #endif
 // A thread's columns of the sources of destination s + 2, of the destinations of source u + 2.
-#define FETCH_SOURCES(table, stride) \
+#define FETCH_SOURCES(s, table, stride) \
   if (s + 2 < S) FETCH(table, stride, 1, indices, indptr[s + 2], indptr[s + 3])
-#define FETCH_DESTINATIONS(table, stride) \
+#define FETCH_DESTINATIONS(u, table, stride) \
   if (u + 2 < N) FETCH(table, stride, 1, destination, start[u + 2], start[u + 2] + size[u + 2])
 
 // Edges of destination s, without the padding.
@@ -290,7 +278,7 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
-  FETCH_SOURCES(h + column, width);
+  FETCH_SOURCES(s, h + column, width);
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
   if (self >= 0 && relu) own = ACTIVATE(own, self);
@@ -331,7 +319,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
   for (i64 u = row * run; u < N && u < (row + 1) * run; u++) {
     const int first = start[u], last = first + size[u];
     const float by = gamma ? gamma[u] : 1.0f;
-    FETCH_DESTINATIONS(of_mean + column, stride);
+    FETCH_DESTINATIONS(u, of_mean + column, stride);
     floats_t sum = all_of(0);
     if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
     for (int q = first; q < last; q += GROUP) {
@@ -371,11 +359,10 @@ KERNEL relu_dropout_grad(const IN *h, const IN *grad, int S, int width, int whol
 KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, int width, int whole,
                       OUT *out, int *winner) {
   ROW_AND_COLUMN(S);
-  const i64 s = row;
-  FETCH_SOURCES(h + column, width);
+  FETCH_SOURCES(row, h + column, width);
   floats_t best = all_of(0);
   ints_t from = all_of_int(-1);
-  for (ID e = indptr[s]; e < indptr[s + 1] && indices[e] >= 0; e++) {
+  for (ID e = indptr[row]; e < indptr[row + 1] && indices[e] >= 0; e++) {
     const int u = (int)indices[e];
     const floats_t v = load(h + (i64)u * width + column, whole, left);
     const ints_t wins = (from < 0) | (v > best);
@@ -391,8 +378,8 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   ROW_AND_COLUMN(N);
   floats_t sum = all_of(0);
   const int u = (int)row, first = start[u], last = first + size[u];
-  FETCH_DESTINATIONS(grad + column, width);
-  FETCH_DESTINATIONS(winner + column, width);
+  FETCH_DESTINATIONS(u, grad + column, width);
+  FETCH_DESTINATIONS(u, winner + column, width);
   for (int q = first; q < last; q++) {
     // an edge that is there twice wins once
     if (q > first && destination[q] == destination[q - 1]) continue;
@@ -417,6 +404,15 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
+// A thread's place and head, and where the message and the destination's row begin there.
+#define PLACE_AND_HEAD(self_rows)                                                   \
+  THREAD((i64)(E + S) * K);                                                         \
+  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
+  const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
+  if (place.source < 0) return;                                                     \
+  if (!head && number + 16 < E)                                                     \
+    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);       \
+  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D
 #define ROUND(weight) UP(IN)(DOWN(IN)(weight))  // to the type of the rows that it multiplies
 
 // What `wide` features of an edge add to a row: edge times the columns at `by` of a matrix [wide,
@@ -473,13 +469,7 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
                         int S, int E, int K, int D, int whole, const IN *source, const IN *target,
                         const float *attn, const float *edges, int wide, const float *by,
                         float *scores, int *slopes) {
-  THREAD((i64)(E + S) * K);
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
-  const place_t place = find_place(indptr, indices, self_rows, dst, E, number);
-  if (place.source < 0) return;
-  if (!head && number + 16 < E)
-    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
-  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
+  PLACE_AND_HEAD(self_rows);
   floats_t sum = all_of(0);
   ints_t bits = all_of_int(0);
   for (int c = 0; c < D; c += COLUMNS) {
@@ -504,7 +494,7 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
             self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   const float *weight = weights + (first + s) * K + head;
-  FETCH_SOURCES(source + head * width + column, (i64)K * width);
+  FETCH_SOURCES(s, source + head * width + column, (i64)K * width);
   floats_t sum = load(source + (self * K + head) * width + column, whole, left) * ROUND(*weight);
   for (ID e = first; e < last; e += GROUP) {
     floats_t v[GROUP];
@@ -522,13 +512,7 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
 KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst, int S, int E,
                              int K, int D, int whole, const IN *source, const IN *grad,
                              float *to_weights) {
-  THREAD((i64)(E + S) * K);
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;
-  const place_t place = find_place(indptr, indices, 0, dst, E, number);
-  if (place.source < 0) return;
-  if (!head && number + 16 < E)
-    FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);
-  const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D;
+  PLACE_AND_HEAD(0);
   floats_t sum = all_of(0);
   for (int c = 0; c < D; c += COLUMNS)
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
@@ -543,7 +527,7 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, 
   ROW_AND_COLUMN((i64)S * K);
   const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const i64 first = indptr[s], count = count_edges_of(indptr, indices, s);
-  FETCH_SOURCES(source + head * width + column, (i64)K * width);
+  FETCH_SOURCES(s, source + head * width + column, (i64)K * width);
   const floats_t t = load(target + row * width + column, whole, left);
   floats_t slopes = all_of(0), sums = all_of(0);
   for (i64 j = 0; j <= count; j++) {
@@ -567,7 +551,7 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
                              OUT *out) {
   ROW_AND_COLUMN((i64)N * K);
   const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  FETCH_DESTINATIONS(grad + head * width + column, (i64)K * width);
+  FETCH_DESTINATIONS(u, grad + head * width + column, (i64)K * width);
   const int first = start[u], count = size[u];
   floats_t sums = all_of(0), sum = all_of(0);
   for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
@@ -587,10 +571,9 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
 KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *edges, int wide,
                  const float *by, int S, int width, int whole, OUT *out) {
   ROW_AND_COLUMN(S);
-  const i64 s = row;
-  FETCH_SOURCES(h + column, width);
+  FETCH_SOURCES(row, h + column, width);
   floats_t sum = all_of(0);
-  for (ID e = indptr[s]; e < indptr[s + 1]; e++) {
+  for (ID e = indptr[row]; e < indptr[row + 1]; e++) {
     const floats_t z = load(h + (i64)indices[e] * width + column, whole, left) +
                        of_edge(edges + (i64)e * wide, wide, by + column, width, whole, left);
     sum = sum + choose(z < 0.0f, all_of(0), z);
@@ -601,9 +584,8 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
                       const IN *h, const float *edges, int wide, const float *by, const IN *grad,
                       int N, int width, int whole, OUT *out) {
   ROW_AND_COLUMN(N);
-  const i64 u = row;
-  const int first = start[u], last = first + size[u];
-  FETCH_DESTINATIONS(grad + column, width);
+  const int first = start[row], last = first + size[row];
+  FETCH_DESTINATIONS(row, grad + column, width);
   const floats_t own = load(h + row * width + column, whole, left);
   floats_t sum = all_of(0);
   for (int q = first; q < last; q++) {

@@ -50,10 +50,9 @@ def functions(integers, source, target):
     for t in (*integers, source, target):
         if t.device != source.device or not t.is_contiguous():
             return None
-    if any(t.dtype != ids for t in integers):
-        return None
     # a kernel counts threads in 32 bits, elements of a block in 31
-    if target.numel() >= 1 << 32 or any(t.numel() >= 1 << 31 for t in integers):
+    fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+    if not fit or target.numel() >= 1 << 32:
         return None
     return load(ids, source.dtype, target.dtype, source.device)
 
@@ -61,11 +60,6 @@ def functions(integers, source, target):
 def learned(*tensors):
     """Whether one of them gets a gradient, for functions that have none for it."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def kernels(integers, source, target):
-    """As `functions`, but None on the CPU: for steps in which torch is as fast there."""
-    return functions(integers, source, target) if is_gpu(source.device) else None
 
 
 @functools.cache
@@ -98,6 +92,7 @@ FLAGS += ["-fPIC", "-shared"]
 
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
+UNSCALED = None, None, None
 RUN = 16  # rows of a gradient that a thread adds up for the bias
 
 
@@ -115,7 +110,6 @@ class Code:
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
 
     def run(self, kernel, threads, *values):
-        """Run `threads` threads of a kernel."""
         if self.on_cpu:
             getattr(self.compiled, f"run_{kernel}")(threads, *values)
         else:
@@ -125,48 +119,25 @@ class Code:
         """Threads of a row."""
         return -(-width // self.columns)
 
-    def self_and_mean(
-        self, indptr, indices, h, self_rows, out, scales=(None, None, None), active=UNCHANGED
-    ):
+    def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED):
         """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`."""
         (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
-        given = indptr, indices, h, self_rows, *scales, S, width, whole, *active
+        given = *block, h, self_rows, *scales, S, width, whole, *active
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
-        self,
-        indptr,
-        indices,
-        grad,
-        num_src,
-        h=None,
-        active=UNCHANGED,
-        scales=(None, None, None),
-        own=True,
-        run=1,
+        self, block, grad, num_src, h=None, active=UNCHANGED, scales=UNSCALED, own=True, run=1
     ):
         """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of the h [N, F] whose
         `activation` these were; with a run above 1 also the sums of so many rows each, float32 [N / run, F]."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
-        lists = Lists(self, indptr, indices, num_src, shares=True, beta=beta)
+        lists = Lists(self, block, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
         size, runs = (S if own else 0, *size), -(-num_src // run)
         sums = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
-        given = (
-            *lists.of_source,
-            lists.share,
-            grad,
-            alpha,
-            gamma,
-            *size,
-            h,
-            *active,
-            runs,
-            run,
-            sums,
-        )
-        self.run("self_and_mean_grad", runs * self.threads(width), *given, out)
+        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, h, *active
+        self.run("self_and_mean_grad", runs * self.threads(width), *given, runs, run, sums, out)
         return out if sums is None else (out, sums)
 
     def relu_dropout(self, h, active, out=None):
@@ -215,17 +186,14 @@ class Lists:
         edge, share: pointers to int32 [E], float32 [E] (beta [S] of the destination, or 1 / its edges), or 0.
     """
 
-    def __init__(
-        self, code, indptr, indices, num_src, dst=None, *, edges=False, shares=False, beta=None
-    ):
-        E, N = indices.numel(), num_src
+    def __init__(self, code, block, num_src, dst=None, *, edges=False, shares=False, beta=None):
+        (indptr, indices), E, N = block, block[1].numel(), num_src
         dst = destinations(code, indptr, indices) if dst is None else dst
         sizes = torch.zeros(N + 1, dtype=torch.int32, device=indices.device)
         memory = sizes.new_empty(N + 5 * E)
         size, start = sizes.data_ptr(), memory.data_ptr()
-        slot, unordered, destination, edge, share = (
-            start + 4 * N + 4 * E * part for part in range(5)
-        )
+        parts = (start + 4 * N + 4 * E * part for part in range(5))
+        slot, unordered, destination, edge, share = parts
         self.memory, self.of_source = (sizes, memory), (start, size, destination)
         self.edge, self.share = edge if edges else 0, share if shares else 0
         ordered = beta, destination, self.edge, self.share
@@ -240,23 +208,21 @@ class Lists:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what model.py calls
+# what model.py calls, with its words
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
-    """See model.py."""
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = functions([indptr, indices, self_rows], h, target)
     if code is None or target.shape != (indptr.numel() - 1, 2 * h.shape[1]):
         return None
     if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
         return _SelfAndMean.apply(indptr, indices, h, None, None, None, code)
-    code.self_and_mean(indptr, indices, h, self_rows, target)
+    code.self_and_mean((indptr, indices), h, self_rows, target)
     return target
 
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
-    """See model.py."""
     code = functions([indptr, indices, self_rows], h, h)
     if code is None or alpha.dtype != torch.float32 or learned(beta, gamma):
         return None
@@ -264,12 +230,19 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     if self_rows is None:
         return _SelfAndMean.apply(indptr, indices, h, *scales, code)
     out = h.new_empty(len(alpha), h.shape[1])
-    code.self_and_mean(indptr, indices, h, self_rows, out, scales)
+    code.self_and_mean((indptr, indices), h, self_rows, out, scales)
     return out
 
 
+class _Step(torch.autograd.Function):
+    """A step of autograd: static methods, and no gradient of the gradient."""
+
+    def __init_subclass__(cls):
+        cls.forward = staticmethod(cls.forward)
+        cls.backward = staticmethod(once_differentiable(cls.backward))
+
+
 def mean_neighbours(indptr, indices, h):
-    """See model.py."""
     code, S = functions([indptr, indices], h, h), indptr.numel() - 1
     if code is None:
         return None
@@ -278,28 +251,25 @@ def mean_neighbours(indptr, indices, h):
     return _SelfAndMean.apply(indptr, indices, h, zeros, ones, None, code, nobody)
 
 
-class _SelfAndMean(torch.autograd.Function):
+class _SelfAndMean(_Step):
     """nobody: [S] of -1 where destinations have no row of their own."""
 
-    @staticmethod
     def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, nobody=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
-        code.self_and_mean(indptr, indices, h, nobody, out, (alpha, beta, gamma))
+        code.self_and_mean((indptr, indices), h, nobody, out, (alpha, beta, gamma))
         ctx.own = nobody is None
         own = h[:S] if ctx.needs_input_grad[3] else None
         ctx.save_for_backward(indptr, indices, alpha, beta, gamma, own)
         ctx.num_src, ctx.code = num_src, code
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
-        indptr, indices, *scales, own = ctx.saved_tensors
+        *block, alpha, beta, gamma, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
         if ctx.needs_input_grad[2]:
-            given = indptr, indices, grad, ctx.num_src
-            out = ctx.code.self_and_mean_grad(*given, scales=scales, own=ctx.own)
+            given = {"scales": (alpha, beta, gamma), "own": ctx.own}
+            out = ctx.code.self_and_mean_grad(block, grad, ctx.num_src, **given)
         if own is not None:
             to_alpha = (grad * own).float().sum(1)
         return None, None, out, to_alpha, None, None, None, None
@@ -348,10 +318,9 @@ def relu_dropout(h, nodes, seed, drop):
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
 
-class _ReluDropout(torch.autograd.Function):
+class _ReluDropout(_Step):
     """What was kept is what is not zero in the result, so the backward pass needs no mask."""
 
-    @staticmethod
     def forward(ctx, h, nodes, seed, drop, code):
         ctx.code, ctx.scale = code, 256 / (256 - drop)
         code.relu_dropout(h, activation(nodes, seed, drop))
@@ -359,21 +328,17 @@ class _ReluDropout(torch.autograd.Function):
         ctx.save_for_backward(h)
         return h
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
-        given, out = (
-            (h, grad, S, width, _aligned(width, h, grad), ctx.scale),
-            torch.empty_like(grad),
-        )
-        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given, out)
+        out = torch.empty_like(grad)
+        given = h, grad, S, width, _aligned(width, h, grad), ctx.scale, out
+        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given)
         return out, None, None, None, None
 
 
 def dropout(x, nodes, seed, drop):
-    """Dropout of x without ReLU, for an x that needs no gradient."""
-    code = None if x.requires_grad else kernels([nodes], x, x)
+    """Dropout of x without ReLU, for an x that needs no gradient, on a GPU: torch is as fast on the CPU."""
+    code = functions([nodes], x, x) if is_gpu(x.device) and not x.requires_grad else None
     if code is None:
         return None
     out = torch.empty_like(x)
@@ -382,13 +347,11 @@ def dropout(x, nodes, seed, drop):
 
 
 def max_neighbours(indptr, indices, h):
-    """See model.py."""
     code = functions([indptr, indices], h, h)
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
 
-class _MaxNeighbours(torch.autograd.Function):
-    @staticmethod
+class _MaxNeighbours(_Step):
     def forward(ctx, indptr, indices, h, code):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out, winner = h.new_empty(S, width), indices.new_empty(S, width, dtype=torch.int32)
@@ -398,12 +361,10 @@ class _MaxNeighbours(torch.autograd.Function):
         ctx.num_src, ctx.code = num_src, code
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (indptr, indices, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
+        (*block, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
         N, width = ctx.num_src, grad.shape[1]
-        lists, out = Lists(code, indptr, indices, N), grad.new_empty(N, width)
+        lists, out = Lists(code, block, N), grad.new_empty(N, width)
         size, threads = (N, width, _aligned(width, grad)), N * code.threads(width)
         code.run("max_neighbours_grad", threads, *lists.of_source, grad, winner, *size, out)
         return None, None, out, None
@@ -421,24 +382,20 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
 
 
 def cross_entropy(logits, labels):
-    """See model.py."""
     fits = logits.dtype == torch.float32 and labels.dtype == torch.int64 and labels.is_contiguous()
-    code = kernels([], logits, logits) if fits else None
+    code = functions([], logits, logits) if fits and is_gpu(logits.device) else None
     return None if code is None else _CrossEntropy.apply(logits, labels, code)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(_Step):
     """The gradient is computed with the loss, from the same softmax."""
 
-    @staticmethod
     def forward(ctx, logits, labels, code):
         (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
         code.run("cross_entropy", 32 * S, logits, labels, S, C, loss, grad)
         ctx.save_for_backward(grad)
         return loss.sum()
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, weight):
         (grad,) = ctx.saved_tensors
         return grad * weight, None, None
@@ -469,8 +426,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
+class _Attend(_Step):
     def forward(ctx, indptr, indices, source, target, attn, edges, by, self_rows, drawn, code):
         block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
         nodes, seed, drop = drawn
@@ -492,8 +448,6 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(indptr, indices, dst, *rows, edges, by, weights, dropped, slopes)
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         *block, dst, source, target, attn, edges, by, weights, dropped, slopes = ctx.saved_tensors
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
@@ -511,7 +465,7 @@ class _Attend(torch.autograd.Function):
         if len(by):
             given = E + S, K, D, aligned, *rows, *extra, to_scores
             to_by = code.edge_matrix_grad((*block, dst), *given)
-        lists = Lists(code, *block, N, dst, edges=True)
+        lists = Lists(code, block, N, dst, edges=True)
         listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
         used = weights if dropped is None else dropped
         given = *size, slopes, attn, used, to_scores, grad
@@ -541,8 +495,7 @@ def edge_sums(indptr, indices, h, edges, by):
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 
 
-class _EdgeSums(torch.autograd.Function):
-    @staticmethod
+class _EdgeSums(_Step):
     def forward(ctx, indptr, indices, h, edges, by, code):
         S, width = indptr.numel() - 1, h.shape[1]
         out, size = h.new_empty(S, width), (S, width, _aligned(width, h, by))
@@ -552,8 +505,6 @@ class _EdgeSums(torch.autograd.Function):
         ctx.code = code
         return out
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, F]
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
@@ -561,7 +512,7 @@ class _EdgeSums(torch.autograd.Function):
         block = indptr, indices, destinations(code, indptr, indices)
         given = len(edges), 1, width, aligned, h, grad, None, *extra, None
         to_by = code.edge_matrix_grad(block, *given)
-        lists, out = Lists(code, *block[:2], N, block[2], edges=True), torch.empty_like(h)
+        lists, out = Lists(code, block[:2], N, block[2], edges=True), torch.empty_like(h)
         given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
         code.run("edge_sums_grad", N * code.threads(width), *given, out)
         return None, None, out, None, to_by, None
@@ -593,8 +544,7 @@ def sage(blocks, x, aggregated, weights, drops):
         return _Sage.apply(x, blocks, aggregated, drops, codes, dtype, *weights)
 
 
-class _Sage(torch.autograd.Function):
-    @staticmethod
+class _Sage(_Step):
     def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
         (of_input, code), h, saved = codes, x, []
         for i, block in enumerate(blocks):
@@ -602,10 +552,9 @@ class _Sage(torch.autograd.Function):
                 pair = h.to(dtype)
             else:
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
-                made = code if i else of_input
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
-                given = block.indptr, block.indices, h, None, pair
-                made.self_and_mean(*given, active=active)
+                made = code if i else of_input
+                made.self_and_mean((block.indptr, block.indices), h, None, pair, active=active)
             own, bias, neigh = weights[3 * i : 3 * i + 3]
             weight = torch.cat([own, neigh], 1)
             if weight.dtype != dtype:
@@ -616,8 +565,6 @@ class _Sage(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         return h
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, C]
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
@@ -626,7 +573,7 @@ class _Sage(torch.autograd.Function):
             grads = [own, rows.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(h) if i else ctx.num_input
-                given = block.indptr, block.indices, product(grad, weight.t()), num_src
+                given = (block.indptr, block.indices), product(grad, weight.t()), num_src
             if i:
                 active = activation(block.src_nodes, *ctx.drops[i - 1])
                 grad, rows = ctx.code.self_and_mean_grad(*given, h, active, run=RUN)
@@ -665,14 +612,11 @@ def _for_onednn(x, weight):
     return large and usable and torch.backends.mkldnn.is_available()
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
+class _Linear(_Step):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # [S, D]
         (x, weight), grad = ctx.saved_tensors, grad.contiguous()
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None

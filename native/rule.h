@@ -89,20 +89,13 @@ FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
 FN i64 count_list(const hop_t *hop, const row_t *row) {
   i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
   if (hop->rule == REPLACE) return degree ? hop->k : 0;
-  if (hop->rule == LABOR) {
+  if (hop->rule != LABOR && hop->rule != WEIGHTED) count = degree;
+  else
     for (i64 place = 0; place < degree; place++, edge++) {
       edge = not_excluded(row, edge, &gap);
-      count += labor_keeps(hop, edge, degree);
+      count += hop->rule == LABOR ? labor_keeps(hop, edge, degree) : hop->weights[edge] > 0;
     }
-    return count;
-  }
-  if (hop->rule == WEIGHTED) {
-    for (i64 place = 0; place < degree; place++, edge++) {
-      edge = not_excluded(row, edge, &gap);
-      count += hop->weights[edge] > 0;
-    }
-  } else count = degree;
-  return hop->k < 0 || count < hop->k ? count : hop->k;
+  return hop->rule == LABOR || hop->k < 0 || count < hop->k ? count : hop->k;
 }
 
 // The n edges with the largest log(uniform) / weight (Efraimidis-Spirakis), in stored order; best

@@ -3,11 +3,6 @@
 #include "batch.h"
 
 FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
-FN int ones(unsigned x) {
-  x -= x >> 1 & 0x55555555;
-  x = (x & 0x33333333) + (x >> 2 & 0x33333333);
-  return (x + (x >> 4) & 0x0f0f0f0f) * 0x01010101 >> 24;
-}
 
 // Count number i of n, into the sums of 64 and of 4,096 of them.
 FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
@@ -140,7 +135,7 @@ KERNEL mark(batch_t b, part_t h) {
     UNROLL for (int q = 0; q < 8; q++) won |= (unsigned)(smallest[q] == bid + a + q) << (a + q);
   }
   b.won[i] = won;
-  tally(b.wins, h.word_sums, h.words, i, ones(won));
+  tally(b.wins, h.word_sums, h.words, i, __popc(won));
 }
 // Number the nodes whose edge won. counts: count the rows of `next` as well, whose destinations are
 // those of this hop and the nodes that get a number here.
@@ -149,7 +144,7 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   i64 N = b.sizes[1 + 2 * h.hop], last = 32 * h.words - 1;
   unsigned won = i <= last ? b.won[i / 32] : 0, mine = won >> i % 32 & 1;
   if (mine || i == last) {
-    i64 at = N + before(b.wins, h.word_sums, h.words, i / 32) + ones(won & ((1u << i % 32) - 1));
+    i64 at = N + before(b.wins, h.word_sums, h.words, i / 32) + __popc(won & ((1u << i % 32) - 1));
     if (mine && at < h.next_rows) {
       ID node = b.local[h.first + i];
       if (b.edge_times) {

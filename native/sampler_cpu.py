@@ -37,7 +37,6 @@ TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
 
 @functools.cache
 def job_type():
-    """job_t of the C code."""
     return build.struct_type(build.read_source("sampler.c"), "job_t")
 
 
@@ -128,29 +127,26 @@ class Backend:
         """
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
-        graph = dict(indptr=task.indptr, indices=task.indices, weights=task.weights, V=V)
-        rule = dict(rule=task.rule_number, k=hop.k, key=hop.key)
-        rule |= dict(types=task.edge_type, fanout=hop.fanout_of)
-        job = build.fill(job_type()(), **graph, **rule, M=task.indices.numel(), **excluded, S=S)
-        build.fill(job, dst=dst, start=start, degree=degree, offsets=offsets, gap=gap)
-        build.fill(job, num_gaps=num_gaps, threads=task.threads or torch.get_num_threads())
+        job, threads = job_type()(), task.threads or torch.get_num_threads()
+        fill = functools.partial(build.fill, job)
+        fill(indptr=task.indptr, indices=task.indices, weights=task.weights, V=V, threads=threads)
+        fill(rule=task.rule_number, k=hop.k, key=hop.key, types=task.edge_type, S=S, dst=dst)
+        fill(fanout=hop.fanout_of, M=task.indices.numel(), **excluded, gap=gap, num_gaps=num_gaps)
+        fill(start=start, degree=degree, offsets=offsets)
         if work.times is not None:
-            times = dict(times=work.times, num_times=work.times.numel(), strict=task.strict)
-            times |= dict(window=task.window)
             before = None if when is None else work.seeds_before
-            edges = dict(edge_times=task.edge_times, lists=self.lists)
-            build.fill(job, **times, **edges, dst_when=when, seeds_before=before)
+            fill(times=work.times, num_times=work.times.numel(), dst_when=when, seeds_before=before)
+            fill(edge_times=task.edge_times, lists=self.lists)
+            fill(strict=task.strict, window=task.window)
         E = self._checked(self.library.rb_count(job), S)
         if E > torch.iinfo(dst.dtype).max:
-            raise ValueError(
-                f"{E} edges of a hop are too many for {dst.dtype}: use smaller batches"
-            )
+            raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
         local, src, src_when = dst.new_empty(E), dst, when
         edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
         edge_when = None if when is None else dst.new_empty(E)
         kinds = None if task.edge_type is None else task.edge_type.new_empty(E)
-        build.fill(job, local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
+        fill(local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
         if hop.relabel:
             most = min(S + E, V if when is None else V * len(work.times))
             slots = (2 if when is None else 4) * most  # half full, or less, it is quickly searched
@@ -158,8 +154,7 @@ class Backend:
                 work.number(dst, when, slots)
             src, homes = dst.new_empty(S + E + 1), dst.new_empty(E)
             src_when = None if when is None else dst.new_empty(S + E + 1)
-            table = dict(table=work.table, bits=work.bits, edge_home=homes)
-            build.fill(job, src=src, src_when=src_when, **table)
+            fill(src=src, src_when=src_when, table=work.table, bits=work.bits, edge_home=homes)
         N = self._checked(self.library.rb_pick(job), S)
         return offsets, local, src[:N], edges, kinds, None if when is None else src_when[:N]
 

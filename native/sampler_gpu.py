@@ -66,7 +66,6 @@ def aggregate_source(ids, k, features, out):
 
 @functools.cache
 def structs():
-    """batch_t and part_t of C."""
     text = build.read_source("batch.h")
     return build.struct_type(text, "batch_t"), build.struct_type(text, "part_t")
 
@@ -196,15 +195,15 @@ class Frame:
         self.sizes, self.keys = self._integers(3 + 5 * L), self._integers(L)
         self.read = self._integers(3 + 5 * L, pinned=True)
         self.told = (ctypes.c_int64 * (3 + 5 * L)).from_address(self.read.data_ptr())
-        graph = dict(indptr=task.indptr, indices=task.indices, weights=backend.weights)
-        graph |= dict(V=backend.num_nodes, M=backend.num_edges, edge_times=task.edge_times)
-        rule = dict(rule=task.rule_number, one_draw=task.one_draw, strict=task.strict)
-        rule |= dict(window=task.window, types=task.edge_type, fanouts=task.fanout_of)
-        rule |= dict(num_types=0 if task.fanout_of is None else task.fanout_of.shape[1])
-        build.fill(self.batch, **graph, **rule, seed=backend.seed & (2**64 - 1))
+        types = 0 if task.fanout_of is None else task.fanout_of.shape[1]
+        fill = functools.partial(build.fill, self.batch)
+        fill(indptr=task.indptr, indices=task.indices, weights=backend.weights, strict=task.strict)
+        fill(V=backend.num_nodes, M=backend.num_edges, edge_times=task.edge_times)
+        fill(rule=task.rule_number, one_draw=task.one_draw, window=task.window, num_types=types)
+        fill(types=task.edge_type, fanouts=task.fanout_of, seed=backend.seed & (2**64 - 1))
         parts = dict(sizes=0, wanted=2 + 2 * L, first=2 + 4 * L, damaged=2 + 5 * L)
-        parts = {name: self.sizes.data_ptr() + 8 * at for name, at in parts.items()}
-        build.fill(self.batch, table=self.table, keys=self.keys, **parts)
+        fill(**{name: self.sizes.data_ptr() + 8 * at for name, at in parts.items()})
+        fill(table=self.table, keys=self.keys)
 
     def _integers(self, n, pinned=False):
         """int64 zeros, on the GPU or in page-locked memory."""
@@ -341,12 +340,9 @@ class Frame:
             end = 3 + 2 * S + len(values)
             self.given[3:end].copy_(torch.cat([seeds.cpu().long(), group, values]))
             self.sent = end
-        elif seeds.is_cuda:
-            self.input[3 : 3 + S].copy_(seeds)
-            self.sent = 3
         else:
-            self.given[3 : 3 + S].copy_(seeds)
-            self.sent = len(self.given)
+            (self.input if seeds.is_cuda else self.given)[3 : 3 + S].copy_(seeds)
+            self.sent = 3 if seeds.is_cuda else len(self.given)
 
     def start(self):
         """Start what makes a batch, on the current stream; a CUDA graph can capture it, for seeds from the CPU."""
