@@ -93,7 +93,8 @@ FLAGS += ["-fPIC", "-shared"]
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
 UNSCALED = None, None, None
-RUN = 16  # rows of a gradient that a thread adds up for the bias
+RUN = 16  # rows of a gradient, at most, that a thread adds up for the bias, which leaves a GPU
+ENOUGH = 1 << 21  # numbers for each of them: half a million threads
 
 
 def activation(nodes, seed, drop, relu=1):
@@ -126,19 +127,20 @@ class Code:
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
-        self, block, grad, num_src, h=None, active=UNCHANGED, scales=UNSCALED, own=True, run=1
+        self, block, grad, num_src, h=None, active=UNCHANGED, scales=UNSCALED, own=True, sums=False
     ):
         """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of the h [N, F] whose
-        `activation` these were; with a run above 1 also the sums of so many rows each, float32 [N / run, F]."""
+        `activation` these were; and, if sums are asked for, rows that add up to the same, float32 [fewer, F], or it again."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, block, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
+        run = min(max(out.numel() // ENOUGH, 1), RUN) if sums else 1
         size, runs = (S if own else 0, *size), -(-num_src // run)
-        sums = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
+        parts = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
         given = *lists.of_source, lists.share, grad, alpha, gamma, *size, h, *active
-        self.run("self_and_mean_grad", runs * self.threads(width), *given, runs, run, sums, out)
-        return out if sums is None else (out, sums)
+        self.run("self_and_mean_grad", runs * self.threads(width), *given, runs, run, parts, out)
+        return (out, out if parts is None else parts) if sums else out
 
     def relu_dropout(self, h, active, out=None):
         """The `activation` of h [S, D], in place or into `out`."""
@@ -234,14 +236,6 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     return out
 
 
-class _Step(torch.autograd.Function):
-    """A step of autograd: static methods, and no gradient of the gradient."""
-
-    def __init_subclass__(cls):
-        cls.forward = staticmethod(cls.forward)
-        cls.backward = staticmethod(once_differentiable(cls.backward))
-
-
 def mean_neighbours(indptr, indices, h):
     code, S = functions([indptr, indices], h, h), indptr.numel() - 1
     if code is None:
@@ -251,9 +245,10 @@ def mean_neighbours(indptr, indices, h):
     return _SelfAndMean.apply(indptr, indices, h, zeros, ones, None, code, nobody)
 
 
-class _SelfAndMean(_Step):
+class _SelfAndMean(torch.autograd.Function):
     """nobody: [S] of -1 where destinations have no row of their own."""
 
+    @staticmethod
     def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, nobody=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
@@ -264,6 +259,8 @@ class _SelfAndMean(_Step):
         ctx.num_src, ctx.code = num_src, code
         return out
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
         *block, alpha, beta, gamma, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
@@ -318,9 +315,10 @@ def relu_dropout(h, nodes, seed, drop):
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
 
-class _ReluDropout(_Step):
+class _ReluDropout(torch.autograd.Function):
     """What was kept is what is not zero in the result, so the backward pass needs no mask."""
 
+    @staticmethod
     def forward(ctx, h, nodes, seed, drop, code):
         ctx.code, ctx.scale = code, 256 / (256 - drop)
         code.relu_dropout(h, activation(nodes, seed, drop))
@@ -328,6 +326,8 @@ class _ReluDropout(_Step):
         ctx.save_for_backward(h)
         return h
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
         out = torch.empty_like(grad)
@@ -351,7 +351,8 @@ def max_neighbours(indptr, indices, h):
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
 
-class _MaxNeighbours(_Step):
+class _MaxNeighbours(torch.autograd.Function):
+    @staticmethod
     def forward(ctx, indptr, indices, h, code):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out, winner = h.new_empty(S, width), indices.new_empty(S, width, dtype=torch.int32)
@@ -361,6 +362,8 @@ class _MaxNeighbours(_Step):
         ctx.num_src, ctx.code = num_src, code
         return out
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (*block, winner), grad, code = ctx.saved_tensors, grad.contiguous(), ctx.code
         N, width = ctx.num_src, grad.shape[1]
@@ -387,15 +390,18 @@ def cross_entropy(logits, labels):
     return None if code is None else _CrossEntropy.apply(logits, labels, code)
 
 
-class _CrossEntropy(_Step):
+class _CrossEntropy(torch.autograd.Function):
     """The gradient is computed with the loss, from the same softmax."""
 
+    @staticmethod
     def forward(ctx, logits, labels, code):
         (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
         code.run("cross_entropy", 32 * S, logits, labels, S, C, loss, grad)
         ctx.save_for_backward(grad)
         return loss.sum()
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, weight):
         (grad,) = ctx.saved_tensors
         return grad * weight, None, None
@@ -426,7 +432,8 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
 
 
-class _Attend(_Step):
+class _Attend(torch.autograd.Function):
+    @staticmethod
     def forward(ctx, indptr, indices, source, target, attn, edges, by, self_rows, drawn, code):
         block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
         nodes, seed, drop = drawn
@@ -448,6 +455,8 @@ class _Attend(_Step):
         ctx.save_for_backward(indptr, indices, dst, *rows, edges, by, weights, dropped, slopes)
         return out
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         *block, dst, source, target, attn, edges, by, weights, dropped, slopes = ctx.saved_tensors
         rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
@@ -495,7 +504,8 @@ def edge_sums(indptr, indices, h, edges, by):
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 
 
-class _EdgeSums(_Step):
+class _EdgeSums(torch.autograd.Function):
+    @staticmethod
     def forward(ctx, indptr, indices, h, edges, by, code):
         S, width = indptr.numel() - 1, h.shape[1]
         out, size = h.new_empty(S, width), (S, width, _aligned(width, h, by))
@@ -505,6 +515,8 @@ class _EdgeSums(_Step):
         ctx.code = code
         return out
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, F]
         indptr, indices, h, edges, by = ctx.saved_tensors
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
@@ -544,7 +556,8 @@ def sage(blocks, x, aggregated, weights, drops):
         return _Sage.apply(x, blocks, aggregated, drops, codes, dtype, *weights)
 
 
-class _Sage(_Step):
+class _Sage(torch.autograd.Function):
+    @staticmethod
     def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
         (of_input, code), h, saved = codes, x, []
         for i, block in enumerate(blocks):
@@ -565,6 +578,8 @@ class _Sage(_Step):
         ctx.save_for_backward(*saved)
         return h
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, C]
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
@@ -576,7 +591,7 @@ class _Sage(_Step):
                 given = (block.indptr, block.indices), product(grad, weight.t()), num_src
             if i:
                 active = activation(block.src_nodes, *ctx.drops[i - 1])
-                grad, rows = ctx.code.self_and_mean_grad(*given, h, active, run=RUN)
+                grad, rows = ctx.code.self_and_mean_grad(*given, h, active, sums=True)
         to_x = ctx.code.self_and_mean_grad(*given) if ctx.needs_input_grad[0] else None
         return to_x, *[None] * 5, *grads
 
@@ -612,11 +627,14 @@ def _for_onednn(x, weight):
     return large and usable and torch.backends.mkldnn.is_available()
 
 
-class _Linear(_Step):
+class _Linear(torch.autograd.Function):
+    @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias)
 
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # [S, D]
         (x, weight), grad = ctx.saved_tensors, grad.contiguous()
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None

@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13550,
-    "lines of C and CUDA": 2160,
-    "lines of bench": 2895,
-    "lines of tests": 12042,
+    "lines of product Python": 13485,
+    "lines of C and CUDA": 2125,
+    "lines of bench": 2830,
+    "lines of tests": 11755,
     "lines of README": 200,
-    "longest file": 1061,
+    "longest file": 1040,
     "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,
