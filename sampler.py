@@ -520,7 +520,7 @@ class TorchBackend:
         task = self.task
         start, end = task.indptr.index_select(0, v), task.indptr.index_select(0, v + 1)
         degree = end - start
-        damaged = (start < 0) | (degree < 0) | (end > task.indices.numel())
+        damaged = (start < 0) | (end < start) | (end > task.indices.numel())
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")

@@ -565,8 +565,10 @@ def test_any_bytes_in_indptr_are_an_error_and_no_crash(way, tmp_path):
     for pair in ([2**63 - 1, -(2**62)], *rng.integers(-(2**63), 2**63 - 1, (40, 2)).tolist()):
         graph = _random_graph(rng, 50, 12)
         graph[0][3:5] = torch.tensor(pair)
-        with pytest.raises(IndexError, match="the graph is damaged"):
-            _unchecked(way, tmp_path, graph, [3]).sample(torch.tensor([3]), 0, relabel_outer=True)
+        for method in ("uniform", "labor"):
+            sampler = _unchecked(way, tmp_path, graph, [3], method=method)
+            with pytest.raises(IndexError, match="the graph is damaged"):
+                sampler.sample(torch.tensor([3]), 0, relabel_outer=True)
 
 
 def _positions(degree, k, rows=100_000, **options):
