@@ -364,8 +364,9 @@ def losses(args, record):
             if not apart < (1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])):
                 raise RuntimeError(f"losses {ours}, on the CPU {found[cpu]}")
             rows[name] = {"first": ours[0], "last": ours[1], "apart": apart}
-    same = f"{len(rows)} of {2 * len(convs) * len(modes)} runs, the CPU's own among them"
-    record.keep(summary=f"{same}, give the CPU's losses")
+            same = sum(not name.endswith("cpu-cpu") for name in rows)
+            runs = 2 * len(convs) * len(GPU_MODES)
+            record.keep(summary=f"{same} of {runs} runs give the CPU's losses")
     print_table("losses beside the CPU's", rows)
 
 
