@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13485,
     "lines of C and CUDA": 2125,
     "lines of bench": 2830,
-    "lines of tests": 11755,
+    "lines of tests": 11760,
     "lines of README": 200,
     "longest file": 1040,
     "functions above 60 lines": 3,
