@@ -21,12 +21,14 @@
 #define AT_ONCE (left >= COLUMNS)
 #define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
 #define GROUP 1
+#define WHERE_READ 0  // ReLU and dropout have had a pass of their own
 #else
 #define COLUMNS 4
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
 #define EACH_LEFT EACH if (!q || q < left)
 #define GROUP 8  // rows on their way to a thread together
+#define WHERE_READ relu
 #endif
 #define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
 #ifdef __CUDACC__
@@ -269,7 +271,7 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
 
 // Own row beside the mean of the neighbours' rows, out [S, 2 width]; or, with alpha and beta [S],
 // alpha own + beta mean, out [S, width], where the mean is of rows times gamma [N] if that is given.
-// With relu, rows are what ReLU and dropout leave of h.
+// With relu, on a GPU, rows are what ReLU and dropout leave of h.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                      const float *alpha, const float *beta, const float *gamma, int S, int width,
                      int whole, int relu, const ID *nodes, int drop, float scale, i64 seed,
@@ -281,13 +283,13 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   FETCH_SOURCES(s, h + column, width);
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  if (self >= 0 && relu) own = ACTIVATE(own, self);
+  if (WHERE_READ && self >= 0) own = ACTIVATE(own, self);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     floats_t v[GROUP];
     UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
-      if (relu && u >= 0) v[j] = ACTIVATE(v[j], u);
+      if (WHERE_READ && u >= 0) v[j] = ACTIVATE(v[j], u);
       if (gamma && u >= 0) v[j] = v[j] * gamma[u];
       count += u >= 0;
     }
@@ -332,7 +334,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
     }
     if (relu) {
       const floats_t v = load(h + u * width + column, whole, left);
-      sum = keep(ACTIVATE(v, u), sum, drop ? scale : 1.0f);
+      sum = keep(WHERE_READ ? ACTIVATE(v, u) : v, sum, scale);
     }
     store(out + u * width + column, whole, left, sum);
     total = total + sum;

@@ -93,7 +93,7 @@ FLAGS += ["-fPIC", "-shared"]
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
 UNSCALED = None, None, None
-RUN = 16  # rows of a gradient, at most, that a thread adds up for the bias, which leaves a GPU
+RUN = 16  # rows of a gradient, at most, that a thread of a GPU adds up for the bias, which leaves
 ENOUGH = 1 << 21  # numbers for each of them: half a million threads
 
 
@@ -135,7 +135,7 @@ class Code:
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, block, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
-        run = min(max(out.numel() // ENOUGH, 1), RUN) if sums else 1
+        run = min(max(out.numel() // ENOUGH, 1), RUN) if sums and not self.on_cpu else 1
         size, runs = (S if own else 0, *size), -(-num_src // run)
         parts = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
         given = *lists.of_source, lists.share, grad, alpha, gamma, *size, h, *active
@@ -566,6 +566,9 @@ class _Sage(torch.autograd.Function):
             else:
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
+                if i and code.on_cpu:  # where rows are read several times: a pass is faster
+                    code.relu_dropout(h, active)
+                    active = UNCHANGED
                 made = code if i else of_input
                 made.self_and_mean((block.indptr, block.indices), h, None, pair, active=active)
             own, bias, neigh = weights[3 * i : 3 * i + 3]
