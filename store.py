@@ -464,7 +464,10 @@ def command(name, run) -> int:
         code = run()
         print(end="", flush=True)  # sys.stdout is None where it was closed
         return code or 0
-    except StoreError as error:
+    except (
+        StoreError,
+        ModuleNotFoundError,
+    ) as error:  # the second of store.py copied with disk/ alone
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # of `head`, say; the interpreter flushes stdout once more

@@ -26,7 +26,7 @@ from sampler import NeighborSampler
 
 # bytes and products (TF32, bf16) a second of NVIDIA's data sheets, SXM, without sparsity
 GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
-IN_ORDER, GATHERED = 0.9, 0.85  # shares of the bandwidth that kernels reach
+IN_ORDER, GATHERED = 0.9, 0.85  # of the bandwidth: shares that kernels are taken to reach
 CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what is read where 4 are wanted
 PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # which argument has the rows
 # by kernel: the table whose rows its edges ask for

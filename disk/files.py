@@ -116,13 +116,24 @@ def check_name(path):
 
 
 @contextlib.contextmanager
+def made_folder(path):
+    """A context in which a folder is there; it and those above it are gone at the end if they were made here for nothing."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(made):
+        sync(folder.parent)
+    try:
+        yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # what was built is in it
+                folder.rmdir()
+
+
+@contextlib.contextmanager
 def scratch_folder(path):
     """A hidden folder beside `path`, made with the folders above it; it is gone at the end unless it was renamed."""
-    above = [folder for folder in path.absolute().parents if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for folder in reversed(above):
-        sync(folder.parent)
-    with _part_beside(path, folder=True) as (folder, _):
+    with made_folder(path.absolute().parent), _part_beside(path, folder=True) as (folder, _):
         yield folder
 
 

@@ -317,7 +317,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
   ROW_AND_COLUMN(runs);
   const int stride = alpha ? width : 2 * width;
   const IN *of_mean = grad + stride - width;
-  floats_t total = all_of(0);
+  floats_t added = all_of(0);
   for (i64 u = row * run; u < N && u < (row + 1) * run; u++) {
     const int first = start[u], last = first + size[u];
     const float by = gamma ? gamma[u] : 1.0f;
@@ -337,9 +337,9 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
       sum = keep(WHERE_READ ? ACTIVATE(v, u) : v, sum, scale);
     }
     store(out + u * width + column, whole, left, sum);
-    total = total + sum;
+    added = added + sum;
   }
-  if (sums) store_floats(sums + row * width + column, whole, left, total);
+  if (sums) store_floats(sums + row * width + column, whole, left, added);
 }
 
 KERNEL relu_dropout(const IN *h, int S, int width, int whole, int relu, const ID *nodes,

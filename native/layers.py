@@ -93,8 +93,8 @@ FLAGS += ["-fPIC", "-shared"]
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
 UNSCALED = None, None, None
-RUN = 16  # rows of a gradient, at most, that a thread of a GPU adds up for the bias, which leaves
-ENOUGH = 1 << 21  # numbers for each of them: half a million threads
+RUN = 16  # rows of a gradient, at most, that a thread of a GPU adds up for the bias
+ENOUGH = 1 << 21  # numbers of the gradient for each of these rows: half a million threads are left
 
 
 def activation(nodes, seed, drop, relu=1):
@@ -566,7 +566,7 @@ class _Sage(torch.autograd.Function):
             else:
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
-                if i and code.on_cpu:  # where rows are read several times: a pass is faster
+                if i and code.on_cpu:  # rows are read several times: a pass of its own is faster
                     code.relu_dropout(h, active)
                     active = UNCHANGED
                 made = code if i else of_input

@@ -103,7 +103,7 @@ class Report:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
             cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
-            with suppress(OSError):
+            with suppress(OSError, TypeError):  # no such file, or no such line as on ARM
                 cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
             machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
             start["hardware"] = {**machine, "processes": ranks.world}

@@ -84,13 +84,11 @@ def prepare(
     digest = hashlib.sha256(content).hexdigest()[:8]
     target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
     if not (target / "meta.json").is_file():
-        with reading(root):
-            root.mkdir(parents=True, exist_ok=True)
-            # of several processes one builds, the others wait
-            with files.locked(root.resolve()):
-                if not (target / "meta.json").is_file():
-                    with reading(dataset):
-                        make(target, backend=backend, progress=progress)
+        # of several processes one builds, the others wait
+        with reading(root), files.made_folder(root.absolute()), files.locked(root.resolve()):
+            if not (target / "meta.json").is_file():
+                with reading(dataset):
+                    make(target, backend=backend, progress=progress)
     return target
 
 

@@ -283,6 +283,8 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     ):
         _refuses(message, prepare, name, "data")
     assert not list(Path("data").glob("*"))
+    _refuses("nodes=0", prepare, "synthetic:nodes=0", Path("deep/root"))
+    assert not Path("deep").exists()
     # a long name is no fault
     assert store.main(["build", "own.npz", long := "y" * 250]) == 0
     shutil.copy("own.npz", long[:200] + ".npz")

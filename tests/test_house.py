@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13484,
+    "lines of product Python": 13496,
     "lines of C and CUDA": 2127,
     "lines of bench": 2830,
-    "lines of tests": 11760,
+    "lines of tests": 11768,
     "lines of README": 200,
     "longest file": 1040,
     "functions above 60 lines": 3,

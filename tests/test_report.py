@@ -144,3 +144,11 @@ def test_bf16_without_hardware_is_said(tiny, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
         _run_here(tmp_path, f"--dataset {tiny} --gpus 0 --precision bf16 --epochs 1 --fanout 2,2")
         assert ("bf16 is slower than fp32 on this processor" in capsys.readouterr().out) == slow
+
+
+def test_a_processor_without_a_model_name_is_no_fault(tiny, tmp_path, monkeypatch):
+    args = train.parse_args(["--dataset", tiny, "--log", str(tmp_path / "log")])
+    monkeypatch.setattr(report.Path, "read_text", lambda file: "BogoMIPS\t: 50.00\n")  # as on ARM
+    report.Report(ddp.Ranks(), args)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "log").read_text())["hardware"]["cores"] > 0
