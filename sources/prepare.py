@@ -330,9 +330,8 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
                 graph["labels"] = {kind: labels}
                 graph["split"] = found(of, counts[0], given.get("split"))
                 source |= {"classes": of.classes} if of.classes else {}
-        for name, values in of.columns(
-            nodes=isinstance(kind, str), edges=isinstance(kind, tuple)
-        ).items():
+        nodes, edges = (count is not None for count in counts)
+        for name, values in of.columns(nodes, edges).items():
             columns.setdefault(name, {})[kind] = values
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:

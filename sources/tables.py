@@ -23,9 +23,8 @@ import numpy as np
 
 from disk.files import StoreError, plural, reading
 
-BLOCK = (
-    1 << 23
-)  # bytes of text parsed at once, and from which the layout is guessed: the longest line
+# bytes of text parsed at once: the longest line, and what the layout is guessed from
+BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 TYPES = {int: "int64", float: "float64", str: "string"}

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13496,
+    "lines of product Python": 13494,
     "lines of C and CUDA": 2127,
     "lines of bench": 2830,
     "lines of tests": 11768,
