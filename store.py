@@ -437,20 +437,6 @@ def info(path) -> str:
     return files.info_lines(lines, graph)
 
 
-def _fanout(text) -> list[int]:
-    return [int(k) for k in text.split(",")]
-
-
-def _whole(text, least=0) -> int:
-    if (number := int(text)) < least:
-        raise ValueError
-    return number
-
-
-def _positive(text) -> int:
-    return _whole(text, 1)
-
-
 def _gigabytes(text) -> int:
     size = float(text) * 1e9
     if not 0 <= size < 1e18:
@@ -464,10 +450,8 @@ def command(name, run) -> int:
         code = run()
         print(end="", flush=True)  # sys.stdout is None where it was closed
         return code or 0
-    except (
-        StoreError,
-        ModuleNotFoundError,
-    ) as error:  # the second of store.py copied with disk/ alone
+    # the second of store.py copied with disk/ alone
+    except (StoreError, ModuleNotFoundError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # of `head`, say; the interpreter flushes stdout once more
@@ -505,14 +489,14 @@ def _parser():
     }.items():
         add = commands.add_parser(name, help=text).add_argument
         add("path", help="directory of the store")
-    for flag, kind, default, text in (
-        ("gpus", _whole, 0, "GPUs, a process each; 0: CPU (default 0)"),
-        ("procs", _positive, 1, "processes on CPU (default 1)"),
-        ("fanout", _fanout, [15, 10, 5], "from the seeds outward (default 15,10,5)"),
-        ("batch-size", _positive, 1024, "seeds of a process (default 1024)"),
-        ("hidden", _positive, 256, "width of the inner layers (default 256)"),
+    for flag, default, text in (  # flags of train.py, which checks them
+        ("gpus", 0, "GPUs, a process each; 0: CPU"),
+        ("procs", 1, "processes on CPU"),
+        ("fanout", "15,10,5", "from the seeds outward"),
+        ("batch-size", 1024, "seeds of a process"),
+        ("hidden", 256, "width of the inner layers"),
     ):
-        add(f"--{flag}", type=kind, default=default, help=text)
+        add(f"--{flag}", default=default, help=f"{text} (default {default})")
     add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")
     return parser
 
@@ -527,9 +511,10 @@ def _run(command, path, **options):
     elif command == "estimate":
         print(importlib.import_module("run.estimate").estimate_lines(path, **options))
         return 0
-    many = False
+    meta = {}
     with contextlib.suppress(StoreError):  # what opens it says what is wrong
-        many = files.read_meta(path)["format"] != FORMAT
+        meta = files.read_meta(path)
+    many = meta.get("format", FORMAT) != FORMAT
     module = importlib.import_module("disk.graphs") if many else sys.modules[__name__]
     if command != "verify":
         print(module.info(path))
@@ -537,11 +522,10 @@ def _run(command, path, **options):
     problems = module.verify(path)
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
     # what a store's files are is not known where meta.json cannot be read
-    whole = "meta.json" not in bad and not files.irregular(path)
-    names = {"meta.json", *files.read_meta(path)["files"]} if whole else set()
+    names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
     for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
-    for entry in sorted(Path(path).iterdir()) if whole else ():
+    for entry in sorted(Path(path).iterdir()) if names else ():
         # LMDB's own, of the processes at work
         if entry.name not in names and not entry.name.endswith("-lock"):
             print(f"--  {entry.name}: not part of the store, not looked at")

@@ -2,20 +2,24 @@
 
 from disk.files import readable_size
 from run.edge_data import edge_data
-from run.flags import changed, make_parser, text_of
+from run.flags import changed, make_parser, spelled, text_of
 from run.plan import estimate
 from run.step_graph import hops_held
 from store import BACKENDS, GraphStore, free_host_bytes
 from tasks.node import NodeTask
 
 
-def estimate_lines(path, fanout=(15, 10, 5), free_host=None, **options) -> str:
-    """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose."""
+def estimate_lines(path, free_gpu=None, free_host=None, **flags) -> str:
+    """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose. flags: of train.py, --fanout
+    among them, as values or as they are typed; others: see `estimate`."""
     graph = GraphStore.open(path)
-    args = changed(make_parser().parse_args([f"--fanout={text_of(list(fanout))}"]), trains=True)
+    words = [f"{spelled(name)}={text_of(value)}" for name, value in flags.items()]
+    args = changed(make_parser().parse_args(words), trains=True)
     free_host = free_host_bytes() if free_host is None else free_host
+    flags = {name: getattr(args, name) for name in flags}
     graphs = hops_held(args, graph, edge_data(args, NodeTask, graph)[0])
-    modes, best = estimate(graph, fanout=fanout, graphs=graphs, free_host=free_host, **options)
+    room = {"free_gpu": free_gpu, "free_host": free_host}
+    modes, best = estimate(graph, graphs=graphs, **room, **flags)
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
     up_to = "; batches of up to {:,} seeds fit".format
