@@ -23,12 +23,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None. Of None, -1 for all nodes."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
-    if "float" in (dtype := str(getattr(labels, "dtype", ""))):
-        raise StoreError(f"labels has dtype {dtype}: the class of each node is an integer")
     labels = integers("labels", labels)
-    if labels.shape[:1] != (num_nodes,) or labels.ndim > 2:
-        came = f"labels has shape {list(labels.shape)}"
-        raise StoreError(f"{came}: [{num_nodes}] is needed, or [V, C]")
+    shaped("labels", labels, num_nodes, *["C"] * (labels.ndim > 1))
     if (labels == -1).all():
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:

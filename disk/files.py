@@ -502,7 +502,8 @@ def array_like(name, values):
 
 def integers(name, values) -> np.ndarray:
     """`values` as int64, refusing what is not a whole number."""
-    values = np.asarray(array_like(name, values))
+    with reading(name):
+        values = np.asarray(array_like(name, values))
     if values.size and values.dtype.kind not in "iu":
         raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
     if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
