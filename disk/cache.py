@@ -42,7 +42,8 @@ class KeptPages:
     def __init__(self, reader, places, lookahead):
         self.reader = reader
         self.code = library("pages")
-        self.state = self.code.pages_open(_pages_of(reader), places, lookahead)
+        end = reader.offset + reader.rows * reader.row_bytes
+        self.state = self.code.pages_open(-(-end // mmap.PAGESIZE), places, lookahead)
         if not self.state:
             raise StoreError(f"no memory to plan {places:,} pages of {reader.path}")
 
@@ -74,11 +75,6 @@ class KeptPages:
     def __del__(self):
         if getattr(self, "state", None):
             self.code.pages_close(self.state)
-
-
-def _pages_of(reader):
-    """How many pages of a file there are up to the end of its table."""
-    return -(-(reader.offset + reader.rows * reader.row_bytes) // mmap.PAGESIZE)
 
 
 def read_in_order(reader, first, end, ended):
@@ -202,7 +198,7 @@ class LookaheadCache(CachedFeatures):
             self.lookahead = int(min(TOUCHES * table / touched, most)) + 1 if plans else 0
         if not self.room:
             return
-        places = min(_pages_of(self.reader), -(-self.room // mmap.PAGESIZE))
+        places = -(-self.room // mmap.PAGESIZE)  # of a part of the table
         if plans:
             self.pages = KeptPages(self.reader, places, self.lookahead)
         part = self.reader, places * rank // world, places * (rank + 1) // world, self.ended
