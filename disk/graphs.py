@@ -185,14 +185,12 @@ class GraphDataset:
             StoreError: for a graph that is missing, whose bytes differ from their checksum or make no graph.
         """
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if ids and min(ids) < 0:
-            raise IndexError(f"graph {min(ids)} is out of range: numbers start at 0")
 
         def read(txn):
-            values = [txn.get(key(i)) for i in ids]
+            values = [txn.get(key(i)) if i >= 0 else None for i in ids]
             if None in values:
                 missing, count = ids[values.index(None)], self.file.count(txn)
-                if missing < count:
+                if 0 <= missing < count:
                     raise StoreError(f"{self.file.path}: graph {missing} is missing; rebuild it")
                 raise IndexError(f"graph {missing} is out of range: there are {count}")
             return self._joined(ids, values)
