@@ -67,7 +67,7 @@ class LmdbFile:
         except lmdb.Error as error:
             if not write:
                 raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
-            said = os.strerror(code := self._errno(str(error)))
+            said = os.strerror(code := self._errno(error.code))
             if not self.sync:
                 raise OSError(code, said) from error
             raise StoreError(f"{self.path}: {said}; what is in it is as it was") from error
@@ -100,10 +100,9 @@ class LmdbFile:
     def _overtaken(self, txn):
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
 
-    def _errno(self, said):
-        """The system's error behind an error of LMDB."""
-        codes = *files.FULL, errno.EACCES, errno.EIO
-        code = next((code for code in codes if os.strerror(code) in said), errno.EIO)
+    def _errno(self, code):
+        """The system's error behind the code of an error of LMDB: its own are below 0."""
+        code = code if code > 0 else errno.EIO
         # a file that this user may write is opened read-only where its lock file has no room
         no_lock = code == errno.EACCES and self._writable()
         # a write that the disk takes in part is reported as an input/output error
