@@ -52,14 +52,11 @@ def types_of(meta) -> tuple[dict, list | None]:
     entries, names = meta.get("node_types", []), meta.get("edge_types")
     types = {str(name): (int(count), int(width)) for name, count, width in entries}
     counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
+    named = len(types) == len(entries) and all(map(str.isprintable, [*types, *(names or [])]))
+    counted = min(counts) >= 0 and sum(counts) == meta["num_nodes"]
     featured = [width > 0 for width in widths]
-    fits = (
-        all(map(str.isprintable, [*types, *(names or [])]))
-        and min(counts) >= 0
-        and sum(counts) == meta["num_nodes"]
-        and len(types) == len(entries)
-    )
-    if not fits or featured != sorted(featured)[::-1] or max(widths) > meta["feature_dim"]:
+    first = featured == sorted(featured)[::-1]  # those with features
+    if not (named and counted and first) or max(widths) > meta["feature_dim"]:
         raise ValueError(f"it has node_types = {entries!r:.200}, which are not those of its nodes")
     if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
         raise ValueError(f"it has edge_types = {names!r:.200}, which are no names of its types")
