@@ -121,11 +121,10 @@ def build_store(
     """
     given = locals()
     if isinstance(edge_index, dict):
+        why = "is not for a graph that is given by type, as edge_index is"
         for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
             if given[name] is not None:
-                raise StoreError(
-                    f"{name} is not for a graph that is given by type, as edge_index is"
-                )
+                raise StoreError(f"{name} {why}")
         return build_store(**{**given, "symmetrize": False, **typed.flatten(given)})
     if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"
@@ -343,7 +342,7 @@ class MmapFeatures:
             self.tensor = table
 
     def __reduce__(self):
-        return _features_of, (self._path,)
+        return getattr, (GraphStore.open(self._path), "features")
 
     def reader(self) -> RowReader | None:
         """A reader of these rows from the disk; None without a file, Linux or a C compiler."""
@@ -386,10 +385,6 @@ class MmapFeatures:
         raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
 
 
-def _features_of(path):
-    return GraphStore.open(path).features
-
-
 def verify(path) -> list[str]:
     """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`."""
     return lmdb_rows.verify_directory(path, LAYOUT, _contents)
@@ -400,8 +395,7 @@ def _contents(path) -> Iterator[tuple]:
     indptr, indices = graph.indptr, graph.indices.numpy()
 
     def sources():
-        for _ in sort.checked_indices(indices, graph.num_nodes, False):
-            pass
+        return sum(map(len, sort.checked_indices(indices, graph.num_nodes, False)))
 
     def labels():
         given = graph.labels.numpy() if graph.labelled else None
