@@ -205,7 +205,7 @@ def _bad_inputs():
     zeros = Rows([9], np.int32, iter([np.zeros(9, np.int32)]))
     streamed = {"edge_index": None, "indptr": [0] * 200 + [9], "indices": zeros}
     far, frame = np.arange(200) % 4 + 5000, types.SimpleNamespace(shape=(200, 5))
-    infinite = torch.tensor(nan).nan_to_num(torch.inf).bfloat16()
+    infinite, bf16 = torch.tensor(nan).nan_to_num(torch.inf).bfloat16(), torch.ones(5).bfloat16()
     return {
         "edge 7 goes from node 0 to node 200": {"edge_index": edge},
         "edge 1 goes from node -4": {"edge_index": [[0, -4], [0, 0]]},
@@ -219,6 +219,7 @@ def _bad_inputs():
         r"indptr has shape \[2\]": {**csc, "indptr": [0, 9]},
         "its lists must rise in edge_type and edge_time": {**streamed, "edge_time": range(9)[::-1]},
         r"indices\[1\] is 200": {**csc, "indptr": [0] * 200 + [2], "indices": [0, 200]},
+        "indices cannot be read: .* BFloat16": {**csc, "indptr": [0] * 200 + [5], "indices": bf16},
         r"labels\[0\] is 4": {"labels": np.full(200, 4)},
         r"labels\[0\] is -2": {"labels": np.full(200, -2)},
         "labels has dtype float64": {"labels": np.zeros(200)},
