@@ -18,6 +18,8 @@ typedef long long i64;
 #define UNROLL _Pragma("unroll")
 #define ONE_BY_ONE _Pragma("unroll 1")
 #define FAIL __trap()
+// A value that other threads store there as well.
+template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value; }
 #else
 #include <math.h>
 #include <stdlib.h>
@@ -34,6 +36,7 @@ static const struct { long x; } blockDim = {1}, threadIdx = {0};
 #define ONE_BY_ONE
 #define FN static inline
 #define FAIL abort()
+#define store_same(p, value) __atomic_store_n(p, value, 0)
 #define __popc __builtin_popcount
 #define atomicAdd __sync_fetch_and_add
 #define atomicOr __sync_fetch_and_or

@@ -21,6 +21,7 @@
 #define AT_ONCE (left >= COLUMNS)
 #define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
 #define GROUP 1
+typedef unsigned short kept_t;
 #define WHERE_READ 0  // ReLU and dropout have had a pass of their own
 #else
 #define COLUMNS 4
@@ -28,6 +29,7 @@
 #define AT_ONCE whole
 #define EACH_LEFT EACH if (!q || q < left)
 #define GROUP 8  // rows on their way to a thread together
+typedef unsigned char kept_t;
 #define WHERE_READ relu
 #endif
 #define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
@@ -121,9 +123,21 @@ FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2
 #define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
-// The gradient g of what ReLU and dropout made v.
-FN floats_t keep(floats_t v, floats_t g, float scale) {
-  return choose(v > 0.0f, g * scale, all_of(0));
+// The gradient g of what ReLU and dropout were applied to, `where` their result is above 0: a bit for
+// each column of a thread is all that a backward pass needs to know of a row.
+FN floats_t keep(ints_t where, floats_t g, float scale) {
+  return choose(where, g * scale, all_of(0));
+}
+FN kept_t bits_above_zero(floats_t v) {
+  unsigned bits = 0;
+  EACH bits |= (unsigned)(v[q] > 0.0f) << q;
+  return (kept_t)bits;
+}
+#define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
+FN ints_t where_kept(kept_t bits) {
+  ints_t where;
+  EACH where[q] = -(bits >> q & 1);
+  return where;
 }
 
 // The threads of a row, one for every COLUMNS columns, follow one another; this is the thread's row,
@@ -271,11 +285,11 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
 
 // Own row beside the mean of the neighbours' rows, out [S, 2 width]; or, with alpha and beta [S],
 // alpha own + beta mean, out [S, width], where the mean is of rows times gamma [N] if that is given.
-// With relu, on a GPU, rows are what ReLU and dropout leave of h.
+// With relu, on a GPU, rows are what ReLU and dropout leave of h, and kept, if given, has its bits.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                      const float *alpha, const float *beta, const float *gamma, int S, int width,
                      int whole, int relu, const ID *nodes, int drop, float scale, i64 seed,
-                     const i64 *step, i64 layer, OUT *out) {
+                     const i64 *step, i64 layer, kept_t *kept, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
@@ -284,12 +298,14 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
   if (WHERE_READ && self >= 0) own = ACTIVATE(own, self);
+  if (kept && self >= 0) store_same(&KEPT(self), bits_above_zero(own));
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     floats_t v[GROUP];
     UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
       if (WHERE_READ && u >= 0) v[j] = ACTIVATE(v[j], u);
+      if (kept && u >= 0) store_same(&KEPT(u), bits_above_zero(v[j]));
       if (gamma && u >= 0) v[j] = v[j] * gamma[u];
       count += u >= 0;
     }
@@ -305,14 +321,13 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   store(target + width, whole, left, mean);
 }
 
-// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. With relu h [N, width] is
-// what ReLU and dropout were applied to, and out the gradient of that. Each of `runs` threads for a
-// column has `run` rows; sums [runs, width], if given, are those of its rows.
+// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. With kept, out is the gradient
+// of what ReLU and dropout were applied to. Each of `runs` threads for a column has `run` rows; sums
+// [runs, width], if given, are those of its rows.
 KERNEL self_and_mean_grad(const int *start, const int *size, const int *destination,
                           const float *share, const IN *grad, const float *alpha,
-                          const float *gamma, int S, int N, int width, int whole, const IN *h,
-                          int relu, const ID *nodes, int drop, float scale, i64 seed,
-                          const i64 *step, i64 layer, int runs, int run, float *sums,
+                          const float *gamma, int S, int N, int width, int whole,
+                          const kept_t *kept, float scale, int runs, int run, float *sums,
                           OUT *out) {
   ROW_AND_COLUMN(runs);
   const int stride = alpha ? width : 2 * width;
@@ -332,10 +347,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
       UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last)
         sum = sum + v[j] * (share[q + j] * by);
     }
-    if (relu) {
-      const floats_t v = load(h + u * width + column, whole, left);
-      sum = keep(WHERE_READ ? ACTIVATE(v, u) : v, sum, scale);
-    }
+    if (kept) sum = keep(where_kept(KEPT(u)), sum, scale);
     store(out + u * width + column, whole, left, sum);
     added = added + sum;
   }
@@ -343,17 +355,19 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
 }
 
 KERNEL relu_dropout(const IN *h, int S, int width, int whole, int relu, const ID *nodes,
-                    int drop, float scale, i64 seed, const i64 *step, i64 layer, OUT *out) {
+                    int drop, float scale, i64 seed, const i64 *step, i64 layer, kept_t *kept,
+                    OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 at = row * width + column;
-  store(out + at, whole, left, ACTIVATE(load(h + at, whole, left), row));
+  const floats_t v = ACTIVATE(load(h + at, whole, left), row);
+  store(out + at, whole, left, v);
+  if (kept) KEPT(row) = bits_above_zero(v);
 }
-KERNEL relu_dropout_grad(const IN *h, const IN *grad, int S, int width, int whole, float scale,
-                         OUT *out) {
+KERNEL relu_dropout_grad(const kept_t *kept, const IN *grad, int S, int width, int whole,
+                         float scale, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 at = row * width + column;
-  floats_t v = load(h + at, whole, left), g = load(grad + at, whole, left);
-  store(out + at, whole, left, keep(v, g, scale));
+  store(out + at, whole, left, keep(where_kept(KEPT(row)), load(grad + at, whole, left), scale));
 }
 
 // The largest of the neighbours' rows by column, and which neighbour's it is: of equal ones the
@@ -593,7 +607,7 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   for (int q = first; q < last; q++) {
     const floats_t z = own + of_edge(edges + (i64)edge[q] * wide, wide, by + column, width, whole,
                                      left);
-    sum = sum + keep(z, load(grad + (i64)destination[q] * width + column, whole, left), 1);
+    sum = sum + keep(z > 0.0f, load(grad + (i64)destination[q] * width + column, whole, left), 1);
   }
   store(out + row * width + column, whole, left, sum);
 }
@@ -620,7 +634,7 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
       const floats_t r = load(rows + place.row * stride + from, whole, left);
       const floats_t z = load(source + place.source * stride + from, whole, left) +
                          of_edge(edge, wide, by + from, stride, whole, left);
-      const floats_t g = attn ? slope(z + r) * a * to_scores[place.at * K + head] : keep(z, r, 1);
+      const floats_t g = attn ? slope(z + r) * a * to_scores[place.at * K + head] : keep(z > 0.0f, r, 1);
       UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
     }
     for (int j = 0; j < 8 && k + j < wide; j++)

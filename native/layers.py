@@ -108,7 +108,7 @@ class Code:
 
     def __init__(self, compiled):
         self.compiled, self.on_cpu = compiled, isinstance(compiled, ctypes.CDLL)
-        self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+        self.columns, self.kept = (compiled.columns_of_a_thread(), 2) if self.on_cpu else (4, 1)
 
     def run(self, kernel, threads, *values):
         if self.on_cpu:
@@ -120,17 +120,23 @@ class Code:
         """Threads of a row."""
         return -(-width // self.columns)
 
-    def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED):
-        """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`."""
+    def bits(self, h):
+        """Memory for which numbers of h [N, F] an activation leaves above 0."""
+        return h.new_empty(len(h), self.kept * self.threads(h.shape[1]), dtype=torch.uint8)
+
+    def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED, kept=None):
+        """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`, on a
+        GPU; kept: its `bits`."""
         (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
-        given = *block, h, self_rows, *scales, S, width, whole, *active
+        given = *block, h, self_rows, *scales, S, width, whole, *active, kept
         self.run("self_and_mean", S * self.threads(width), *given, out)
 
     def self_and_mean_grad(
-        self, block, grad, num_src, h=None, active=UNCHANGED, scales=UNSCALED, own=True, sums=False
+        self, block, grad, num_src, kept=None, scale=1.0, scales=UNSCALED, own=True, sums=False
     ):
-        """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of the h [N, F] whose
-        `activation` these were; and, if sums are asked for, rows that add up to the same, float32 [fewer, F], or it again."""
+        """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of what these were
+        the activation of, with its `bits`; and, if sums are asked for, rows that add up to the same, float32 [fewer, F], or
+        it again."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, block, num_src, shares=True, beta=beta)
@@ -138,14 +144,14 @@ class Code:
         run = min(max(out.numel() // ENOUGH, 1), RUN) if sums and not self.on_cpu else 1
         size, runs = (S if own else 0, *size), -(-num_src // run)
         parts = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
-        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, h, *active
+        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, kept, scale
         self.run("self_and_mean_grad", runs * self.threads(width), *given, runs, run, parts, out)
         return (out, out if parts is None else parts) if sums else out
 
-    def relu_dropout(self, h, active, out=None):
-        """The `activation` of h [S, D], in place or into `out`."""
+    def relu_dropout(self, h, active, out=None, kept=None):
+        """The `activation` of h [S, D], in place or into `out`; kept: its `bits`."""
         (S, width), out = h.shape, h if out is None else out
-        given = h, S, width, _aligned(width, h, out), *active
+        given = h, S, width, _aligned(width, h, out), *active, kept
         self.run("relu_dropout", S * self.threads(width), *given, out)
 
     def edge_matrix_grad(self, block, numbers, K, width, *given):
@@ -316,22 +322,21 @@ def relu_dropout(h, nodes, seed, drop):
 
 
 class _ReluDropout(torch.autograd.Function):
-    """What was kept is what is not zero in the result, so the backward pass needs no mask."""
-
     @staticmethod
     def forward(ctx, h, nodes, seed, drop, code):
+        kept = code.bits(h) if ctx.needs_input_grad[0] else None
         ctx.code, ctx.scale = code, 256 / (256 - drop)
-        code.relu_dropout(h, activation(nodes, seed, drop))
+        code.relu_dropout(h, activation(nodes, seed, drop), kept=kept)
         ctx.mark_dirty(h)
-        ctx.save_for_backward(h)
+        ctx.save_for_backward(kept)
         return h
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (h,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
+        (kept,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
         out = torch.empty_like(grad)
-        given = h, grad, S, width, _aligned(width, h, grad), ctx.scale, out
+        given = kept, grad, S, width, _aligned(width, grad), ctx.scale, out
         ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given)
         return out, None, None, None, None
 
@@ -559,23 +564,24 @@ def sage(blocks, x, aggregated, weights, drops):
 class _Sage(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
-        (of_input, code), h, saved = codes, x, []
+        (of_input, code), h, saved, learns = codes, x, [], any(ctx.needs_input_grad)
         for i, block in enumerate(blocks):
+            kept = code.bits(h) if i and learns else None
             if aggregated and not i:
                 pair = h.to(dtype)
             else:
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
+                bits, lists = {"active": active, "kept": kept}, (block.indptr, block.indices)
                 if i and code.on_cpu:  # rows are read several times: a pass of its own is faster
-                    code.relu_dropout(h, active)
-                    active = UNCHANGED
-                made = code if i else of_input
-                made.self_and_mean((block.indptr, block.indices), h, None, pair, active=active)
+                    code.relu_dropout(h, **bits)
+                    bits = {}
+                (code if i else of_input).self_and_mean(lists, h, None, pair, **bits)
             own, bias, neigh = weights[3 * i : 3 * i + 3]
             weight = torch.cat([own, neigh], 1)
             if weight.dtype != dtype:
                 weight, bias = weight.to(dtype), bias.to(dtype)
-            saved += [h if i else None, pair, weight]
+            saved += [kept, pair, weight]
             h = product(pair, weight, bias)
         ctx.blocks, ctx.drops, ctx.code, ctx.num_input = blocks, drops, code, len(x)
         ctx.save_for_backward(*saved)
@@ -586,15 +592,15 @@ class _Sage(torch.autograd.Function):
     def backward(ctx, grad):  # [S, C]
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
-            h, pair, weight = saved[3 * i : 3 * i + 3]
+            kept, pair, weight = saved[3 * i : 3 * i + 3]
             own, neigh = torch.mm(grad.t(), pair).chunk(2, 1)
             grads = [own, rows.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
-                num_src = len(h) if i else ctx.num_input
+                num_src = len(kept) if i else ctx.num_input
                 given = (block.indptr, block.indices), product(grad, weight.t()), num_src
             if i:
-                active = activation(block.src_nodes, *ctx.drops[i - 1])
-                grad, rows = ctx.code.self_and_mean_grad(*given, h, active, sums=True)
+                scale = 256 / (256 - ctx.drops[i - 1][1])
+                grad, rows = ctx.code.self_and_mean_grad(*given, kept, scale, sums=True)
         to_x = ctx.code.self_and_mean_grad(*given) if ctx.needs_input_grad[0] else None
         return to_x, *[None] * 5, *grads
 

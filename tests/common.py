@@ -173,7 +173,9 @@ static int other(long who) { return who != NOBODY && who != thread; }
 enum { READ, WRITE, ATOMIC };
 static void touch(char *p, int size, int how) {
   if ((char *)__builtin_frame_address(0) < p && p < top) return;  // the thread's own stack
-  for (unsigned long a = (unsigned long)p / 2; a < ((unsigned long)p + size + 1) / 2; a++) {
+  unsigned long a = (unsigned long)p / 2, end = ((unsigned long)p + size + 1) / 2;
+  if (size == 1) end = 1 + (a = ~(unsigned long)p);  // single bytes have cells of their own
+  for (; a < end; a++) {
     unsigned long at = a * 0x9e3779b97f4a7c15UL >> 44;
     while (cells[at].launch == launch && cells[at].address != a) at = (at + 1) % CELLS;
     cell_t *c = &cells[at];
@@ -208,6 +210,7 @@ void __tsan_func_exit(void) {}
   int __tsan_atomic##n##_compare_exchange_strong(type *p, type *e, type v, int o, int f) { \
     touch((char *)p, n / 8, ATOMIC); return __atomic_compare_exchange_n(p, e, v, 0, 0, 0); }
 ATOMICS(32, int) ATOMICS(64, long long)
+void __tsan_atomic8_store(char *p, char v, int o) { touch(p, 1, ATOMIC); *p = v; }
 #define UNDEFINED(name, what) void __ubsan_handle_##name(void *d, void *a, void *b) { fail(what); }
 UNDEFINED(type_mismatch_v1, "an access is not aligned")
 UNDEFINED(out_of_bounds, "an index is outside of its array")

@@ -180,7 +180,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
     lists = torch.arange(N).int(), torch.ones(N).int(), torch.arange(far, far + N).int()
     share, out = torch.ones(N), torch.empty(N, width // 2, dtype=dtype)
     pair, sizes = _behind(far, h), (0, N, width // 2, 1)
-    given = *lists, share, pair, None, None, *sizes, None, *layers_gpu.UNCHANGED, N, 1, None
+    given = *lists, share, pair, None, None, *sizes, None, 1.0, N, 1, None
     code.run("self_and_mean_grad", N * width // 8, *given, out)
     assert torch.equal(out, h[:, width // 2 :])
     winner = torch.arange(N).int()[:, None].expand(N, width).contiguous()
