@@ -81,6 +81,7 @@ def build_store(
     node_types=None,
     edge_types=None,
     backend="mmap",
+    feature_dtype=None,
     num_classes=None,
     symmetrize=False,
     drop_self_loops=False,
@@ -108,7 +109,8 @@ def build_store(
             given; a reverse that is added has those of its edge. edge_types: names of the types in edge_type.
         node_types: {name: number of nodes} of a graph with several types, for which edge_index, features, labels and
             columns are dicts by type, see `flatten` of disk/typed.py.
-        backend: "mmap" or "lmdb", for the features.
+        backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" keeps features of floats rounded
+            to these, in half the bytes of float32.
         num_classes: C; the largest label + 1 when None.
         symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
         drop_duplicates: keep one edge of several with the same ends and type (after symmetrizing), with its weight, time
@@ -133,7 +135,7 @@ def build_store(
     if backend not in BACKENDS:
         raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     features = files.array_like("features", features)
-    rows, width, dtype = checks.check_features(features)
+    rows, width, dtype = checks.check_features(features, feature_dtype)
     num_nodes = rows if node_types is None else sum(nodes for nodes, _ in node_types.values())
     labelled = labels is not None
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
@@ -472,6 +474,7 @@ def _parser():
     ):
         add(f"--{flag}", metavar=kind, help=text)
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
+    add("--feature-dtype", choices=files.HALVES, help="round features of floats to it")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")

@@ -189,7 +189,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
 
 def prepare(args):
     """The store directory of --dataset, built on first use."""
-    names = "seed", "backend", "symmetrize", "drop_duplicates"
+    names = "seed", "backend", "symmetrize", "drop_duplicates", "feature_dtype"
     return datasets.prepare(args.dataset, args.root, **{k: getattr(args, k) for k in names})
 
 

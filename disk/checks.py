@@ -11,12 +11,16 @@ from disk.files import StoreError, integers, refuse, shaped
 MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
 
 
-def check_features(features) -> tuple[int, int, str]:
-    """(V, F, dtype name) of the features."""
+def check_features(features, kept_as=None) -> tuple[int, int, str]:
+    """(V, F, dtype name) of the features as they are to be kept: in their own dtype, or one of HALVES."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
-    return int(shape[0]), int(shape[1]), files.row_dtype("features", features)
+    dtype = files.row_dtype("features", features)
+    if kept_as and (kept_as not in files.HALVES or "float" not in dtype):
+        what = f"features of floats can be kept as {' or '.join(files.HALVES)}"
+        raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {what}")
+    return int(shape[0]), int(shape[1]), kept_as or dtype
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
@@ -66,17 +70,19 @@ def check_graph(edge_index, indptr, indices, num_nodes):
 
 
 def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
-    """Chunks of rows as they are stored, each checked for NaN and infinity; `largest` is given the largest number of
-    each."""
-    width = features.shape[1]
+    """Chunks of rows as they are stored, of this dtype, each checked for NaN and infinity; `largest` is given the largest
+    number of each."""
+    width, announced = features.shape[1], files.row_dtype("features", features)
     for first, chunk in files.chunked("features", features, progress=progress):
         chunk = files.as_rows("features", chunk)
-        if chunk.dtype != getattr(torch, dtype) or chunk.shape[1:] != (width,):
+        if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
             came = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
-            raise StoreError(f"{came}, [{width}] {dtype} was announced")
+            raise StoreError(f"{came}, [{width}] {announced} was announced")
         files.check_finite("features", chunk, first)
-        largest.append(files.largest_of(chunk))
-        yield files.as_numpy(chunk.detach().cpu())
+        kept = chunk.detach().to("cpu", getattr(torch, dtype))
+        refuse(kept.isinf(), "features", chunk, f"{dtype} does not go so far", first)
+        largest.append(files.largest_of(kept))
+        yield files.as_numpy(kept)
 
 
 def check_splits(splits, labels) -> dict[str, np.ndarray]:

@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
+HALVES = ("bfloat16", "float16")  # in which features of floats may be kept
 VERSION = 3
 READABLE = (2, 3)  # 2 has no columns of edges, no node times, one split and one label a node
 MAX_SPLITS = 1 << 16

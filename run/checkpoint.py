@@ -37,10 +37,12 @@ from run.own_model import is_own
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
 edge_type negatives negatives_by unchecked_negatives link_loss""".split()
-KEPT = """dataset symmetrize drop_duplicates batch_size lr lr_schedule weight_decay epochs early_stop
+BUILDS = "symmetrize drop_duplicates feature_dtype"  # what a store is built with
+KEPT = f"""dataset {BUILDS} batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
 # what the first checkpoints lack
-LATER = {"drop_duplicates": False, "window": None, "bases": 0, "edge_type": None}
+LATER = {"drop_duplicates": False, "feature_dtype": None, "window": None, "bases": 0}
+LATER |= {"edge_type": None}
 LATER_WIDTHS = {"num_edge_types": 0, "node_types": 0, "edge_types": 0, "several": None}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
@@ -210,7 +212,7 @@ def adopted(args, state, path):
     if "dataset" not in args.typed and store_is_here:
         given["dataset"] = state["graph"]["path"]  # whatever --root is
         # that store has been built with them
-        given |= dict.fromkeys({"symmetrize", "drop_duplicates"}.difference(args.typed), False)
+        given |= dict.fromkeys({*BUILDS.split()}.difference(args.typed), False)
     if not args.trains:
         given["early_stop"] = None
     return changed(args, **given)

@@ -35,6 +35,7 @@ data
 --dataset | NAME = synthetic | synthetic, synthetic:nodes=..., synthetic-mag, a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: %(default)s)
 --root | DIR = data | folder for downloads and built stores
 --backend | mmap lmdb | how a newly built store keeps features
+--feature-dtype | - bfloat16 float16 | round features of floats in a newly built store: half the bytes
 --split | N0 | which of several splits, from 0 (default: the first; --runs: each in turn)
 --symmetrize | | add the reverse of every edge of an .npz file
 --drop-duplicates | | keep one of equal edges of such a file

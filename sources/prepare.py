@@ -56,6 +56,7 @@ def prepare(
     backend="mmap",
     symmetrize=False,
     drop_duplicates=False,
+    feature_dtype=None,
     progress=True,
 ) -> Path:
     """Find the store of a data set, building it (and downloading what it is made of) when it is not there yet.
@@ -66,15 +67,17 @@ def prepare(
         root: directory for downloads and for the stores built here.
         seed: draws what an .npz file leaves open, except the split of a graph (`choose_split` draws that); a synthetic
             graph has its own seed parameter.
-        symmetrize, drop_duplicates: for .npz files of one graph. backend, progress: as for `build_store`.
+        symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: as for `build_store`.
     """
     name, root = str(dataset), Path(root)
     options = {"symmetrize": symmetrize, "drop_duplicates": drop_duplicates}
     options = {option: True for option, on in options.items() if on}
-    flags = [f"--{option.replace('_', '-')}" for option in options]
+    spelled = lambda option: f"--{option.replace('_', '-')}"  # noqa: E731
+    flags, features = [*map(spelled, options)], dict(backend=backend, feature_dtype=feature_dtype)
+    asked = {option: value for option, value in features.items() if value not in (None, "mmap")}
     if os.path.isfile(os.path.join(name, "meta.json")):
-        if backend == "lmdb" and files.read_meta(name).get("backend") != backend:
-            flags.append(f"--backend {backend}")
+        meta = files.read_meta(name)
+        flags += [spelled(o) + f" {value}" for o, value in asked.items() if meta.get(o) != value]
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
@@ -82,13 +85,13 @@ def prepare(
     # the oldest format of a store that can still be read is part of its name
     content = json.dumps([files.READABLE[0], key], sort_keys=True).encode()
     digest = hashlib.sha256(content).hexdigest()[:8]
-    target = root / f"{word}-{digest}{'' if backend == 'mmap' else f'-{backend}'}"
+    target = root / "-".join([word, digest, *asked.values()])
     if not (target / "meta.json").is_file():
         # of several processes one builds, the others wait
         with reading(root), files.made_folder(root.absolute()), files.locked(root.resolve()):
             if not (target / "meta.json").is_file():
                 with reading(dataset):
-                    make(target, backend=backend, progress=progress)
+                    make(target, progress=progress, **features)
     return target
 
 
@@ -371,6 +374,7 @@ def main(argv=None) -> int:
     add("dataset", help=f"a path, or one of {', '.join(NAMES)}")
     add("--root", default="data", help="directory for downloads and stores")
     add("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
+    add("--feature-dtype", choices=files.HALVES, help="round features of floats to it")
     add("--seed", type=int, default=0, help="draws the split of a data set without one")
     add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges of it")

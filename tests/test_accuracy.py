@@ -150,6 +150,7 @@ BAD_FLAGS = r"""
 --task graph --heads 3 => --heads 3 is for --model gat, --model is sage
 --model gin --heads 4 => --heads 4 is for --model gat, --model is gin
 --backend lmdb => --backend lmdb has no effect on .*: it is a store
+--feature-dtype float16 => --feature-dtype float16 has no effect on .*: it is a store
 --gpu x => --gpu
 --bogus => --bogus
 --layer-dependency => --layer-dependency is for --sampler labor, --sampler is uniform

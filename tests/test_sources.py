@@ -43,6 +43,9 @@ def test_datasets_synthetic_is_the_same_for_the_same_seed(tmp_path, monkeypatch)
     assert prepare(SMALL, tmp_path / "a") == prepare(a) == prepare(str(a)) == a
     assert a.stat().st_mtime_ns == before
     assert prepare(SMALL, tmp_path / "b", backend="lmdb", progress=False) != b
+    half = prepare(SMALL, tmp_path / "b", feature_dtype="bfloat16", progress=False)
+    rows = [GraphStore.open(path).features.tensor for path in (b, half)]
+    assert half != b and torch.equal(rows[1], rows[0].bfloat16()) and verify(half) == []
     assert _sums(a) == _sums(b)
     assert _sums(a)["indices.npy"] != _sums(c)["indices.npy"]
     graph = GraphStore.open(a)

@@ -205,6 +205,7 @@ def _bad_inputs():
     zeros = Rows([9], np.int32, iter([np.zeros(9, np.int32)]))
     streamed = {"edge_index": None, "indptr": [0] * 200 + [9], "indices": zeros}
     far, frame = np.arange(200) % 4 + 5000, types.SimpleNamespace(shape=(200, 5))
+    far_off = {"features": np.full((200, 5), 1e5), "feature_dtype": "float16"}
     infinite, bf16 = torch.tensor(nan).nan_to_num(torch.inf).bfloat16(), torch.ones(5).bfloat16()
     return {
         "edge 7 goes from node 0 to node 200": {"edge_index": edge},
@@ -238,6 +239,8 @@ def _bad_inputs():
         "features cannot be read: .*no attribute": {"features": frame},
         "features cannot be read: .NoneType": {"features": None},
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
+        r"features\[0, 0\] is 100000.0: float16 does not go so far": far_off,
+        "float16 with features of uint8: f": {**far_off, "features": x.astype(np.uint8)},
         "features is sparse": {"features": torch.eye(200).to_sparse()},
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
