@@ -655,6 +655,7 @@ NORMALISED = ("sage-pool", "gat", "gin", "gine")
 # residual connections by default in train.py: gin learns nothing on some graphs without; the others mix a node's
 # row with its neighbours', and need them where neighbours are of other classes
 RESIDUAL, AVERAGING = ("gin",), ("gcn", "gat")
+HOOKS = "forward _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -734,7 +735,6 @@ class GNN(nn.Module):
         self.residuals = nn.ModuleList(straight) if residual else None
         self.dropout, self.input_dropout = dropout, input_dropout
         self.recompute, self.edge_dim = recompute, edge_dim
-        self.plain = conv == "sage" and norm == "none" and not residual and not recompute
 
     def forward(self, blocks, x, *, aggregated=False, key=None, edges=None):
         """Logits [S, C] of the last block's destinations.
@@ -769,8 +769,7 @@ class GNN(nn.Module):
             x = dropout(x, self.input_dropout, blocks[0].src_nodes, seed)
         if (done := self._fused(blocks, x, aggregated, key)) is not None:
             return done
-        edges = edges or [None] * len(blocks)
-        for i, (_, block, rows) in enumerate(zip(self.layers, blocks, edges, strict=True)):
+        for i, (block, rows) in enumerate(zip(blocks, edges or [None] * len(blocks), strict=True)):
             work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
                 x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=False)
@@ -798,15 +797,17 @@ class GNN(nn.Module):
         return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
 
     def _fused(self, blocks, x, aggregated, key):
-        """All layers as one step of autograd, where native/layers.py has it for them, else None."""
-        if not (fused and self.plain):
+        """All layers as one step of autograd, where native/layers.py has it and no part was changed; else None."""
+        parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
+        plain = {SAGEConv, Linear, nn.Identity}.issuperset(map(type, parts))
+        plain &= (self.step, self.finish) == (GNN.step.__get__(self), GNN.finish.__get__(self))
+        plain &= not any(vars(part).get(name) for part in parts for name in HOOKS)
+        if not (fused and plain and self.residuals is None) or self.recompute:
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
-        weights = []
-        for layer in self.layers:
-            own = layer.self_linear
-            weights += own.weight, own.bias, layer.neigh_linear.weight
+        pairs = [(layer.self_linear, layer.neigh_linear) for layer in self.layers]
+        weights = [w for own, near in pairs for w in (own.weight, own.bias, near.weight)]
         return fused.sage(blocks, x, aggregated, weights, drops)
 
     def finish(self, i, h, h_dst, nodes=None, seed=None):

@@ -224,7 +224,9 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     code = functions([indptr, indices, self_rows], h, target)
     if code is None or target.shape != (indptr.numel() - 1, 2 * h.shape[1]):
         return None
-    if self_rows is None and out is None and h.requires_grad and torch.is_grad_enabled():
+    if learned(h):
+        if self_rows is not None or out is not None:
+            return None
         return _SelfAndMean.apply(indptr, indices, h, None, None, None, code)
     code.self_and_mean((indptr, indices), h, self_rows, target)
     return target
@@ -232,9 +234,12 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     code = functions([indptr, indices, self_rows], h, h)
-    if code is None or alpha.dtype != torch.float32 or learned(beta, gamma):
+    scales = [t if t is None else t.contiguous() for t in (alpha, beta, gamma)]
+    floats = all(t is None or t.dtype == torch.float32 for t in scales)
+    if code is None or not floats or learned(beta, gamma):
         return None
-    scales = alpha.contiguous(), beta.contiguous(), gamma
+    if gamma is not None and len(gamma) < len(h) or self_rows is not None and learned(h, alpha):
+        return None
     if self_rows is None:
         return _SelfAndMean.apply(indptr, indices, h, *scales, code)
     out = h.new_empty(len(alpha), h.shape[1])
@@ -417,7 +422,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
 
     Args:
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
-        self_rows: [S] rows of source that are the destinations'; the first S when None. No gradient flows with them.
+        self_rows: [S] rows of source that are the destinations'; the first S when None.
         drawn: nodes, seed, drop of the dropout of weights; see model.py.
         edges: float32 [E + S, d], the features of the edges, then of those of the destinations to themselves.
         by: float32 [d, K D] that they are multiplied by.
@@ -429,11 +434,13 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     few = (indices.numel() + len(target)) * len(attn) < 1 << 32
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not few:
         return None
+    if self_rows is not None and learned(source, target, attn, by):
+        return None
     if edges is None:
         edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
     if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0):
         return None
-    given = source, target, attn, edges.contiguous(), by.contiguous()
+    given = source, target, *(t.contiguous() for t in (attn, edges, by))
     return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
 
 

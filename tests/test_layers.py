@@ -230,10 +230,16 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
     block = sampler.Block(indptr, indices, torch.arange(12))
     h, beta, gamma, edges = (torch.rand(*n) for n in ((12, 4), (9,), (12,), (len(indices), 3)))
     attention, gine = model.GATv2Conv(4, 4, edge_dim=3), model.GINEConv(4, 4, edge_dim=3)
-    weight, net = torch.randn(9, 4), GNN(4, 4, 4, num_layers=1)
+    weight, net, gin = torch.randn(9, 4), GNN(4, 4, 4, num_layers=1), model.GINConv(4, 4)
+    own, degree = torch.arange(9).flip(0), torch.rand(12, 2)
     for function, *inputs in (
         (lambda rows: model.gather_rows(rows, indices[:9]), h),
         (lambda b, g: model.own_plus_mean(*block[:2], h, beta, b, None, g), beta, gamma),
+        (lambda x: model.self_and_mean(*block[:2], x, own)[:, 2:6], h),
+        (lambda x, a: model.own_plus_mean(*block[:2], x, a, beta, own), h, beta),
+        (lambda x: attention.combine(*block[:2], x, own, h[:9], edges=edges), h),
+        (lambda x: gin(block, x, degree.double()), h),
+        (lambda x: model.own_plus_mean(*block[:2], x, beta, beta, None, degree[:, 1]), h),
         (lambda e: attention(block, h, edges=e), edges),
         (lambda e: gine(block, h, edges=e), edges),
     ):
@@ -414,6 +420,26 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
     torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
     kernel = {"gine": "edge_sums_grad", "gat with edges": "edge_matrix_grad"}
     assert (kernel.get(name, "relu_dropout_grad") in cuda_layers) == (kernels is layers_gpu)
+
+
+class _Halved(GNN):
+    def finish(self, i, h, *args):
+        return super().finish(i, h / 2, *args)
+
+
+def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
+    """A method of one's own, other parts, a hook."""
+    blocks, x, _ = _three_blocks()
+    halved, normed, hooked, patched = (kind(20, 8, 5) for kind in (_Halved, GNN, GNN, GNN))
+    normed.norms[0] = torch.nn.LayerNorm(8)
+    hooked.layers[1].register_forward_hook(lambda layer, given, made: 2 * made)
+    patched.layers[1].forward = lambda block, h, *rest: h[: block.num_dst] / 2
+    for net in (halved, normed, hooked, patched):
+        results = []
+        for functions in (fused, None):
+            monkeypatch.setattr(model, "fused", functions)
+            results.append(net(blocks, x, key=7))
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
