@@ -41,7 +41,7 @@ def from_edge_index(edge_index, num_nodes):
     if edges.shape[:-1] != (2,) or floats:
         what = f"{edges.dtype} {list(edges.shape)}"
         raise ValueError(f"edge_index is {what}: integers [2, M] are needed, sources first")
-    source, destination = edges.long()
+    source, destination = edges = edges.long()  # torch compares no uint16, uint32 or uint64
     if (bad := outside(edges, num_nodes)) is not None:
         raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
     # one int64 an edge: numpy sorts these fastest

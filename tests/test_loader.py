@@ -40,7 +40,7 @@ def test_loader_twelve_lines_from_tensors_to_a_trained_model():
         assert (names["classes"].numpy()[300:] == y[300:]).mean() > 0.95
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])
 def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
     rng = np.random.default_rng(3)
     for V, M in ((1, 0), (1, 3), (50, 400), (50, 0)):
