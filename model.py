@@ -346,9 +346,8 @@ class GCNConv(Conv):
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         scale = (degree[:, 1] + 1).rsqrt()
-        return self.project(
-            own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
-        )
+        factors = scale, scale * degree[:, 1]
+        return self.project(own_plus_mean(indptr, indices, message, *factors, rows))
 
     def project(self, total):
         """The sum over neighbours [S, min(F, D)] -> [S, D]."""
@@ -393,10 +392,10 @@ class GINEConv(GINConv):
         self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
     ):
         weight, bias = self.edge_linear.weight, self.edge_linear.bias
-        total, count, edges = None, indptr.diff(), edges.to(weight.dtype)
-        if fused:  # the bias is the row of a feature that is 1
-            by = torch.cat([weight, bias.unsqueeze(1)], 1).t()
-            total = fused.edge_sums(indptr, indices, message, F.pad(edges, (0, 1), value=1), by)
+        count, edges = indptr.diff(), edges.to(weight.dtype)
+        # the bias is the row of a feature that is 1
+        wider, by = F.pad(edges, (0, 1), value=1), torch.cat([weight, bias.unsqueeze(1)], 1).t()
+        total = fused and fused.edge_sums(indptr, indices, message, wider, by)
         if total is None:
             dst = torch.repeat_interleave(count, output_size=indices.numel())
             sent = F.relu(message.index_select(0, indices) + self.edge_linear(edges))
@@ -443,13 +442,13 @@ class GATv2Conv(Conv):
     ):
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
-        S, (K, D), target, by, out = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None, None
+        S, (K, D), target, by = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None
         drawn = nodes, seed, drop
         if self.edge_dim:
             edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
             edges = torch.cat([edges, mean_edges(indptr, edges)])
-        if fused:
-            out = fused.attend(indptr, indices, message, target, self.attn, rows, drawn, edges, by)
+        given = indptr, indices, message, target, self.attn, rows, drawn, edges, by
+        out = fused and fused.attend(*given)
         if out is None:
             out = self._attend(indptr, indices, message, target, rows, drawn, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
@@ -612,10 +611,8 @@ class _Placed(torch.autograd.Function):
         made = gather_rows(grad.contiguous(), ctx.places)
         if ids is not None:
             once = bool((ids[1:] > ids[:-1]).all())  # with times a node may be there twice
-            rows, size = made[sum(sizes) :], ctx.weight.shape
-            to_weight = torch.sparse_coo_tensor(
-                ids[None], rows, size, is_coalesced=once, check_invariants=False
-            )
+            given, kind = (ids[None], made[sum(sizes) :], ctx.weight.shape), {"is_coalesced": once}
+            to_weight = torch.sparse_coo_tensor(*given, **kind, check_invariants=False)
         return None, None, to_weight, *made[: sum(sizes)].split(sizes)
 
 
@@ -641,6 +638,9 @@ class BatchNorm(nn.BatchNorm1d):
         """x [S, D] -> [S, D]."""
         if x.shape[0] < 2:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+        if self.training and torch._C._current_graph_task_id() >= 0:  # recomputed: it has counted
+            unused = self.running_mean.clone(), self.running_var.clone()
+            return F.batch_norm(x, *unused, self.weight, self.bias, True, eps=self.eps)
         return super().forward(x)
 
 
@@ -788,11 +788,9 @@ class GNN(nn.Module):
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
         if layer.uses_degree and self.degrees is not None:
-            if callable(self.degrees):
-                degree = self.degrees(block).to(x.device)
-            else:
-                degree = self.degrees.index_select(0, nodes)
-            degree = degree.to(next(self.parameters()).dtype)
+            of = self.degrees
+            degree = of(block) if callable(of) else of.index_select(0, nodes)
+            degree = degree.to(x.device, next(self.parameters()).dtype)
         h = layer(block, x, degree, seed, edges)
         return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
 
@@ -909,56 +907,58 @@ def inference(
             raise ValueError(f"{name} has {rows.shape[0]} rows, the graph has {len(indices)} edges")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
-    degrees = getattr(model, "degrees", None)
-    if any(layer.uses_degree for layer in model.layers):
-        whole = degrees is None or callable(degrees)  # a function is for blocks
-        degrees = (graph_degrees(indptr, indices) if whole else degrees).float()
-    # ranks get as many edges each
-    ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
-    first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
-    barrier = (lambda: total(0)) if total else lambda: None
-    h = x if hasattr(x, "gather") else torch.as_tensor(x)
-    if inputs is not None:
-        made = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
-        for a in range(first, last, chunk):
-            b, end = min(a + chunk, last), inputs.first  # of the nodes with features
-            nodes = torch.arange(a, b, device=device)
-            made[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
-        barrier()  # the rows of all processes are there
-        h = made
-    for i, layer in enumerate(model.layers[:layers]):
-        width = layer.message_dim or h.shape[1]
-        table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
-        message = h
-        if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
-            message = table(width)
+    try:
+        on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
+        degrees = getattr(model, "degrees", None)
+        if any(layer.uses_degree for layer in model.layers):
+            whole = degrees is None or callable(degrees)  # a function is for blocks
+            degrees = (graph_degrees(indptr, indices) if whole else degrees).float()
+        # ranks get as many edges each
+        ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
+        first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
+        barrier = (lambda: total(0)) if total else lambda: None
+        h = x if hasattr(x, "gather") else torch.as_tensor(x)
+        if inputs is not None:
+            made = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
             for a in range(first, last, chunk):
-                b = min(a + chunk, last)
-                degree = degrees[a:b].to(device) if layer.uses_degree else None
-                message[a:b] = layer.message(_rows(h, a, b, device), degree)
-            barrier()  # the messages of all processes are there
-        out, on = table(layer.out_dim), device
-        if message.device != device and device.type == "cuda":
-            fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
-            on = device if fits else torch.device("cpu")
-        message, network = message.to(on), model if on == device else on_cpu
-        for a, b in _cut(indptr, first, last, chunk, chunk_edges):
-            offsets, sources = _lists(indptr, indices, a, b, on)
-            own = torch.arange(a, b, dtype=sources.dtype, device=on)
-            degree = degrees[a:b].to(on) if layer.uses_degree else None
-            h_dst, seen, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
-            if layer.edge_dim:
-                seen["edges"] = _rows(edges, *ends, on)
-            if layer.uses_types:
-                seen["types"] = None if types is None else types[slice(*ends)].to(on)
-            combine = network.layers[i].combine
-            made = combine(offsets, sources, message, own, h_dst, degree, **seen)
-            out[a:b] = network.finish(i, made, h_dst)
-        barrier()  # the rows of all processes are there
-        h = out
-    for module, training in modes:
-        module.training = training
+                b, end = min(a + chunk, last), inputs.first  # of the nodes with features
+                nodes = torch.arange(a, b, device=device)
+                made[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
+            barrier()  # the rows of all processes are there
+            h = made
+        for i, layer in enumerate(model.layers[:layers]):
+            width = layer.message_dim or h.shape[1]
+            table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
+            message = h
+            if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
+                message = table(width)
+                for a in range(first, last, chunk):
+                    b = min(a + chunk, last)
+                    degree = degrees[a:b].to(device) if layer.uses_degree else None
+                    message[a:b] = layer.message(_rows(h, a, b, device), degree)
+                barrier()  # the messages of all processes are there
+            out, on = table(layer.out_dim), device
+            if message.device != device and device.type == "cuda":
+                fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
+                on = device if fits else torch.device("cpu")
+            message, network = message.to(on), model if on == device else on_cpu
+            for a, b in _cut(indptr, first, last, chunk, chunk_edges):
+                offsets, sources = _lists(indptr, indices, a, b, on)
+                own = torch.arange(a, b, dtype=sources.dtype, device=on)
+                degree = degrees[a:b].to(on) if layer.uses_degree else None
+                h_dst, seen, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
+                if layer.edge_dim:
+                    seen["edges"] = _rows(edges, *ends, on)
+                if layer.uses_types:
+                    seen["types"] = None if types is None else types[slice(*ends)].to(on)
+                combine = network.layers[i].combine
+                made = combine(offsets, sources, message, own, h_dst, degree, **seen)
+                out[a:b] = network.finish(i, made, h_dst)
+            barrier()  # the rows of all processes are there
+            h = out
+    finally:  # what fails leaves the network as it was, too
+        for module, training in modes:
+            module.training = training
     return h
 
 

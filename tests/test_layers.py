@@ -386,7 +386,7 @@ def _trained(net, blocks, x, key=2**63 + 99, **options):
     net.zero_grad()
     logits = net(blocks, x, key=key, **options)
     (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum().backward()
-    return [logits.detach(), *(p.grad.clone() for p in net.parameters())]
+    return [logits.detach(), *(p.grad.clone() for p in net.parameters()), *net.buffers()]
 
 
 @pytest.mark.parametrize(
@@ -399,6 +399,7 @@ def _trained(net, blocks, x, key=2**63 + 99, **options):
         ("gcn", {"residual": False}),
         ("gat", {"heads": 2, "residual": True}),
         ("gin", {"norm": "none"}),
+        ("gin", {}),
         ("gine", {}),
         ("gat with edges", {}),
     ],

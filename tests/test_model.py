@@ -230,7 +230,8 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
     complaint = "no room for .* GB for a layer's rows in .*: set TMPDIR to a larger disk"
     with monkeypatch.context() as full, pytest.raises(OSError, match=complaint):
         full.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
-        inference(net, *graph, x, memory=0, **given)
+        inference(net.train(), *graph, x, memory=0, **given)
+    assert net.training and not net.eval().training  # as it was, whatever happened
     none = {"edges": e[:0]} if given else {}
     alone = inference(net, torch.zeros(91, dtype=torch.int64), indices[:0], x, **none)
     assert alone.shape == (90, 20) and alone.isfinite().all()
