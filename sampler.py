@@ -176,7 +176,7 @@ class NeighborSampler:
         _check_options(self.fanouts, replace, method, *columns, backend, *dependent)
         if check:
             _check_graph(indptr, indices, weights, edge_times, edge_type, by_type)
-        self.batch_dependency, self.timed = int(batch_dependency), edge_times is not None
+        self.batch_dependency, self.timed = index(batch_dependency), edge_times is not None
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()
         self.num_nodes = indptr.numel() - 1
         weights, edge_times = (t if t is None else t.contiguous() for t in (weights, edge_times))
@@ -377,6 +377,8 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
+        if array.device != indptr.device:
+            raise TypeError(f"{name} is on {array.device}, and indptr on {indptr.device}")
         length = max(array.numel(), 1) if name == "indptr" else M
         accepted = what.replace(",", "").split()
         if str(array.dtype)[6:] not in accepted or array.shape != (length,):

@@ -267,7 +267,8 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
   store_floats(weight + at, whole, left, load_floats(weight + at, whole, left) + step);
 }
 
-// The cross-entropy of each row of logits [S, C], and its gradient; labels below 0 have none.
+// The cross-entropy of each row of logits [S, C], and its gradient; labels below 0 have none,
+// the loss of one that is no class is NaN.
 // Each of 32 threads a row reads all of it, and writes every 32nd column of the gradient.
 KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float *loss,
                      float *grad) {
@@ -277,7 +278,8 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
   float top = x[0], sum = 0;
   for (int c = 1; c < C; c++) top = fmaxf(top, x[c]);
   for (int c = 0; c < C; c++) sum += expf(x[c] - top);
-  if (i % 32 == 0) loss[row] = label < 0 ? 0.0f : logf(sum) - (x[label] - top);
+  const float own = x[label < 0 || label >= C ? 0 : label];
+  if (i % 32 == 0) loss[row] = label < 0 ? 0.0f : logf(label < C ? sum : -1) - (own - top);
   for (int c = (int)(i % 32); c < C; c += 32) {
     grad[row * C + c] = label < 0 ? 0.0f : expf(x[c] - top) / sum - (c == label ? 1.0f : 0.0f);
   }

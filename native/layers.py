@@ -58,7 +58,9 @@ def functions(integers, source, target):
 
 
 def learned(*tensors):
-    """Whether one of them gets a gradient, for functions that have none for it."""
+    """Whether one of them gets a gradient, for functions that have none for it; or may, by forward differentiation."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -395,7 +397,9 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
 
 
 def cross_entropy(logits, labels):
-    fits = logits.dtype == torch.float32 and labels.dtype == torch.int64 and labels.is_contiguous()
+    wanted = torch.float32, torch.int64, logits.device, logits.shape[:1]
+    fits = (logits.dtype, labels.dtype, labels.device, labels.shape) == wanted
+    fits = fits and labels.is_contiguous()
     code = functions([], logits, logits) if fits and is_gpu(logits.device) else None
     return None if code is None else _CrossEntropy.apply(logits, labels, code)
 

@@ -255,6 +255,10 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
         (grad,) = torch.autograd.grad(made, x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.square().sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(h, 2 * h)
+        moved = torch.autograd.forward_ad.unpack_dual(model.gather_rows(dual, own)).tangent
+    assert torch.equal(moved, 2 * h[own])
 
 
 def test_linear_is_torchs_linear(monkeypatch):
@@ -316,6 +320,11 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
             ours = _with_grads(lambda x: model.cross_entropy(x, labels), *given)
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert cuda_layers.count("cross_entropy") == 3  # none for no rows
+    monkeypatch.setattr(model, "fused", layers_gpu)
+    no_class = torch.tensor([0, 3])
+    assert model.cross_entropy(torch.zeros(2, 3), no_class).isnan()
+    with pytest.raises(ValueError, match="to match target batch_size"):
+        model.cross_entropy(torch.zeros(2, 3), torch.zeros(1).long())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
