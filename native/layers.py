@@ -237,7 +237,8 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     code = functions([indptr, indices, self_rows], h, h)
     scales = [t if t is None else t.contiguous() for t in (alpha, beta, gamma)]
-    floats = all(t is None or t.dtype == torch.float32 for t in scales)
+    wanted = torch.float32, h.device
+    floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
     if code is None or not floats or learned(beta, gamma):
         return None
     if gamma is not None and len(gamma) < len(h) or self_rows is not None and learned(h, alpha):
