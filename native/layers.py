@@ -224,7 +224,10 @@ class Lists:
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = functions([indptr, indices, self_rows], h, target)
-    if code is None or target.shape != (indptr.numel() - 1, 2 * h.shape[1]):
+    S = indptr.numel() - 1
+    if code is None or target.shape != (S, 2 * h.shape[1]):
+        return None
+    if self_rows is not None and len(self_rows) != S:
         return None
     if learned(h):
         if self_rows is not None or out is not None:
@@ -239,7 +242,8 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     scales = [t if t is None else t.contiguous() for t in (alpha, beta, gamma)]
     wanted = torch.float32, h.device
     floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
-    if code is None or not floats or learned(beta, gamma):
+    of_rows = {len(t) for t in (alpha, beta, self_rows) if t is not None}
+    if code is None or not floats or of_rows != {indptr.numel() - 1} or learned(beta, gamma):
         return None
     if gamma is not None and len(gamma) < len(h) or self_rows is not None and learned(h, alpha):
         return None

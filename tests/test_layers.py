@@ -296,6 +296,8 @@ def test_gather_rows_is_index_select(dtype):
         lambda: model.self_and_mean(*block, h, out=torch.empty(2, 4)),
         lambda: model.relu_dropout(h, 0.5, nodes=torch.arange(2), seed=1),
         lambda: model.own_plus_mean(*block, h, h[:2, 0], h[:2, 0].to("meta")),
+        lambda: model.own_plus_mean(*block, h, h[:3, 0], h[:3, 0]),
+        lambda: model.self_and_mean(*block, h, block[1][:1]),
         lambda: model.own_plus_mean(*block, h, h[:2, 0], h[:2, 0], gamma=h[:2, 0]),
     ):
         with pytest.raises(RuntimeError):
