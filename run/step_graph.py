@@ -117,38 +117,28 @@ def build(run, optimizer):
         all ranks, which call it together.
     """
     ranks, args, model = run.ranks, run.args, run.model
-    why = obstacle(ranks, args, run.sampler, run.ring)
+    graphs, why = None, obstacle(ranks, args, run.sampler, run.ring)
     why = why or ("nodes have types" if model.inputs is not None else None)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
-    if ranks.world > 1:
-        ranks.check_equal(model)
     stream = torch.cuda.current_stream()
     try:
         graphs = StepGraphs(run, optimizer)
-        vote(ranks)
-        return graphs, graphs.said
-    except Elsewhere:
-        return None, ELSEWHERE
     except REFUSALS as error:
         torch.cuda.set_stream(stream)
-        ranks.sum(1, 0)  # the vote that the others are at
-        return None, reason(error)
-
-
-class Elsewhere(Exception):
-    """Another rank cannot take its steps as CUDA graphs."""
-
-
-def vote(ranks, failed=False):
-    """Precedes every collective of `build` -> number of ranks that failed.
-
-    Raises Elsewhere if a rank has left: the collective would wait for it until NCCL times out.
-    """
-    gone, failures = ranks.sum(0, failed)
+        why = reason(error)
+    # no rank waits for another before this line: one that fails leaves none behind
+    gone, uncaptured = ranks.sum(bool(why), graphs is not None and graphs.failure is not None)
     if gone:
-        raise Elsewhere
-    return failures
+        return None, why or ELSEWHERE
+    ranks.check_equal(model)
+    (rows, places), failure = graphs.room, graphs.failure or ELSEWHERE
+    how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
+    if uncaptured or args.cuda_graph == "off":
+        off = f"no CUDA graphs: {failure}" if uncaptured else "CUDA graphs are off"
+        how = f"{off}; their kernels are launched one by one,"
+    how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
+    return graphs, f"{how}; larger batches are taken without"
 
 
 def reason(error):
@@ -217,8 +207,9 @@ class StepGraphs:
     """The graphs of a run; `Eager` of train.py has the same methods. See the first lines of this file.
 
     Attributes:
-        loss_sum: float64, what `step` adds the loss of each batch to. said: a line. first_hop: as the ring's.
-        repeated: batches so far that did not fit. captured: whether there are graphs, or launches one by one.
+        loss_sum: float64, what `step` adds the loss of each batch to. first_hop: as the ring's. room: of `static_room`.
+        repeated: batches so far that did not fit. captured: whether there are graphs, or launches one by one. failure:
+            why they could not be captured, or None.
     """
 
     parallel = None  # the ranks average one vector
@@ -246,16 +237,10 @@ class StepGraphs:
         self.begin()
         try:
             gc.collect()  # memory freed during a capture is lost to others
-            failure = self._prepare(seeds, kept, args.cuda_graph != "off")
+            self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
-        (rows, places), self.captured = room, self.slots[0].training is not None
-        how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
-        if not self.captured:
-            why = f"no CUDA graphs: {failure}" if failure else "CUDA graphs are off"
-            how = f"{why}; their kernels are launched one by one,"
-        how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
-        self.said = f"{how}; larger batches are taken without"
+        self.room, self.captured = room, self.slots[0].training is not None
 
     def _blocks(self, seeds, step):
         """A batch in its own shapes."""
@@ -299,16 +284,15 @@ class StepGraphs:
         return failure
 
     def _loss(self, run, *args):
-        """The loss of a step -> float."""
+        """The loss of a step of this rank alone -> float."""
         self.loss_sum.zero_()
         run(*args)
-        vote(self.ranks)
-        self._exchange()
+        self._finish()
         return self.loss_sum.item()
 
     def _capture(self, seeds):
-        """Capture the graphs of all slots -> None, or why there are none: it failed on this rank or another."""
-        stream, pool, failure = torch.cuda.current_stream(), None, None
+        """Capture the graphs of all slots -> None, or why there are none."""
+        stream, pool = torch.cuda.current_stream(), None
         try:
             for slot in self.slots:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
@@ -331,12 +315,10 @@ class StepGraphs:
                     self._update()
         except REFUSALS as error:
             torch.cuda.set_stream(stream)
-            failure = reason(error)
-        if vote(self.ranks, failure is not None):
-            failure, self.update = failure or ELSEWHERE, None
+            self.update = None
             for slot in self.slots:
                 slot.sampling = slot.training = None
-        return failure
+            return reason(error)
 
     def _compute(self, batch, key):
         """A step on one batch, padded or not; with several ranks up to the flat gradient."""
@@ -356,13 +338,13 @@ class StepGraphs:
         slot.training.replay() if slot.training else self._compute(slot.batch, slot.key)
         slot.trained.record()
 
-    def _exchange(self):
+    def _finish(self):
+        """With several ranks: the end of a step, from the flat gradient on."""
         if self.flat is not None:
-            dist.all_reduce(self.flat)
             self.update.replay() if self.update else self._update()
 
     def _update(self):
-        """With several ranks: the optimizer, from the flat gradient."""
+        """The optimizer, from the flat gradient."""
         for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
             p.grad = part.view_as(p)
         self.optimizer.step()
@@ -405,4 +387,6 @@ class StepGraphs:
                 self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
             else:
                 self._train(slot)
-            self._exchange()
+            if self.flat is not None:
+                dist.all_reduce(self.flat)
+            self._finish()

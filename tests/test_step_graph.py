@@ -238,7 +238,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         # captured and tried, and nothing has changed
         assert all(map(torch.equal, graphs.parameters, first.parameters()))
         assert graphs.captured == (word == "on" and not refused)
-        assert ("no capture here" in graphs.said) == (refused and word == "on")
+        assert ("no capture here" in str(graphs.failure)) == (refused and word == "on")
         done = repeated = fitting = 0
         while batches.epoch < 2:
             graphs.optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + batches.epoch)
