@@ -52,8 +52,8 @@ def averages_in_place(args, *dtypes):
     return args.model == "sage" and not args.input_dropout and floats
 
 
-def hindrance(args):
-    """Why a run with these flags cannot use CUDA graphs; None if it can."""
+def hindrance(args, store, used):
+    """Why a run with these flags and data cannot use CUDA graphs; None if it can. used: `EdgeData` of the store."""
     most, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
     models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > most
     reasons = {
@@ -67,6 +67,11 @@ def hindrance(args):
         f"--fanout {fanout}: numbers from 1 on are needed": not re.fullmatch("[0-9,]+", fanout),
         f"--fanout {fanout}: the last number is {most} at most": too_many,
         "neighbours are not drawn uniformly": args.sampler != "uniform",
+        "seeds see edges by their times (--temporal off shows them all)": used.time is not None,
+        "nodes have several labels": store.labels.dim() > 1,
+        "edges have features": used.features is not None,
+        "edges have types": used.type is not None,
+        "nodes have types": bool(store.node_types),
     }
     return first_true(reasons)
 
@@ -79,31 +84,25 @@ def first_true(reasons):
 def hops_held(args, store, used):
     """Hops of a batch that the graphs of a run would hold in GPU memory if the GPU reads the features; 0 without
     graphs. used: `EdgeData` of the store."""
-    columns, several = (used.time, used.type, used.features), store.labels.dim() > 1
-    if any(c is not None for c in columns) or several or store.node_types or hindrance(args):
-        return 0
-    return len(args.fanout) - averages_in_place(args, store.features.dtype)
+    hops = len(args.fanout) - averages_in_place(args, store.features.dtype)
+    return 0 if hindrance(args, store, used) else hops
 
 
-def obstacle(ranks, args, sampler, ring):
+def obstacle(run):
     """Why a step of this run cannot be a CUDA graph; None if it can."""
-    if not ranks.gpus:
+    if not run.ranks.gpus:
         return "there is no GPU"
-    no_tensor = not isinstance(ring.features, torch.Tensor)
-    no_kernels = not isinstance(sampler.engine, sampler_gpu.Backend)
+    no_tensor = not isinstance(run.ring.features, torch.Tensor)
+    no_kernels = not isinstance(run.sampler.engine, sampler_gpu.Backend)
     reasons = {
-        "seeds see edges by their times (--temporal off shows them all)": sampler.timed,
-        f"--mode {args.mode} fetches features on the host": not ring.on_device,
-        "nodes have several labels": ring.labels.dim() > 1,
+        f"--mode {run.args.mode} fetches features on the host": not run.ring.on_device,
         "the features are no tensor, or lie behind a cache": no_tensor,
-        "edges have features": ring.edge_features is not None,
-        "edges have types": sampler.edge_type is not None,
         "the sampler's kernels are not there": no_kernels,
     }
-    if why := hindrance(args) or first_true(reasons):
+    if why := hindrance(run.args, run.store, run.used) or first_true(reasons):
         return why
     # asked for last: the first time they are compiled
-    return None if layers.has_kernels(sampler.indices) else "the layers' kernels are not there"
+    return None if layers.has_kernels(run.sampler.indices) else "the layers' kernels are not there"
 
 
 def build(run, optimizer):
@@ -117,8 +116,7 @@ def build(run, optimizer):
         all ranks, which call it together.
     """
     ranks, args, model = run.ranks, run.args, run.model
-    graphs, why = None, obstacle(ranks, args, run.sampler, run.ring)
-    why = why or ("nodes have types" if model.inputs is not None else None)
+    graphs, why = None, obstacle(run)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     stream = torch.cuda.current_stream()

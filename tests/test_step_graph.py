@@ -25,6 +25,7 @@ from features import CachedFeatures, FeatureRing
 from loader import Batch
 from native import build, sampler_gpu
 from run import step_graph
+from run.edge_data import EdgeData
 from sampler import Block, NeighborSampler
 from tests import common
 from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
@@ -309,7 +310,7 @@ def _one_rank_fails(ranks, folder):
     with pytest.MonkeyPatch.context() as patch:
         _emulate_layers(folder, patch)
         _emulate_graphs(patch)
-        patch.setattr(step_graph, "obstacle", lambda *run: None)
+        patch.setattr(step_graph, "obstacle", lambda run: None)
         torch.manual_seed(0)
         labels, x = torch.randint(5, (300,)), torch.randn(300, 20)
         for owner, name, which, go_on in _FAILING:
@@ -337,10 +338,6 @@ def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_pa
 def test_a_cuda_step_graph_that_cannot_be_says_why():
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
-    ring |= dict(edge_features=None, labels=torch.zeros(3))
-    obstacle = lambda ranks, s, **changed: step_graph.obstacle(  # noqa: E731
-        ranks, args, s, types.SimpleNamespace(**{**ring, **changed})
-    )
     for words, changed, why in (
         ("--model gine", {}, "for --model sage, sage-pool, gcn, gat, gin, this is gine"),
         ("--norm batch", {}, "--norm batch"),
@@ -353,21 +350,26 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--sampler labor", {}, "not drawn uniformly"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
-        ("--model gat", dict(edge_features=1), "edges have features"),
+        ("--model gat", dict(used=EdgeData(features=1)), "edges have features"),
+        ("", dict(used=EdgeData(type=1)), "edges have types"),
+        ("", dict(used=EdgeData(time=1)), "by their times"),
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
+        ("", dict(node_types={"a": (3, 1)}), "nodes have types"),
         ("", {}, "the sampler's kernels are not there"),
         ("--model gin --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        said = obstacle(ddp.Ranks(gpus=1), s, **changed)
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), **ring, **changed}
+        data = types.SimpleNamespace(**has)
+        run = dict(args=args, sampler=s, ring=data, store=data, used=data.used)
+        said = step_graph.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
-        assert (step_graph.hindrance(args) is None) == bool(changed or "kernels" in why)
-    assert obstacle(ddp.Ranks(), s) == "there is no GPU"
-    times = torch.zeros(len(indices), dtype=torch.int64)
-    timed = NeighborSampler(indptr, indices, args.fanout, backend="torch", edge_times=times)
-    assert "by their times" in obstacle(ddp.Ranks(gpus=1), timed)
+        of_place = "on_device" in changed or "cache" in why or "kernels" in why
+        assert (step_graph.hindrance(args, data, data.used) is None) == of_place
+    run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
+    assert step_graph.obstacle(run) == "there is no GPU"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
