@@ -107,18 +107,10 @@ class GraphTask(Task):
         say_empty_parts(graphs.split, "graphs", say)
 
     @staticmethod
-    def refuse(args):
-        return "--precision fp64 is for --task node" if args.precision == "fp64" else None
-
-    @staticmethod
     def network(args, widths, own=None):
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
         sizes = widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"]
         return Regressor(*sizes, num_layers=args.num_layers, dropout=args.dropout, **dtypes)
-
-    @classmethod
-    def compared(cls, args):
-        return cls.widths
 
     def attach(self, ranks, args, *_):
         """Learn the scale of the targets; on a GPU prepare to copy batches there."""
@@ -127,7 +119,6 @@ class GraphTask(Task):
         y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
         self.binary = bool(((y == 0) | (y == 1)).all())
         self.mean, self.std = y.mean(0).float(), y.std(0, correction=0).clamp(min=1e-12).float()
-        self.scale = self.std.to(ranks.device)
 
     def prepare(self, network):
         if not self.binary:
@@ -151,7 +142,7 @@ class GraphTask(Task):
         targets' standard deviation."""
         if self.binary:
             return binary_cross_entropy(output, y)
-        return ((output - y) / self.scale).square().mean(1).sum()
+        return ((output - y) / network.std).square().mean(1).sum()
 
     @torch.no_grad()
     def scores(self, run, part):

@@ -34,17 +34,13 @@ class Task:
     placed, draw, load, metric = True, None, None, None
 
     @staticmethod
-    def refuse(args):
-        """One sentence about flags that cannot work together; None where they can."""
-
-    @staticmethod
     def network(args, widths, own=None):
         """The network of the flags, or `own` of a user's file, with initial weights, for data of these widths (a dict)."""
 
     @classmethod
     def compared(cls, args):
         """The widths that have to be the same in the data of a checkpoint."""
-        sees = {"edge_dim": EDGE_CONVS, "num_edge_types": TYPE_CONVS}
+        sees = {"edge_dim": EDGE_CONVS, "num_edge_types": TYPE_CONVS} if cls.placed else {}
         return [name for name in cls.widths if args.model in sees.get(name, [args.model])]
 
     def sampled_for(self, args):
