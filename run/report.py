@@ -68,25 +68,21 @@ class Clock:
         return {stage: seconds for stage, seconds in sums.items() if seconds}
 
 
-def draw_timeline(runs, path, steps=8):
-    """Draw a Gantt chart of the first training steps into a .png file, a row for each run, stage and thread; runs:
-    {title: laps of a Clock}."""
+def draw_timeline(laps, path, steps=8):
+    """Draw a Gantt chart of the first training steps into a .png file, a row for each stage and thread; laps: of a Clock."""
     from matplotlib.figure import Figure
 
-    rows = {}
-    for title, laps in runs.items():
-        ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]
-        laps = [lap for lap in laps if ends and lap[1] < ends[-1]]
-        for stage, start, end, thread in sorted(laps, key=lambda lap: STAGES.index(lap[0])):
-            label = f"{title}: {stage} ({thread})"
-            rows.setdefault((label, stage), []).append((1e3 * start, 1e3 * (end - start)))
-    if not rows:
+    ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]
+    if not ends:
         return  # an epoch that was resumed at its end has no steps
+    rows, laps = {}, [lap for lap in laps if lap[1] < ends[-1]]
+    for stage, start, end, thread in sorted(laps, key=lambda lap: STAGES.index(lap[0])):
+        rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     axis = figure.subplots()
-    for y, ((_, stage), bars) in enumerate(rows.items()):
+    for y, ((stage, _), bars) in enumerate(rows.items()):
         axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
-    axis.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
     axis.set_xlabel(f"milliseconds, the first {steps} training steps")
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
