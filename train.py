@@ -54,18 +54,17 @@ from sampler import DamagedGraph, mix
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
+parse_args = partial(flags.parse_args, complete=complete)
 # backward on the calling thread: handing over to another takes 50 us
 torch.autograd.set_multithreading_enabled(False)
 
 
 class Eager:
     """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods. parallel: the
-    model, in DistributedDataParallel if there are several ranks. load: the loader's argument; None: the task's."""
-
-    load = None
+    model, in DistributedDataParallel if there are several ranks. load: the loader's argument."""
 
     def __init__(self, run, parallel, optimizer):
-        self.run, self.parallel, self.optimizer = run, parallel, optimizer
+        self.run, self.parallel, self.optimizer, self.load = run, parallel, optimizer, run.task.load
 
     def begin(self):
         """Before an epoch: forget the losses -> LossSum."""
@@ -102,8 +101,7 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     options["disable"] = None if ranks.leads and sys.stderr else True
     bar = tqdm(desc=f"epoch {epoch + 1}", **options)
     # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-    load = stepper.load or run.task.load
-    loader = run.loader(run.store.split["train"], timed=clock.timed, load=load)
+    loader = run.loader(run.store.split["train"], timed=clock.timed, load=stepper.load)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
     for batch in loader:
@@ -160,7 +158,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         first = 0
         if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
-                draw_timeline({f"--prefetch {args.prefetch}": laps}, args.timeline)
+                draw_timeline(laps, args.timeline)
         at = f"in epoch {epoch + 1}, step {step} of {args.steps}"
         if not all_finite(ranks, loss := figures["loss"], model, optimizer):
             what = "a weight is not finite" if math.isfinite(loss) else f"the loss is {loss}"
@@ -266,11 +264,6 @@ def worker(ranks, args, path):
         hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
         print(f"train.py: {error}{hint}", file=sys.stderr)
         return 1 if isinstance(error, NotFinite) else 2
-
-
-def parse_args(argv):
-    """The command line, completed by the checkpoint to go on from; see run/flags.py and run/checkpoint.py."""
-    return flags.parse_args(argv, complete)
 
 
 def main(argv=None):

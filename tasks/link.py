@@ -243,12 +243,6 @@ def checked_pairs(name, pairs, num_nodes):
     return pairs
 
 
-def read_pairs(file, num_nodes):
-    """The pairs of --pairs FILE.npy -> int64 [n, 2]."""
-    with reading(f"--pairs {file}"):
-        return checked_pairs(f"--pairs {file}", np.load(file, allow_pickle=False), num_nodes)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # negatives
 
@@ -561,14 +555,11 @@ class LinkTask(Task):
             say(f"links   pairs are edges {of}{nodes}")
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
-        if args.pairs:
-            read_pairs(args.pairs, store.num_nodes)  # refused before anything is trained
+        if args.pairs:  # refused before anything is trained
+            with reading(name := f"--pairs {args.pairs}"):
+                asked = np.load(args.pairs, allow_pickle=False)
+                self.asked = checked_pairs(name, asked, store.num_nodes)
         self.metric = args.metric or "mrr"
-
-    @staticmethod
-    def refuse(args):
-        if args.early_stop and (shares(args.edge_split) or [0, 1])[1] == 0:
-            return f"--early-stop goes by validation edges: --edge-split {args.edge_split} has none"
 
     @staticmethod
     def network(args, widths, own=None):
@@ -611,7 +602,7 @@ class LinkTask(Task):
         exact = report.scores({part: self.scores(run, part, h) for part in ("valid", "test")})
         if args.predict and args.pairs:
             scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
-            h = score_pairs(scorer, h, read_pairs(args.pairs, self.store.num_nodes))
+            h = score_pairs(scorer, h, self.asked)
         if args.predict:
             report.write(h)
         return exact
