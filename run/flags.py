@@ -21,7 +21,7 @@ from ddp import under_torchrun
 from disk.files import check_name
 from features import MODES
 from model import ALL_CONVS, AVERAGING, NORMALISED, NORMS, RESIDUAL, TYPE_CONVS
-from run.own_model import is_own, name_of, words_of
+from run.own_model import is_own, words_of
 from tasks.graph import GraphTask
 from tasks.link import LinkTask, split_type
 from tasks.node import NodeTask
@@ -144,7 +144,7 @@ def make_parser():
         "RATE": (positive(float), "RATE"),
         "X": (positive(float, zero=True), "X"),
         "P": (positive(float, zero=True, below=1), "P"),
-        "MODEL": (name_of(ALL_CONVS), "NAME"),
+        "MODEL": (model_name, "NAME"),
         "A=1,B=x": (words_of, "A=1,B=x"),
         "A/B/C": (split_type, "A/B/C"),
         "15,10,5": (fanout, "15,10,5"),
@@ -315,6 +315,15 @@ def spelled_out(argv):
         else:
             words.append(word)
     return words
+
+
+def model_name(text):
+    """Parse 'gcn' or 'FILE.py:NAME', which stay text."""
+    file, _, name = text.rpartition(":")
+    if text in ALL_CONVS or file.endswith(".py") and name.isidentifier():
+        return text
+    names = ", ".join(ALL_CONVS)
+    raise argparse.ArgumentTypeError(f"{text!r}: choose one of {names}, or FILE.py:NAME")
 
 
 def fanout(text):

@@ -34,19 +34,6 @@ def is_own(model):
     return isinstance(model, str) and ":" in model
 
 
-def name_of(built_in):
-    """The argparse type of --model: one of these names, or FILE.py:NAME."""
-
-    def parse(text):
-        file, _, name = text.rpartition(":")
-        if text in built_in or file.endswith(".py") and name.isidentifier():
-            return text
-        names = ", ".join(built_in)
-        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {names}, or FILE.py:NAME")
-
-    return parse
-
-
 def words_of(text):
     """The argparse type of --model-args: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
     words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]

@@ -52,11 +52,11 @@ def averages_in_place(args, *dtypes):
     return args.model == "sage" and not args.input_dropout and floats
 
 
-def hindrance(args, store, used):
-    """Why a run with these flags and data cannot use CUDA graphs; None if it can. used: `EdgeData` of the store."""
+def hindrances(args, store, used):
+    """{why a run cannot use CUDA graphs: whether its flags and data say so}. used: `EdgeData` of the store."""
     most, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
     models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > most
-    reasons = {
+    return {
         f"they are for --task node, this is {args.task}": args.task != "node",
         f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
         "--norm batch would count the padding": args.norm == "batch",
@@ -73,33 +73,27 @@ def hindrance(args, store, used):
         "edges have types": used.type is not None,
         "nodes have types": bool(store.node_types),
     }
-    return first_true(reasons)
-
-
-def first_true(reasons):
-    """The first of {reason: whether it holds} that holds; None without any."""
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def hops_held(args, store, used):
     """Hops of a batch that the graphs of a run would hold in GPU memory if the GPU reads the features; 0 without
     graphs. used: `EdgeData` of the store."""
     hops = len(args.fanout) - averages_in_place(args, store.features.dtype)
-    return 0 if hindrance(args, store, used) else hops
+    return 0 if any(hindrances(args, store, used).values()) else hops
 
 
 def obstacle(run):
     """Why a step of this run cannot be a CUDA graph; None if it can."""
-    if not run.ranks.gpus:
-        return "there is no GPU"
     no_tensor = not isinstance(run.ring.features, torch.Tensor)
     no_kernels = not isinstance(run.sampler.engine, sampler_gpu.Backend)
     reasons = {
+        "there is no GPU": not run.ranks.gpus,
+        **hindrances(run.args, run.store, run.used),
         f"--mode {run.args.mode} fetches features on the host": not run.ring.on_device,
         "the features are no tensor, or lie behind a cache": no_tensor,
         "the sampler's kernels are not there": no_kernels,
     }
-    if why := hindrance(run.args, run.store, run.used) or first_true(reasons):
+    if why := next((why for why, holds in reasons.items() if holds), None):
         return why
     # asked for last: the first time they are compiled
     return None if layers.has_kernels(run.sampler.indices) else "the layers' kernels are not there"
@@ -217,7 +211,6 @@ class StepGraphs:
         self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
         self.optimizer, self.predict, self.seed = optimizer, run.forward, args.seed
         self.first_hop, self.stream = ring.first_hop, ring.stream
-        self.kernels = sampler.engine.kernels
         self.repeated = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -240,10 +233,6 @@ class StepGraphs:
             self._restore(kept)
         self.room, self.captured = room, self.slots[0].training is not None
 
-    def _blocks(self, seeds, step):
-        """A batch in its own shapes."""
-        return self.sampler.sample(seeds, step, relabel_outer=not self.first_hop)
-
     def _state(self):
         """The parameters, then the optimizer's state."""
         states = (self.optimizer.state.get(p, {}) for p in self.parameters)
@@ -260,7 +249,7 @@ class StepGraphs:
         """Take a few steps in the shapes of a batch, capture the static ones if asked to, and take the same steps with
         them: the losses have to agree -> why they could not be captured, or None."""
         with self.stream(0):
-            blocks = self._blocks(seeds, 0)
+            blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.first_hop)
             batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
         batch.wait()
         self.weight.fill_(1 / len(seeds))
@@ -353,7 +342,7 @@ class StepGraphs:
         torch.cuda.current_stream().wait_event(slot.trained)
         slot.frame.fill(seeds, step)
         slot.sampling.replay() if slot.sampling else slot.sample()
-        self.kernels.wait()
+        self.sampler.engine.kernels.wait()
         return slot.frame.trouble
 
     def begin(self):
@@ -370,7 +359,8 @@ class StepGraphs:
             # damage and seeds that are not nodes are found there too
             if self._sample(slot, *wanted):
                 self.repeated += 1
-                return self.ring.fetch(number, self._blocks(*wanted))
+                blocks = self.sampler.sample(*wanted, relabel_outer=not self.first_hop)
+                return self.ring.fetch(number, blocks)
             return slot.batch._replace(y=slot.y[: len(batch.seeds)])
 
     def step(self, batch, clock=None):
