@@ -126,7 +126,8 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
         without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
         pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
-        graph. It takes about 60 bytes of memory for each edge. DamagedGraph for a list or a node outside of the graph.
+        graph. node_counts: nodes of each type, [] without. It takes about 60 bytes of memory for each edge. DamagedGraph
+        for a list or a node outside of the graph.
     """
     name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
     if edge_time is None and (timed or how.startswith("time:")):
@@ -163,6 +164,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     if timed:
         graph.pair_times = {p: times_of(edges, edge_time, pairs[p], how) for p in SPLITS}
     graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
+    graph.node_counts = [count for count, _ in getattr(store, "node_types", {}).values()]
     return graph
 
 
@@ -254,7 +256,7 @@ class Negatives:
     Args:
         edges: Edges in which no negative occurs; None: a node is not paired with itself, and that is all.
         degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
-        counts: nodes of each type, in the order of their ids; all are of one type when None.
+        counts: nodes of each type, in the order of their ids; all are of one type without.
     """
 
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
@@ -315,12 +317,6 @@ class Negatives:
         drawn = bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21
         pairs = torch.stack([first + (drawn * (end - first) >> 32), pairs[:, 1]], 1)
         return torch.stack([pairs[:, 0], self.draw(key, numbers, pairs, 1).squeeze(1)], 1)
-
-
-def counts_of(graph):
-    """The nodes of each type of a graph, or None."""
-    types = getattr(graph, "node_types", None)
-    return [count for count, _ in types.values()] if types else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -385,8 +381,8 @@ class Links:
         self.pairs, self.edges = graph.pairs["train"].to(device), Edges(indptr, indices)
         self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
         degrees = indptr.diff() if by_degree else None
-        known, counts = self.edges if checked else None, counts_of(graph)
-        self.negatives = Negatives(known, graph.num_nodes, degrees, counts)
+        known = self.edges if checked else None
+        self.negatives = Negatives(known, graph.num_nodes, degrees, graph.node_counts)
 
     def draw(self, batch):
         """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: ends of the pairs and their negatives;
@@ -444,7 +440,7 @@ class Evaluation:
             destinations = torch.repeat_interleave(graph.known.indptr.diff())
             reverse = torch.stack([destinations, graph.known.sources.long()])
             self.lists = from_edge_index(reverse, graph.num_nodes)
-        self.negatives = Negatives(graph.known, graph.num_nodes, counts=counts_of(graph))
+        self.negatives = Negatives(graph.known, graph.num_nodes, counts=graph.node_counts)
         self.examples = {part: self._examples(part) for part in ("valid", "test")}
 
     def _examples(self, part):
