@@ -45,7 +45,7 @@ from disk.files import StoreError, check_in_use
 from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
-from run.checkpoint import check_graph, common_state, complete, restore, save_checkpoint
+from run.checkpoint import check_graph, common_state, restore, save_checkpoint
 from run.evaluate import open_run
 from run.finite import LossSum, all_finite, finite_scores, not_finite
 from run.own_model import is_own
@@ -54,7 +54,8 @@ from sampler import DamagedGraph, mix
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
-parse_args = partial(flags.parse_args, complete=complete)
+# the command line, completed by the checkpoint to go on from
+parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
 # backward on the calling thread: handing over to another takes 50 us
 torch.autograd.set_multithreading_enabled(False)
 

@@ -81,7 +81,8 @@ def load_model(path, model=None):
     if model is None and is_own(own := state["flags"]["model"]):
         raise StoreError(f"{path} holds weights of {own}: build it and give it as `model`")
     model = described_network(state) if model is None else model
-    load_weights(model, state["best"]["model"] or state["model"], path)
+    with reading(f"checkpoint {path}"):
+        model.load_state_dict(state["best"]["model"] or state["model"])
     return model.eval()
 
 
@@ -89,12 +90,6 @@ def described_network(state):
     """The network that a checkpoint's flags and widths describe, with initial weights."""
     flags = state["flags"]
     return TASKS[flags["task"]].network(SimpleNamespace(**flags), state["graph"])
-
-
-def load_weights(model, weights, path):
-    """Put the weights of the checkpoint `path` into a network; StoreError where they are not its own."""
-    with reading(f"checkpoint {path}"):
-        model.load_state_dict(weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,19 +178,6 @@ def checked_flags(saved):
 # resuming
 
 
-def checkpoint_to_resume(args):
-    """The checkpoint to resume, or None; --resume auto, and a restart by torchrun, mean --checkpoint."""
-    own = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return own if args.resume == "auto" or own and restarted else args.resume
-
-
-def complete(args):
-    """The flags with those of the checkpoint to resume, if there is one."""
-    path = checkpoint_to_resume(args)
-    return adopted(args, read_checkpoint(path), path) if path else args
-
-
 def adopted(args, state, path):
     """The flags with those of a checkpoint that were not typed; another value of a fixed one is refused."""
     given = {name: value for name, value in state["flags"].items() if name not in args.typed}
@@ -220,8 +202,11 @@ def adopted(args, state, path):
 
 def common_state(ranks, args):
     """The state to resume, which the rank with the most advanced file broadcasts: machines need not share a disk ->
-    (state, its path, the flags with those of the state), or (None, None, args)."""
-    path = checkpoint_to_resume(args)
+    (state, its path, the flags with those of the state), or (None, None, args). --resume auto, and a restart by torchrun,
+    mean --checkpoint."""
+    own = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    path = own if args.resume == "auto" or own and restarted else args.resume
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
     if max(progress) < 0:
@@ -272,8 +257,9 @@ def check_graph(state, path, args, task):
 
 def restore(state, path, ranks, args, model, optimizer, best):
     """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
-    for weights in (state["best"]["model"] or state["model"], state["model"]):
-        load_weights(model, weights, path)
+    with reading(f"checkpoint {path}"):
+        for weights in (state["best"]["model"] or state["model"], state["model"]):
+            model.load_state_dict(weights)
     if is_own(args.model) and str(state.get("code")) != model.digest:
         ranks.say(f"model   {args.model} has changed since the checkpoint was written")
     if args.trains:
