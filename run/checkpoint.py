@@ -155,10 +155,8 @@ def checked_flags(saved):
         raise ValueError("some of its flags are missing or unknown")
     words = []
     for name, value in saved.items():
-        if name == "residual" and value is False:
-            words.append("--no-residual")
-        elif value is not None and value is not False:
-            words.append(spelled(name) + ("" if value is True else f"={text_of(value)}"))
+        if value is not None and (value is not False or name == "residual"):
+            words.append(spelled(name, value, "="))
     if len(" ".join(words)) > 8192 or not " ".join(words).isprintable():
         raise ValueError("its flags cannot be typed")
 

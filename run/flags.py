@@ -215,9 +215,7 @@ def check_effects(parser, args):
             # the defaults of these two are no "off"
             off = value == parser.get_default(flag) and flag not in ("heads", "predict_what")
             if flag in args.typed and not off:
-                shown = spelled(flag if value is not False else f"no_{flag}")
-                shown += "" if type(value) is bool else f" {text_of(value)}"
-                parser.error(f"{shown} {why.format(**vars(args))}")
+                parser.error(f"{spelled(flag, value)} {why.format(**vars(args))}")
 
     for why, unused in task.unused.items():
         refuse(True, unused, why)
@@ -292,9 +290,10 @@ def command_again(argv):
     return f"{launcher} {shlex.join([program, *words, '--resume', 'auto'])}"
 
 
-def spelled(name):
-    """batch_size -> --batch-size."""
-    return f"--{name.replace('_', '-')}"
+def spelled(name, value=True, equals=" "):
+    """batch_size -> --batch-size; with a value as it is typed: --batch-size 8, --no-residual."""
+    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
+    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
 
 
 def text_of(value):
