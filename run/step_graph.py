@@ -106,11 +106,10 @@ def build(run, optimizer):
     run: of run/evaluate.py; its network itself is captured, without the hooks of DistributedDataParallel.
 
     Returns:
-        (StepGraphs, a line about them), or (None, why there are none if they were asked for or failed). The same on
-        all ranks, which call it together.
+        (StepGraphs, a line about them), or (None, why there are none if they were asked for or failed), on all ranks,
+        which call it together; where only some could capture theirs, the others launch the same kernels one by one.
     """
-    ranks, args, model = run.ranks, run.args, run.model
-    graphs, why = None, obstacle(run)
+    ranks, args, graphs, why = run.ranks, run.args, None, obstacle(run)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     stream = torch.cuda.current_stream()
@@ -120,15 +119,15 @@ def build(run, optimizer):
         torch.cuda.set_stream(stream)
         why = reason(error)
     # no rank waits for another before this line: one that fails leaves none behind
-    gone, uncaptured = ranks.sum(bool(why), graphs is not None and graphs.failure is not None)
+    gone, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
     if gone:
         return None, why or ELSEWHERE
-    ranks.check_equal(model)
-    (rows, places), failure = graphs.room, graphs.failure or ELSEWHERE
+    ranks.check_equal(run.model)
+    rows, places = graphs.room
     how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
-    if uncaptured or args.cuda_graph == "off":
-        off = f"no CUDA graphs: {failure}" if uncaptured else "CUDA graphs are off"
-        how = f"{off}; their kernels are launched one by one,"
+    if uncaptured:
+        off, failed = args.cuda_graph == "off", f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
+        how = f"{'CUDA graphs are off' if off else failed}; their kernels are launched one by one,"
     how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
     return graphs, f"{how}; larger batches are taken without"
 

@@ -328,6 +328,14 @@ def _one_rank_fails(ranks, folder):
             assert (graphs is not None) == go_on and next(calls) > which, (name, which, said)
             why = [step_graph.ELSEWHERE, f"no room for {name}"][ranks.rank]
             assert why in said, (name, which, said)
+            if graphs:  # rank 0 replays what rank 1 launches
+                assert graphs.captured == (ranks.rank == 0) and not graphs.begin().total
+                options = dict(batch_size=12, seed=5, rank=ranks.rank, world=2, load=graphs.load)
+                for batch in loader.NodeLoader(
+                    None, torch.arange(40), [4, 3, 3], depth=1, **options
+                ):
+                    graphs.step(batch)
+                assert graphs.loss_sum and ranks.check_equal(net) is None
     assert ranks.sum(1) == [2]
 
 
