@@ -23,17 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.files import (
-    SPLITS,
-    Rows,
-    StoreError,
-    integers,
-    progress_bar,
-    reading,
-    scratch_folder,
-    shaped,
-    sync,
-)
+from disk.files import SPLITS, Rows, StoreError, progress_bar, reading, scratch_folder, shaped, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -44,7 +34,6 @@ OGB = {
     "ogbn-papers100M": ("papers100M-bin.zip", "time", 172, True),
     "ogbn-mag": ("mag.zip", "time", 349, True),
 }
-AGAIN = "; if it is damaged, remove the archive to have it downloaded again"
 PLANETOID_URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
 PLANETOID = ("cora", "citeseer", "pubmed")
 
@@ -61,9 +50,10 @@ def ogb(name, root, progress=False):
     download(f"{os.environ.get('RINGBLOCK_OGB_URL', OGB_URL)}/{archive}", file, progress)
     dropping = " and dropping duplicates" * drop_duplicates
     print(f"{name}: adding the reverse of every edge{dropping}, as OGB's reference examples do")
-    with reading(file, AGAIN), zipfile.ZipFile(file) as outer, scratch_folder(file) as folder:
+    called = f"{file} (if it is damaged, remove the archive to have it downloaded again)"
+    with reading(called), zipfile.ZipFile(file) as outer, scratch_folder(file) as folder:
         yield dict(
-            **_arrays(_Archive(file, outer), kind, folder / "edges"),
+            **_arrays(_Archive(called, outer), kind, folder / "edges"),
             num_classes=classes,
             symmetrize=True,
             drop_duplicates=drop_duplicates,
@@ -72,10 +62,10 @@ def ogb(name, root, progress=False):
 
 
 class _Archive:
-    """The tables of an open archive of OGB's, which messages call `file`."""
+    """The tables of an open archive of OGB's, and what messages call it."""
 
-    def __init__(self, file, outer):
-        self.file, self.outer = file, outer
+    def __init__(self, called, outer):
+        self.called, self.outer = called, outer
         self.members = {member.partition("/")[2]: member for member in outer.namelist()}
 
     def open(self, name):
@@ -83,12 +73,9 @@ class _Archive:
 
     def table(self, name, kind=int):
         """Chunks [n, columns] of a table of numbers."""
-        try:
-            rows = Table(self.open(f"{name}.csv.gz"), f"{self.file}: {name}.csv.gz")
-            for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
-                yield np.stack(list(columns.values()), 1)
-        except StoreError as error:
-            raise StoreError(f"{error}{AGAIN}") from error
+        rows = Table(self.open(f"{name}.csv.gz"), f"{self.called}: {name}.csv.gz")
+        for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
+            yield np.stack(list(columns.values()), 1)
 
     def words(self, name):
         """The lines of a small table of words, each a list."""
@@ -104,7 +91,20 @@ class _Archive:
         return Rows((count, width), np.float32, rows)
 
     def array(self, member, name) -> Rows:
-        return _npy_rows(self.open(f"raw/{member}.npz"), name)
+        """An array in an .npz file of it; a row of more than 2^22 numbers comes in pieces."""
+        data = zipfile.ZipFile(self.open(f"raw/{member}.npz")).open(f"{name}.npy")
+        version = np.lib.format.read_magic(data)[0]
+        read = getattr(np.lib.format, f"read_array_header_{version}_0")
+        shape, fortran_order, dtype = read(data)
+        if fortran_order or len(shape) != 2:
+            raise ValueError(f"{name} is {list(shape)}: two dimensions in C order are needed")
+        width = shape[1] if shape[1] <= 1 << 22 else 1
+
+        def chunks():
+            while raw := data.read((1 << 22) // width * width * dtype.itemsize):
+                yield np.frombuffer(raw, dtype).reshape(-1, width)
+
+        return Rows(shape, dtype, chunks())
 
 
 def _arrays(archive, kind, spooled) -> dict:
@@ -116,11 +116,8 @@ def _arrays(archive, kind, spooled) -> dict:
         edge_index = spool(spooled, edges.chunks, edges.dtype, edges.shape[1])
         labels = np.concatenate([*archive.array("node-label", "node_label").chunks]).reshape(-1)
     else:
-        counts = (archive.column(f"raw/num-{what}-list") for what in ("node", "edge"))
-        nodes, edges = (int(count.sum()) for count in counts)
+        nodes = int(archive.column("raw/num-node-list").sum())
         edge_index = spool(spooled, archive.table("raw/edge"), np.int64, 2).T
-        if edge_index.shape != (2, edges):
-            raise ValueError(f"it has {edge_index.shape[1]} edges, and {edges} in its list of them")
         features = archive.features("raw/node-feat", nodes)
         labels = archive.column("raw/node-label", float)
     return dict(
@@ -150,23 +147,6 @@ def _typed_arrays(archive, kind) -> dict:
         labels=labels,
         split={n: archive.column(f"split/{kind}/{min(labels)}/{n}") for n in SPLITS},
     )
-
-
-def _npy_rows(file, name) -> Rows:
-    """An array in an .npz file; a row of more than 2^22 numbers comes in pieces."""
-    data = zipfile.ZipFile(file).open(f"{name}.npy")
-    version = np.lib.format.read_magic(data)[0]
-    read = getattr(np.lib.format, f"read_array_header_{version}_0")
-    shape, fortran_order, dtype = read(data)
-    if fortran_order or len(shape) != 2:
-        raise ValueError(f"{name} is {list(shape)}: two dimensions in C order are needed")
-    width = shape[1] if shape[1] <= 1 << 22 else 1
-
-    def chunks():
-        while raw := data.read((1 << 22) // width * width * dtype.itemsize):
-            yield np.frombuffer(raw, dtype).reshape(-1, width)
-
-    return Rows(shape, dtype, chunks())
 
 
 def planetoid(name, root) -> dict:
@@ -205,7 +185,7 @@ def planetoid(name, root) -> dict:
     edges = [(u, v) for v, sources in parts["graph"].items() for u in sources]
     valid = np.arange(train, min(train + 500, known))
     return dict(
-        edge_index=integers(f"ind.{name}.graph", np.array(edges or [(0, 0)])[: len(edges)]).T,
+        edge_index=np.array(edges or [(0, 0)])[: len(edges)].T,
         features=features,
         labels=np.where(onehot.any(1), onehot.argmax(1), -1),
         num_classes=onehot.shape[1],
