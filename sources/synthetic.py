@@ -29,8 +29,6 @@ SYNTHETIC = dict(
     community=0,
 )
 
-COUNT, SEED, SHARE = (1, 1 << 31), (0, 1 << 63), (0, 1)  # ranges of parameters
-
 MAG = dict(
     scale=0.02,  # 1: as large as ogbn-mag, 1.9 million nodes and 42 million edges
     features=128,  # F, of papers alone
@@ -39,6 +37,13 @@ MAG = dict(
     local=0.5,  # share of edges within a class
     noise=1.0,  # standard deviation per feature; centroids have length 1
 )
+RANGES = {  # lowest and highest values
+    **dict.fromkeys(("nodes", "features", "classes"), (1, 1 << 31)),
+    **dict.fromkeys(("train", "valid", "community"), (0, 1 << 31)),
+    **dict.fromkeys(("local", "mixed"), (0, 1)),
+    **dict(seed=(0, 1 << 63), degree=(1e-6, 1 << 20), sigma=(0, 4), noise=(0, 1e30)),
+    "scale": (1e-6, 10),
+}
 MAG_NODES = dict(paper=736_389, author=1_134_649, institution=8_740, field_of_study=59_965)
 MAG_EDGES = {
     ("author", "affiliated_with", "institution"): 1_043_998,
@@ -52,8 +57,7 @@ def synthetic_mag(parameters) -> dict:
     """A graph with the types of ogbn-mag (arXiv 2005.00687) and as many nodes and edges of each, times `scale` -> arguments
     of `build_store`. Classes are ranges of ids in every type, and papers' features are too noisy to classify alone;
     parameters: a dict with every key of `MAG`."""
-    ranges = dict(scale=(1e-6, 10), features=COUNT, classes=COUNT, seed=SEED, local=SHARE)
-    p = checked("synthetic-mag", parameters, **ranges)
+    p = checked("synthetic-mag", parameters)
     random = np.random.Generator(np.random.SFC64(p.seed))
     counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
 
@@ -83,25 +87,13 @@ def synthetic_mag(parameters) -> dict:
     )
 
 
-def checked(name, parameters, **ranges):
-    """The parameters as attributes; StoreError for one that is not in its range, (lowest, highest)."""
-    for key, (low, high) in ranges.items():
-        if not low <= parameters[key] <= high:
-            raise StoreError(f"{name}: {key}={parameters[key]} is out of range: {low} to {high}")
+def checked(name, parameters):
+    """The parameters as attributes; StoreError for one that is not in its range."""
+    for key, value in parameters.items():
+        low, high = RANGES[key]
+        if not low <= value <= high:
+            raise StoreError(f"{name}: {key}={value} is out of range: {low} to {high}")
     return types.SimpleNamespace(**parameters)
-
-
-def _communities(parameters):
-    """(the parameters of `synthetic`, checked; numbers of nodes for training and validation)."""
-    nodes = parameters["nodes"]
-    ranges = dict.fromkeys(("nodes", "features"), COUNT) | dict.fromkeys(("local", "mixed"), SHARE)
-    ranges |= dict(degree=(1e-6, 1 << 20), classes=(1, nodes), seed=SEED, sigma=(0, 4))
-    ranges |= {name: (0, nodes) for name in ("community", "train", "valid")} | {"noise": (0, 1e30)}
-    p = checked("synthetic", parameters, **ranges)
-    counts = [round(n * nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
-    if counts[0] < 1 or sum(counts) > nodes:
-        raise StoreError(f"synthetic: train={p.train:g}, valid={p.valid:g} do not fit {nodes}")
-    return p, counts
 
 
 def synthetic(parameters) -> dict:
@@ -113,14 +105,18 @@ def synthetic(parameters) -> dict:
     Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
     alone, a dict with every key of `SYNTHETIC`.
     """
-    p, counts = _communities(parameters)
-    size = p.community or max(1, min(1000, p.nodes // (4 * max(p.classes, 1))))
+    p = checked("synthetic", parameters)
+    counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
+    if counts[0] < 1 or max(sum(counts), p.classes, p.community) > p.nodes:
+        what = f"train={p.train:g}, valid={p.valid:g}, classes={p.classes} or community"
+        raise StoreError(f"synthetic: {what} do not fit {p.nodes} nodes")
+    size = p.community or max(1, min(1000, p.nodes // (4 * p.classes)))
 
     def stream(*key):
         return np.random.Generator(np.random.SFC64([p.seed, *key]))
 
-    communities = -(-p.nodes // size)
-    labels = stream(0).permutation(np.arange(communities) % p.classes).repeat(size)[: p.nodes]
+    labels = stream(0).permutation(np.arange(-(-p.nodes // size)) % p.classes)
+    labels = labels.repeat(size)[: p.nodes]
     mixed = stream(1).random(p.nodes, np.float32) < p.mixed
     labels[mixed] = stream(2).integers(0, p.classes, int(mixed.sum()))
     degrees = p.sigma * stream(3).standard_normal(p.nodes, np.float32) - p.sigma**2 / 2
@@ -143,8 +139,7 @@ def synthetic(parameters) -> dict:
 
     def features(first, _):
         rows = centroids[labels[first : first + rows_per_chunk]]
-        rows += p.noise * stream(6, first).standard_normal(rows.shape, np.float32)
-        return rows
+        return rows + p.noise * stream(6, first).standard_normal(rows.shape, np.float32)
 
     def ahead(make, step):
         return prefetch(make, range(0, p.nodes, step), depth=4, threads=4)
