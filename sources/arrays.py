@@ -15,16 +15,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import (
-    Rows,
-    StoreError,
-    free_host_bytes,
-    integers,
-    readable_size,
-    reading,
-    refuse,
-    shaped,
-)
+from disk.files import Rows, StoreError, free_host_bytes, integers, reading, refuse, shaped
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -36,9 +27,10 @@ OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." 
     "edge_type": ("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
-    "node_time": ("node_time",),
 }
-KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_EDGES.values(), *PARTS.values())), [])
+OF_NODES = {"node_time": ("node_time", "time")}  # the second where no edges are beside them
+OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
+KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_GRAPH.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
 
@@ -57,7 +49,7 @@ def open_npz(file, ignore=()) -> "Arrays":
 def _read(archive, member):
     size, free = archive.getinfo(member).file_size, free_host_bytes()
     if size > free:
-        raise ValueError(f"{readable_size(size)} unpacked, and {readable_size(free)} are free")
+        raise ValueError(f"{size:,} bytes unpacked, and {free:,} are free")
     with archive.open(member) as stream:
         array = np.lib.format.read_array(stream, allow_pickle=False)
         if stream.read(1):  # at its end zipfile compares the member with its checksum
@@ -213,12 +205,9 @@ class Arrays:
         name = self.find(*EDGES, needed=True)
         return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
-    def columns(self, nodes=True, edges=True):
-        """What edges carry, by the names that a store has for it, and `node_time`, of arrays of both or of one of them."""
-        words = {
-            c: names for c, names in OF_EDGES.items() if (nodes if c == "node_time" else edges)
-        }
-        words |= {} if edges else {"node_time": ("node_time", "time")}  # PyG's name
+    def columns(self):
+        """What edges carry and `node_time`, of a type one of the two, by the names that a store has for it."""
+        words = OF_EDGES if "," in self.suffix else OF_NODES if self.suffix else OF_GRAPH
         names = {column: name for column in words if (name := self.find(*words[column]))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())

@@ -12,7 +12,6 @@ graph once, with all the splits that it came with; `choose_split` of sources/spl
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import json
@@ -27,7 +26,7 @@ from disk import files
 from disk.checks import check_labels, check_split
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
-from sources.arrays import FEATURES, LABELS, Arrays, of_object, open_npz
+from sources.arrays import FEATURES, Arrays, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
@@ -70,11 +69,11 @@ def prepare(
         symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: as for `build_store`.
     """
     name, root = str(dataset), Path(root)
-    options = {"symmetrize": symmetrize, "drop_duplicates": drop_duplicates}
-    options = {option: True for option, on in options.items() if on}
-    spelled = lambda option: f"--{option.replace('_', '-')}"  # noqa: E731
-    flags, features = [*map(spelled, options)], dict(backend=backend, feature_dtype=feature_dtype)
+    options = {"symmetrize": bool(symmetrize), "drop_duplicates": bool(drop_duplicates)}
+    features = {"backend": backend, "feature_dtype": feature_dtype}
     asked = {option: value for option, value in features.items() if value not in (None, "mmap")}
+    spelled = lambda option: f"--{option.replace('_', '-')}"  # noqa: E731
+    flags = [spelled(option) for option, on in options.items() if on]
     if os.path.isfile(os.path.join(name, "meta.json")):
         meta = files.read_meta(name)
         flags += [spelled(o) + f" {value}" for o, value in asked.items() if meta.get(o) != value]
@@ -100,13 +99,12 @@ def _recipe(name, root, seed, options, flags):
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
         file, given = npz
-        arrays = open_npz(file, given.get("ignore", ()))
-        drawn = seed if _draws(arrays) else None  # the split of one graph: when it is opened
+        # the split of one graph is drawn when it is opened
+        drawn = seed if _draws(open_npz(file, given.get("ignore", ()))) else None
         # a changed file is another data set
-        key = [files.sha256_of(file).hexdigest(), given, drawn, "symmetrize" in options]
-        key += ["drop_duplicates"] * ("drop_duplicates" in options)
-        make = functools.partial(build_arrays, arrays=arrays, given=given, seed=drawn, **options)
-        return Path(file).stem[:100], key, make
+        key = [files.sha256_of(file).hexdigest(), given, drawn, options["symmetrize"]]
+        key += ["drop_duplicates"] * options["drop_duplicates"]
+        return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
         if os.path.isdir(name):
             raise StoreError(f"{name} is a folder without meta.json, so no store")
@@ -211,10 +209,8 @@ def build(
         idle, why = given if tables else {}, "tables have no parameters"
     if idle:
         raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(reading(f"cannot build {path}: {kind}" if tables else kind))
+    with reading(f"cannot build {path}: {kind}"), files.scratch_folder(path) as folder:
         if tables:
-            folder = stack.enter_context(files.scratch_folder(path))
             arrays = read_tables(kind, own, columns, folder)
             options["node_names"] = arrays.pop("node_names")
             arrays = Arrays(kind, arrays)
@@ -223,7 +219,7 @@ def build(
             arrays = open_npz(npz[0], given.get("ignore", ()))
         else:
             arrays = of_object(source, own, ignore)
-        return build_arrays(path, arrays, given, seed, **options)
+        return _build_arrays(path, arrays, given, seed, **options)
 
 
 def _draws(arrays, split=False) -> bool:
@@ -237,7 +233,7 @@ def _draws(arrays, split=False) -> bool:
     return not arrays.find(*FEATURES) or split and not train
 
 
-def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
+def _build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
@@ -266,13 +262,22 @@ def build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, *
         return build_graphs(path, graphs, split=split, progress=progress, source=source)
     options |= {"backend": backend, "progress": progress}
     if arrays.of_types:
-        return _build_typed(path, arrays, given, seed, source, **options)
-    if not drawn and not arrays.find(*PARTS["train"]) and arrays.find(*LABELS):
+        return _build_typed(path, arrays, given, source, **options)
+    return _build_graph(path, arrays, given, source, **options)
+
+
+def _drawn_split(arrays, labels, source, random, of=""):
+    """A split that is drawn; without a seed in `source` each run draws another, which `source` then says."""
+    split, by = drawn_per_class(labels, random), "by --seed of train.py"
+    if "seed" in source:
+        by = f"seed {source['seed']}"
+    else:
         source["split"] = DRAWN
-    return _build_graph(path, arrays, given, seed or 0, source, **options)
+    arrays.say(f"it has no split: {DRAWN} are drawn{of} ({by})")
+    return split
 
 
-def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **options) -> Path:
+def _build_graph(path, arrays, given, source, *, num_classes=None, **options) -> Path:
     """Build a store of the `Arrays` of one graph, and say what was drawn and what messages cannot do."""
     labels, features = arrays.labels(), arrays.features(given.get("row_normalize"))
     if labels is None and features is None:
@@ -292,13 +297,11 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
         source["classes"] = arrays.classes
     columns = arrays.columns()
     arrays.close(num_nodes, edges.shape[-1])
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(source.get("seed", 0))
     if labels is None:
         arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
     elif not split:
-        split = drawn_per_class(labels, random)
-        by = "by --seed of train.py" if "split" in source else f"seed {seed}"
-        arrays.say(f"it has no split: {DRAWN} are drawn ({by})")
+        split = _drawn_split(arrays, labels, source, random)
     if features is None:
         split, features = _labels_as_features(arrays, labels, split, num_classes, random)
         options |= {"symmetrize": True, "drop_duplicates": True}
@@ -312,7 +315,7 @@ def _build_graph(path, arrays, given, seed, source, *, num_classes=None, **optio
     return path
 
 
-def _build_typed(path, arrays, given, seed, source, **options) -> Path:
+def _build_typed(path, arrays, given, source, **options) -> Path:
     """Build a store of the `Arrays` of one graph whose nodes and edges have types."""
     graph = {"node_types": {}, "features": {}, "labels": {}, "edge_index": {}, "split": None}
     target, labelled, columns = given.get("target"), [], {}
@@ -333,8 +336,7 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
                 graph["labels"] = {kind: labels}
                 graph["split"] = found(of, counts[0], given.get("split"))
                 source |= {"classes": of.classes} if of.classes else {}
-        nodes, edges = (count is not None for count in counts)
-        for name, values in of.columns(nodes, edges).items():
+        for name, values in of.columns().items():
             columns.setdefault(name, {})[kind] = values
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:
@@ -345,10 +347,9 @@ def _build_typed(path, arrays, given, seed, source, **options) -> Path:
         raise arrays.error(f"labels are there for {which}: {how}")
     for kind, labels in graph["labels"].items():
         if not graph["split"]:
-            graph["split"] = drawn_per_class(labels, np.random.default_rng(seed or 0))
-            source |= {"split": DRAWN} if seed is None else {}
-            by = "by --seed of train.py" if seed is None else f"seed {seed}"
-            arrays.say(f"it has no split: {DRAWN} are drawn from nodes of type {kind} ({by})")
+            random = np.random.default_rng(source.get("seed", 0))
+            of = f" from nodes of type {kind}"
+            graph["split"] = _drawn_split(arrays, labels, source, random, of)
     return build_store(path, **graph, **columns, source=source, **options)
 
 

@@ -425,7 +425,7 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     bomb = np.zeros((1 << 16, 5), np.float32)
     np.savez_compressed(file, edge_index=graph["edge_index"], x=bomb, y=np.zeros(1 << 16, int))
     monkeypatch.setattr("sources.arrays.free_host_bytes", lambda: 1 << 20)
-    refused("x cannot be read: 1.31 MB unpacked, and 1.05 MB are")
+    refused("x cannot be read: 1,310,848 bytes unpacked, and 1,048,576 are")
     os.mkfifo(tmp_path / "fifo.npz")
     said = "cannot read .*fifo.npz: there is no regular file"
     _refuses(said, prepare, tmp_path / "fifo.npz", tmp_path / "d")
