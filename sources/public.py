@@ -16,6 +16,7 @@ import http.client
 import os
 import pickle
 import stat
+import types
 import urllib.error
 import urllib.request
 import zipfile
@@ -197,10 +198,6 @@ def planetoid(name, root) -> dict:
     )
 
 
-class _Matrix:
-    """A pickled scipy.sparse.csr_matrix: its attributes."""
-
-
 def _number(name, *_):
     """A dtype of numpy's own, which no state in the pickle changes."""
     if name not in ("f4", "f8", "i4", "i8"):
@@ -216,8 +213,8 @@ class _Unpickler(pickle.Unpickler):
         "ndarray": np.ndarray,
         "dtype": _number,
         "_reconstruct": np.empty(0).__reduce__()[0],
-        "csr_matrix": _Matrix,
-        "_reconstructor": lambda *_: _Matrix(),
+        "csr_matrix": types.SimpleNamespace,  # its attributes
+        "_reconstructor": lambda *_: types.SimpleNamespace(),
         "defaultdict": collections.defaultdict,
         "list": list,
         "object": object,
@@ -234,7 +231,7 @@ def _unpickled(file):
     """A Planetoid file: a dense array, the dense array of a sparse matrix, or a dict of lists."""
     with open(file, "rb") as data:
         value = _Unpickler(data, encoding="latin1").load()
-    if not isinstance(value, _Matrix):
+    if not isinstance(value, types.SimpleNamespace):
         return value if isinstance(value, np.ndarray) else dict(value)
     rows, columns = (int(n) for n in getattr(value, "_shape", None) or value.shape)
     dense = np.zeros((rows, columns), np.float32)
