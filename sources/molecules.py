@@ -1,7 +1,7 @@
 """Molecules and crystals in arrays -> many small graphs, as `build_graphs` takes them, a batch at a time.
 
-    batches, split, more = molecules(open_npz("esol.npz"), {}, seed=0)
-    batches, split, more = crystals(open_npz("mlearn.npz"), {"radius": 5.0}, seed=0)
+    batches, count, more = molecules(open_npz("esol.npz"))
+    batches, count, more = crystals(open_npz("mlearn.npz"), radius=5.0)
     build_graphs("esol", (block_diagonal(*batch) for batch in batches), split=split, source=more)
 
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.
@@ -12,19 +12,17 @@ import torch
 
 from disk.files import check_finite, refuse, shaped
 from features import prefetch
-from sources.splits import of_graphs
 
 MOST_CANDIDATES = 1 << 14  # atoms and images among which neighbours in a crystal are searched
 
 
-def molecules(arrays, given, seed):
-    """Molecules, or any graphs in the same layout -> (batches, split, what to tell of them).
+def molecules(arrays):
+    """Molecules, or any graphs in the same layout -> (batches, G, what to tell of them).
 
     Args:
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
-            `targets` or `labels` [G] or [G, T], perhaps `train_idx`, `val_idx`, `test_idx` or masks.
-        given: {"split": number of one of several}. seed: draws the split where there is none.
+            `targets` or `labels` [G] or [G, T].
     """
     x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
     arrays.shaped("bond_index_local", 2, len(e))
@@ -33,8 +31,6 @@ def molecules(arrays, given, seed):
     arrays.shaped("bond_offsets", len(nodes))
     bonds = _offsets(arrays, "bond_offsets", len(e), 0)
     y = _targets(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
-    split = of_graphs(arrays, len(y), given.get("split"), seed)
-    arrays.close()
 
     def batch(first):
         last = min(first + 4096, len(y))
@@ -46,18 +42,18 @@ def molecules(arrays, given, seed):
         atoms = x[nodes[first] : nodes[last]]
         return sizes, 2 * counts, edge_index, atoms, e[a:b][twice], y[first:last]
 
-    return map(batch, range(0, len(y), 4096)), split, {"edges": "both directions of each bond"}
+    return map(batch, range(0, len(y), 4096)), len(y), {"edges": "both directions of each bond"}
 
 
-def crystals(arrays, given, seed):
+def crystals(arrays, radius=4.0):
     """Periodic cells, to learn the energy per atom from atomic numbers and distances -> as `molecules`.
 
     Args:
         arrays: `Arrays`: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice`
-            [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell), perhaps a split as for `molecules`.
-        given: {"radius": of the neighbourhoods, angstrom, 4 by default}, and as for `molecules`.
+            [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell).
+        radius: of the neighbourhoods, angstrom.
     """
-    radius, numbers = given.get("radius", 4.0), arrays.integers("Z")
+    numbers = arrays.integers("Z")
     arrays.shaped("Z", "N")
     offsets = _offsets(arrays, "atom_offsets", len(numbers), 1)
     atoms = np.diff(offsets)
@@ -77,8 +73,6 @@ def crystals(arrays, given, seed):
     name = f"{arrays.source}: the number of atoms and images near cell"
     refuse(candidates > MOST_CANDIDATES, name, candidates, why)
     y = _targets(arrays, "energy", len(atoms), atoms)
-    split = of_graphs(arrays, len(y), given.get("split"), seed)
-    arrays.close()
 
     def batch(first, _):
         cells = range(first, min(first + 16, len(y)))
@@ -90,7 +84,7 @@ def crystals(arrays, given, seed):
         return atoms[cells], counts, edge_index, x, e, y[cells]
 
     batches = prefetch(batch, range(0, len(y), 16), depth=4, threads=4)
-    return batches, split, {"radius": radius, "target": "energy per atom"}
+    return batches, len(y), {"radius": radius, "target": "energy per atom"}
 
 
 def _heights(lattice) -> np.ndarray:

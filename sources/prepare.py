@@ -30,7 +30,7 @@ from sources.arrays import FEATURES, Arrays, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
-from sources.splits import DRAWN, PARTS, drawn_per_class, found
+from sources.splits import DRAWN, PARTS, drawn_per_class, found, of_graphs
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
 from store import BACKENDS, build_store, command
 
@@ -255,10 +255,12 @@ def _build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, 
     if drawn:
         source["seed"] = seed or 0
     if many:
+        of_cells = {name: value for name, value in given.items() if name == "radius"}
         make = molecules if many == "node_offsets" else crystals
-        batches, split, more = make(arrays, given, seed or 0)
-        graphs = (block_diagonal(*batch) for batch in batches)
-        source |= more
+        batches, count, more = make(arrays, **of_cells)
+        graphs, source = (block_diagonal(*batch) for batch in batches), source | more
+        split = of_graphs(arrays, count, given.get("split"), seed or 0)
+        arrays.close()
         return build_graphs(path, graphs, split=split, progress=progress, source=source)
     options |= {"backend": backend, "progress": progress}
     if arrays.of_types:
