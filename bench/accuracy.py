@@ -102,24 +102,6 @@ def largest_component(data):
     return label == np.bincount(label).argmax()
 
 
-def real_graph(file, mask=None):
-    """An .npz graph as a dict, cut down to the nodes of mask(graph) [V] and the edges between them."""
-    with np.load(file, allow_pickle=False) as found:
-        data = dict(found)
-    if mask is None:
-        return data
-    keep = mask(data)
-    number, edges = np.cumsum(keep) - 1, data["edge_index"]
-    part = {"edge_index": number[edges[:, keep[edges].all(0)]], "labels": data["labels"][keep]}
-    if "feat_indptr" in data:
-        lengths = np.diff(data["feat_indptr"])
-        part["feat_indptr"] = np.append(0, np.cumsum(lengths[keep]))
-        part["feat_indices"] = data["feat_indices"][np.repeat(keep, lengths)]
-        part["feat_shape"] = np.array([keep.sum(), data["feat_shape"][1]])
-    masks = {name: ids for name, ids in data.items() if name.endswith("_idx")}
-    return part | {name: number[ids[keep[ids]]] for name, ids in masks.items()}
-
-
 def read_triples(folder):
     """AIFB's N-Triples and the persons with their affiliation -> the arrays of an .npz file; a reverse of a relation is a
     type of its own."""
@@ -146,10 +128,11 @@ def read_triples(folder):
 
 
 def real(args, name, edges=True):
-    """The arrays of a real graph; Amazon Computers as its largest connected component, as in the paper that published the
-    figures (arXiv 1811.05868)."""
-    mask = largest_component if name == "amazon_computers" else None
-    graph = real_graph(Path(args.data, f"{name}.npz"), mask)
+    """The arrays of a real graph; of Amazon Computers its largest connected component alone has labels, and so is trained
+    and tested on, as in the paper that published the figures (arXiv 1811.05868)."""
+    graph = dict(np.load(Path(args.data, f"{name}.npz"), allow_pickle=False))
+    if name == "amazon_computers":
+        graph["labels"] = np.where(largest_component(graph), graph["labels"], -1)
     return graph if edges else graph | {"edge_index": graph["edge_index"][:, :0]}
 
 
