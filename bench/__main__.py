@@ -14,7 +14,7 @@
     python -m bench roofline                     # the least time that a step's kernels take on an H100, an H200; without one
     python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
     python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
-    python -m bench picture                      # throughput beside DGL's, drawn from what the others wrote with --json
+    python -m bench picture                      # throughput beside DGL's, drawn from the files of results/
 
 Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
 
@@ -53,7 +53,6 @@ def make_parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))
-    add("files", nargs="*", help="picture: what the others wrote (default: four files of results/)")
     add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all")
     add("--root", default="data", help="folder for built stores")
     add("--fanout", default="15,10,5", type=numbers)
@@ -77,7 +76,7 @@ def make_parser():
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
     add("--models", metavar="A,B", help=f"accuracy, layers: of {','.join(MODELS)}")
     add("--runs", type=int, default=10, help="accuracy and the like: seeds, at least 2")
-    # gpu, attack, picture
+    # gpu, attack
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
     add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
     add("--seed", type=int, default=0, help="attack: of the cases")
@@ -85,7 +84,6 @@ def make_parser():
     add("--case", type=int, metavar="N", help="attack, with --only: this case, with all it prints")
     add("--parts", metavar="A,B", help="gpu, store: only these parts")
     add("--out", metavar="DIR", help="gpu: of gpu.json and gpu-pictures.zip (default: results)")
-    add("--png", metavar="FILE", help="picture (default: results/throughput.png)")
     return parser
 
 
@@ -93,8 +91,6 @@ def main(argv=None):
     """Run the command line -> exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.files and args.what != "picture":
-        parser.error(f"{args.files[0]}: files are for picture, not for {args.what}")
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
     if unknown := set((args.models or "mlp").split(",")) - set(MODELS):

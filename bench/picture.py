@@ -1,11 +1,10 @@
 """python -m bench picture: times a second of every contender as bars, from what the other commands wrote."""
 
-import json
-from pathlib import Path
-
+from bench import tools
 from disk.files import StoreError
 
 DRAWN = [f"results/{name}.json" for name in ("sampler-cpu", "step-cpu", "inference-cpu", "gpu")]
+PICTURE = "results/throughput.png"
 CHARTS = {  # command, or part of gpu: title
     "sampler": "sampling a batch",
     "step": "a training step, dropout 0.5",
@@ -43,20 +42,17 @@ def times_in(content):
 
 
 def bench_picture(args):
-    """Draw times against DGL from result files -> results/throughput.png, or --png."""
+    """Draw times against DGL from result files."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    files, charts = args.files or [file for file in DRAWN if Path(file).exists()], {}
-    for file in files:
-        drawn = times_in(json.loads(Path(file).read_text()))
-        for title in drawn.keys() & charts.keys():
-            raise StoreError(f"{file}: {title} is in a file before it as well; give one of them")
-        charts |= drawn
+    charts = {}
+    for file in DRAWN:
+        charts |= times_in(tools.read_json(file))
     if not charts:
-        raise StoreError(f"nothing to draw in {files}: bench sampler, step and others write it")
+        raise StoreError(f"nothing to draw in {DRAWN}: bench sampler, step and others write it")
     options = {"figsize": (4.2 * len(charts), 2.4), "layout": "constrained", "squeeze": False}
     figure, axes = pyplot.subplots(1, len(charts), **options)
     for axis, (title, times) in zip(axes[0], charts.items()):
@@ -70,8 +66,7 @@ def bench_picture(args):
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("times a second (longer is faster)", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    path = args.png or "results/throughput.png"
-    figure.savefig(path, dpi=110)
+    figure.savefig(PICTURE, dpi=110)
     pyplot.close(figure)
-    print(f"drawn: {path}")
+    print(f"drawn: {PICTURE}")
     return {}

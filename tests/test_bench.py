@@ -140,30 +140,29 @@ def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch, c
 
 
 def test_bench_picture_draws_what_is_committed_and_figures_of_a_gpu(tmp_path, monkeypatch, capsys):
-    """Without files named, the ones of the tables; a chart that is in two files, and none at all, are refused."""
+    """Where there is nothing to draw, that is refused."""
     pytest.importorskip("matplotlib")
-    monkeypatch.chdir(HERE)
     parts = {
         "sampling": {"contenders": {"native": {"median_ms": 0.2}}},
         "products": {"contenders": {"cuda-cuda fp32 eager": {"median_ms": 2.5}}},
         "trace": {},
     }
-    files = {"gpu.json": parts, "none.json": {"trace": {}}}
-    for name, drawn in files.items():
-        content = {"machine": {"gpu": "some GPU"}, "parts": drawn}
-        (tmp_path / name).write_text(json.dumps(content))
-    png = tmp_path / "speed.png"
-    for drawn in ([], [f"{tmp_path}/gpu.json"]):
-        assert bench.main(["picture", *drawn, "--png", str(png)]) == 0
-        assert png.read_bytes().startswith(b"\x89PNG")
+    gpu = {"machine": {"gpu": "some GPU"}, "parts": parts}
+    assert [*picture.times_in(gpu)] == [
+        "sampling a batch, some GPU",
+        "a training step, dropout 0.5, some GPU",
+    ]
+    shutil.copytree(HERE / "results", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    png = Path(picture.PICTURE)
+    for files in ({}, {"gpu": gpu}):
         png.unlink()
-    two = ["results/sampler-cpu.json", "results/sampler-edges-cpu.json"]
-    for drawn, complaint in (
-        (two, "sampler-edges-cpu.json: sampling a batch is in a file before"),
-        ([f"{tmp_path}/none.json"], "nothing to draw"),
-    ):
-        assert bench.main(["picture", *drawn, "--png", str(png)]) == 2 and not png.exists()
-        assert complaint in capsys.readouterr().err
+        for name, content in files.items():
+            Path(f"results/{name}.json").write_text(json.dumps(content))
+        assert bench.main(["picture"]) == 0 and png.read_bytes().startswith(b"\x89PNG")
+    shutil.rmtree("results")
+    assert bench.main(["picture"]) == 2 and not png.exists()
+    assert "nothing to draw" in capsys.readouterr().err
 
 
 def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
