@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import io
 import json
 import mmap
@@ -11,6 +10,7 @@ import os
 import pickle
 import platform
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -191,8 +191,8 @@ class Elsewhere:
     """A contender in a process of its own, with memory of its own: call it to take a step there.
 
     Args:
-        make: a function of a module of this package, which returns the step.
-        args: of the command line, and the first that `make` is called with; `words` and `options` follow.
+        make: a function of a module of this package; called with `args` (of the command line), `words` and `options` it
+            returns the step.
         python: another interpreter, perhaps with another torch; None: this one.
     """
 
@@ -201,7 +201,7 @@ class Elsewhere:
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(command, env=environment, **pipes)
-        self(make.__module__, make.__name__, args, words, options)
+        self(args.threads, functools.partial(make, args, *words, **options))
 
     def __call__(self, *words):
         pickle.dump(words, self.process.stdin)
@@ -224,16 +224,13 @@ def serve():
     while True:
         try:
             words = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
             if step:
                 answer = None, step(*words)
-            else:  # what a function of a module returns
-                module, name, args, words, options = words
-                settle(args.threads)
-                make = getattr(importlib.import_module(module), name)
-                step, answer = make(args, *words, **options), (None, None)
+            else:
+                settle(words[0])
+                step, answer = words[1](), (None, None)
+        except EOFError:
+            return
         except Exception as error:
             answer = f"{type(error).__name__}: {error}", None
         answers.write(pickle.dumps(answer))
@@ -264,13 +261,12 @@ def watch():
 
     seconds; peak_anonymous, bytes of memory; mapped, bytes of files in memory; from_disk, bytes read.
     """
-    memory = lambda field: int(_field("status", field).split()[0]) * 1024  # noqa: E731
-    seen, done, peaks = {}, threading.Event(), [memory("RssAnon")]
-    read = int(_field("io", "read_bytes"))
+    seen, done, peaks = {}, threading.Event(), [_memory()[0]]
+    read = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
 
     def sample():
         while not done.wait(0.02):
-            peaks.append(memory("RssAnon"))
+            peaks.append(_memory()[0])
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -281,13 +277,14 @@ def watch():
     finally:
         done.set()
         thread.join()
-    seen |= {"peak_anonymous": max(peaks), "mapped": memory("RssFile")}
-    seen["from_disk"] = int(_field("io", "read_bytes")) - read
+    read = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - read
+    seen |= {"peak_anonymous": max(peaks), "mapped": _memory()[1], "from_disk": 512 * read}
 
 
-def _field(file, name):
-    """The text of a field of /proc/self/`file`."""
-    return Path("/proc/self", file).read_text().split(f"\n{name}:")[1].partition("\n")[0]
+def _memory():
+    """Bytes of this process in memory -> (anonymous, of files)."""
+    pages, files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (pages - files) * mmap.PAGESIZE, files * mmap.PAGESIZE
 
 
 def watched(step, each, peak=0):
