@@ -34,6 +34,7 @@ import torch
 from bench.tools import hardware, settle, write_figures
 from disk.files import StoreError
 from model import CONVS
+from run.allocator import keep_freed_memory
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS
@@ -107,6 +108,7 @@ def main(argv=None):
         where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
         print(where, *(f"{name} {value}" for name, value in hardware(on_gpu).items()), sep="  ")
     if args.what in ("sampler", "step", "layers", "link", "inference", "mag"):
+        keep_freed_memory()  # by all contenders, as train.py does
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:

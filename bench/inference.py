@@ -12,7 +12,6 @@ import model
 from bench import tools
 from bench.tools import in_memory, opened
 from native.layers import product
-from run.allocator import keep_freed_memory
 from sampler import NeighborSampler, import_dgl
 
 # weights by name: DGL's, ours
@@ -86,7 +85,6 @@ def bench_inference(args):
 
     GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
     """
-    keep_freed_memory()
     store = opened(args.dataset, args.root)
     graph, x = (in_memory(store.indptr), in_memory(store.indices)), in_memory(store.features.tensor)
     torch.manual_seed(0)
@@ -111,7 +109,6 @@ def bench_inference(args):
 def bench_layers(args):
     """Time a step of every model's layers, whose inputs were gathered before, dropout 0 -> {"layers": {model: {contender:
     figures}}}."""
-    keep_freed_memory()
     store, seeds = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, threads=args.threads)
     blocks = sampler.sample(torch.randperm(store.num_nodes, generator=seeds)[: args.batch_size], 0)

@@ -12,7 +12,6 @@ import torch
 
 from bench import graphbolt, tools
 from bench.tools import Elsewhere, dgl_graph, in_memory, opened
-from run.allocator import keep_freed_memory
 from sampler import DGLAdapter, NeighborSampler, import_dgl
 
 LABOR = {"method": "labor"}
@@ -82,8 +81,7 @@ def dgl(indptr, indices, seeds, make_sampler, loading=False):
 
 
 def bench_sampler(args):
-    """Time one batch of every sampler; returns the figures. Freed memory is kept for all of them, as train.py does."""
-    keep_freed_memory()
+    """Time one batch of every sampler; returns the figures."""
     store, random = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
     batches = range(args.rounds + 2)
     seeds = [torch.randperm(store.num_nodes, generator=random)[: args.batch_size] for _ in batches]

@@ -22,7 +22,6 @@ from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from native.layers import use_native
 from run.adam import Adam
-from run.allocator import keep_freed_memory
 from sampler import NeighborSampler, import_dgl
 from tasks.link import Edges, Links, Scorer, split_edges
 
@@ -153,7 +152,6 @@ def bench_step(args):
     This process keeps freed memory, as train.py does; contenders "as shipped" run in processes of their own, in which
     glibc gives freed memory back as it does in any program.
     """
-    keep_freed_memory()
     contenders = {name: partial(ours, args, without=left) for name, left in WITHOUT.items()} | {
         "without kept malloc memory": partial(Elsewhere, ours, args),
         "none of them, nor kept memory": partial(Elsewhere, ours, args, without=TRICKS),
@@ -169,7 +167,6 @@ def bench_step(args):
 
 def bench_link(args):
     """Time a step of link prediction, as `bench_step` does nodes. The graph has every edge's reverse."""
-    keep_freed_memory()
     contenders = {
         "ours": partial(ours, args, "exclude", dropout=0.0),
         "ours, nothing excluded": partial(ours, args, "keep", dropout=0.0),
@@ -203,7 +200,6 @@ def bench_mag(args):
     widths: a mean and a matrix for each type, one for a node's own row, a linear map of the papers' features and
     learned rows, updated by batch, for the others.
     """
-    keep_freed_memory()
     figures = {}
     for what, learn in (("sampling", False), ("step", True)):
         contenders = {"ringblock": partial(relations, args, learn)}
