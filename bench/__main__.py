@@ -78,13 +78,12 @@ def make_parser():
     add("--models", metavar="A,B", help=f"accuracy, layers: of {','.join(MODELS)}")
     add("--runs", type=int, default=10, help="accuracy and the like: seeds, at least 2")
     # gpu, attack
-    add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; --out ROOT/gpu-quick")
+    add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; into ROOT/gpu-quick")
     add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
     add("--seed", type=int, default=0, help="attack: of the cases")
     add("--only", metavar="KIND", help="attack: cases of this kind alone")
     add("--case", type=int, metavar="N", help="attack, with --only: this case, with all it prints")
     add("--parts", metavar="A,B", help="gpu, store: only these parts")
-    add("--out", metavar="DIR", help="gpu: of gpu.json and gpu-pictures.zip (default: results)")
     return parser
 
 

@@ -18,7 +18,6 @@ crash, a traceback, a hang, memory beyond the bound, a silent difference, no sen
 """
 
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import json
@@ -96,14 +95,9 @@ class Case(NamedTuple):
         return notes | {"strewn": sorted(strewn | set(notes.get("strewn", [])))}
 
 
-def end_with_the_parent():
-    """Have the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def inside(case):
     """Work on a case in its folder, in bounded memory; what is printed goes into a file."""
-    end_with_the_parent()
+    signal.alarm(2 * SECONDS)  # the end of a hang also where nobody waits for it
     shutil.rmtree(case.folder, ignore_errors=True)
     case.folder.mkdir()
     os.chdir(case.folder)
@@ -201,13 +195,12 @@ def build_in(path, arrays, backend="lmdb", block_rows=None):
 
 
 def take(case, source, target, harm=None):
-    """Copy what is good and, unless nothing is to be wrong, harm it -> the second of what harm(path, random) returned."""
-    good, forged = case.base / source, None
+    """Copy what is good and, unless nothing is to be wrong, harm it: harm(path, random) -> (what, whether it is forged)."""
+    good = case.base / source
     (shutil.copytree if good.is_dir() else shutil.copyfile)(good, target)
     if harm and (random := case.random()):
         what, forged = harm(Path(target), random)
         case.note(what=what, forged=bool(forged))
-    return forged
 
 
 def attack_store(case):
@@ -253,7 +246,7 @@ def attack_process(case):
     if random := case.random():
         after, child = random.uniform(0, 1.1 * case.usual), os.fork()
         if not child:
-            end_with_the_parent()
+            signal.alarm(SECONDS)
             with contextlib.suppress(BaseException):
                 work(case)
             os._exit(0)
@@ -368,10 +361,9 @@ def bench_attack(args):
             entry = [kind, number, outcome, notes.get("what"), line[:300]]
             if outcome in FAILURES:
                 failed.append(entry)
-            if outcome in FAILURES or args.case is not None:
                 print(*entry, flush=True)
             if args.case is not None:
-                print(notes.pop("printed"), notes)
+                print(*entry, notes.pop("printed"), notes)
             shutil.rmtree(case.folder, ignore_errors=True)
     print_table("kind", rows)
     return {"outcomes": rows, "failed": failed}

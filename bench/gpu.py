@@ -10,9 +10,9 @@
     tests      the tests that need a GPU, counted
     sanitizer  compute-sanitizer's memcheck on sampler, layers and steps as CUDA graphs, where it is installed
 
-Every part is a process that writes its figures into gpu.json under --out as they come; pictures and traces are in
+Every part is a process that writes its figures into results/gpu.json as they come; pictures and traces are in
 gpu-pictures.zip beside it. What fails in a part, be it an exception, a crash or the time limit, is written there and
-printed, and the next part runs. --quick takes tiny graphs, to rehearse.
+printed, and the next part runs. --quick takes tiny graphs, to rehearse, and ROOT/gpu-quick.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def bench_gpu(args):
         sees = f"torch {torch.__version__} sees no GPU here"
         raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
     names, rows = tools.chosen_parts(args, PARTS), {}
-    args.out = args.out or (str(Path(args.root, "gpu-quick")) if args.quick else "results")
+    args.out = str(Path(args.root, "gpu-quick")) if args.quick else "results"
     if args.quick:
         args.batch_size, args.hidden, args.fanout, args.rounds = 64, 16, [5, 4, 3], 1
     file, end = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes

@@ -218,10 +218,11 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     parts = {"raises": (_part, 60), "dies": (_part, 60), "hangs": (_part, 1), "keeps": (_part, 60)}
     monkeypatch.setattr(bench_gpu, "PARTS", parts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = ["gpu", "--threads", "2", "--out", str(tmp_path / "out"), "--batch-size", "7"]
+    monkeypatch.chdir(tmp_path)
+    words = ["gpu", "--threads", "2", "--batch-size", "7"]
     assert bench.main(words) == 1
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["gpu.json"]
-    written = lambda: json.loads((tmp_path / "out" / "gpu.json").read_text())  # noqa: E731
+    assert [*Path().rglob("*.*")] == [Path("results/gpu.json")]
+    written = lambda: json.loads(Path("results/gpu.json").read_text())  # noqa: E731
     assert written()["machine"]["cpu"] and written()["arguments"]["batch_size"] == 7
     found = written()["parts"]
     assert {name: entry["failed"] for name, entry in found.items()} == {
