@@ -45,7 +45,8 @@ from disk.files import StoreError
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from run import plan
 from sources import arrays
-from store import GraphStore, build_store
+from sources.prepare import build
+from store import GraphStore
 
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
 OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
@@ -176,22 +177,15 @@ def make_good(case):
     build_graphs(base / "graphs", [made], split=split)
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
-    build_in(base / "mmap", graph, "mmap")
-    build_in(base / "lmdb", graph, "lmdb", 2)  # many values
-    build_in(base / "changed", graph, "lmdb", 30)
+    build(base / "npz.npz", base / "mmap")
+    build(base / "npz.npz", base / "lmdb", backend="lmdb", block_rows=2)  # many values
+    build(base / "npz.npz", base / "changed", backend="lmdb", block_rows=30)
     features = GraphStore.open(base / "changed").features
     for number in range(3):
         features.put_rows(torch.arange(0, NODES, 7), torch.full((23, WIDTH), float(number)))
     for lock in base.glob("*/*-lock"):
         lock.unlink()
     run_train(case, base / "mmap", 1, *NODE, "--checkpoint", base / "good.pt")
-
-
-def build_in(path, arrays, backend="lmdb", block_rows=None):
-    """Build a store from the arrays of npz.npz."""
-    split = {part: arrays[name] for part, name in PARTS.items() if name in arrays}
-    kept = {name: arrays[name] for name in ("edge_index", "features", "labels")}
-    build_store(path, backend=backend, block_rows=block_rows, split=split, **kept)
 
 
 def take(case, source, target, harm=None):
@@ -267,7 +261,7 @@ def attack_process(case):
 
 def build_it(case):
     if not Path("store").exists():
-        build_in("store", dict(np.load(case.base / "npz.npz")))
+        build(case.base / "npz.npz", "store", backend="lmdb")
 
 
 def put_it(case):

@@ -346,7 +346,7 @@ def _kills(folder):
     base.mkdir()
     graph |= {attack.PARTS[part]: ids for part, ids in graph.pop("split").items()}
     np.savez(base / "npz.npz", **graph)
-    attack.build_in(base / "changed", graph, block_rows=30)
+    attack.build(base / "npz.npz", base / "changed", backend="lmdb", block_rows=30)
     rows = torch.full((23, attack.WIDTH), 2.0)
     GraphStore.open(base / "changed").features.put_rows(torch.arange(0, attack.NODES, 7), rows)
     build_graphs(base / "graphs", [_graphs(50)])
