@@ -56,16 +56,16 @@ def call_dgl(layer, graph, h, last):
     return h if h.dim() == 2 else h.mean(1) if last else h.flatten(1)
 
 
-def dgl_inference(net, indptr, indices, x):
-    """Layer-wise inference as DGL's own example (node_classification.py) writes it, with the weights of `net` ->
-    function of the number of nodes taken at a time -> logits [V, C]."""
+def dgl_inference(net, indptr, indices, x, batch_size):
+    """Prepare layer-wise inference as DGL's own example (node_classification.py) writes it, of so many nodes at a time, with
+    the weights of `net` -> function: logits [V, C]."""
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
     graph = tools.dgl_graph(indptr, indices.long())
     if isinstance(net.layers[0], model.GATv2Conv):
         graph = import_dgl().add_self_loop(graph)
 
     @torch.no_grad()
-    def infer(batch_size):
+    def infer():
         h = x
         for layer, ours in zip(layers, net.layers):
             full, everyone = load.MultiLayerFullNeighborSampler(1), torch.arange(graph.num_nodes())
@@ -95,10 +95,10 @@ def bench_inference(args):
         infer = make()
         return lambda i: logits.update({name: infer()})
 
-    exact, theirs = (partial(f, net, *graph, x) for f in (model.inference, dgl_inference))
+    exact = partial(model.inference, net, *graph, x)
     makers = {"ours": lambda: exact, "ours, tables in files": lambda: partial(exact, memory=0)}
     for nodes in (4096, 65536) if args.model != "gcn" else ():
-        makers[f"DGL, {nodes} nodes at a time"] = lambda nodes=nodes: partial(theirs(), nodes)
+        makers[f"DGL, {nodes} nodes at a time"] = partial(dgl_inference, net, *graph, x, nodes)
     contenders = {name: partial(keeping, name, make) for name, make in makers.items()}
     rows = tools.compare("inference", contenders, args.rounds, warmup=1)
     apart = {name: (logits[name] - logits["ours"]).abs().max().item() for name in rows}

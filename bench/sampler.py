@@ -14,13 +14,12 @@ from bench import graphbolt, tools
 from bench.tools import Elsewhere, dgl_graph, in_memory, opened
 from sampler import DGLAdapter, NeighborSampler, import_dgl
 
-LABOR = {"method": "labor"}
 LABORS = {  # ways to draw: options of a NeighborSampler; train.py has flags of the same names
     "uniform": {},
-    "LABOR": LABOR,
-    "LABOR, layer": {**LABOR, "layer_dependency": True},
-    "LABOR, batch 4": {**LABOR, "batch_dependency": 4},
-    "LABOR, layer, batch 4": {**LABOR, "layer_dependency": True, "batch_dependency": 4},
+    "LABOR": dict(method="labor"),
+    "LABOR, layer": dict(method="labor", layer_dependency=True),
+    "LABOR, batch 4": dict(method="labor", batch_dependency=4),
+    "LABOR, layer, batch 4": dict(method="labor", layer_dependency=True, batch_dependency=4),
 }
 
 

@@ -114,11 +114,11 @@ def compare(
     for name in steps:
         seconds, figures = zip(*taken[name][warmup:])
         median = 1e3 * statistics.median(seconds)
-        first = next(iter(rows.values()))["median_ms"] if rows else median
-        rows[name] = {"median_ms": median, "min_ms": 1e3 * min(seconds)}
-        rows[name][f"time / {next(iter(rows))}"] = median / first
+        rows[name] = row = {"median_ms": median, "min_ms": 1e3 * min(seconds)}
+        first = next(iter(rows))
+        row[f"time / {first}"] = median / rows[first]["median_ms"]
         for key in figures[0] if isinstance(figures[0], dict) else ():
-            rows[name][key] = statistics.mean(figure[key] for figure in figures)
+            row[key] = statistics.mean(figure[key] for figure in figures)
     return print_table(what, rows)
 
 
