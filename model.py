@@ -798,9 +798,9 @@ class GNN(nn.Module):
         """All layers as one step of autograd, where native/layers.py has it and no part was changed; else None."""
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
         plain = {SAGEConv, Linear, nn.Identity}.issuperset(map(type, parts))
-        plain &= (self.step, self.finish) == (GNN.step.__get__(self), GNN.finish.__get__(self))
         plain &= not any(vars(part).get(name) for part in parts for name in HOOKS)
-        if not (fused and plain and self.residuals is None) or self.recompute:
+        plain &= is_gnn(self, ("step", "finish")) and self.residuals is None
+        if not (fused and plain) or self.recompute:
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
@@ -832,10 +832,16 @@ class SAGE(GNN):
 
 
 def layerwise(model):
-    """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each."""
+    """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each; of a
+    `GNN` that computes anything else than a GNN it cannot."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
-    return ours and hasattr(model, "finish")
+    return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
+
+
+def is_gnn(model, steps=("forward", "embed", "step")):
+    """Whether a network is a `GNN` of which no subclass has changed these steps."""
+    return isinstance(model, GNN) and all(getattr(type(model), s) is getattr(GNN, s) for s in steps)
 
 
 def graph_degrees(indptr, indices, step=1 << 24):

@@ -13,7 +13,7 @@ import torch
 
 from disk.files import StoreError
 from loader import NodeLoader, seeds_at
-from model import GNN, graph_degrees, inference, layerwise
+from model import GNN, graph_degrees, inference, is_gnn, layerwise
 from run import own_model
 from run.data import make_sampler, place_data, reading_all_edges, settle
 from run.edge_data import degrees_at
@@ -53,7 +53,8 @@ def build_model(ranks, args, task, used):
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
-    if not layerwise(model) or not any(layer.uses_degree for layer in model.layers):
+    ours = layerwise(model) or isinstance(model, GNN)
+    if not ours or not any(layer.uses_degree for layer in model.layers):
         return model
     if used.time is not None and used.type is not None:
         what = "a layer counts degrees by time, and lists are sorted by type first"
@@ -91,7 +92,7 @@ class Run:
         float64 with fp64. key: of dropout. network: the model as wrapped by DistributedDataParallel; None: the bare
         one."""
         device = self.ranks.device
-        if key is not None and not isinstance(self.model, GNN):
+        if key is not None and not is_gnn(self.model):
             # torch.manual_seed takes 0.1 ms to ask for devices of all kinds
             torch.default_generator.manual_seed(key)
             if device.type == "cuda":
@@ -157,7 +158,7 @@ class Run:
         loader = self.loader(torch.arange(store.num_nodes), fanout, **options)
 
         def output(batch):
-            if not isinstance(model, GNN):
+            if not is_gnn(model):
                 return self.task.output(self, model, batch, None).float()
             x = model.embed(batch.blocks[0].src_nodes, batch.x)
             edges = batch.edges or [None] * len(fanout)

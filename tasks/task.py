@@ -5,7 +5,7 @@ import torch
 from disk.columns import described_types
 from disk.counts import edge_line
 from disk.files import StoreError
-from model import EDGE_CONVS, GNN, TYPE_CONVS
+from model import EDGE_CONVS, GNN, TYPE_CONVS, is_gnn
 from store import GraphStore
 
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
@@ -59,7 +59,7 @@ class Task:
 
     def output(self, run, network, batch, key):
         """Logits [S, C] of a batch's seeds, or embeddings [S, D]."""
-        if isinstance(run.model, GNN):
+        if is_gnn(run.model):
             first_hop, edges = run.ring.first_hop, batch.edges or None
             return network(batch.blocks, batch.x, aggregated=first_hop, key=key, edges=edges)
         return output_of_own(run.args.model, self.store.num_classes, network, batch)

@@ -540,3 +540,33 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer(tiny, tmp_path, mon
         for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
             monkeypatch.setattr(evaluate, "WHOLE_GRAPH_EDGES", edges)
             torch.testing.assert_close(run.exact_in_batches(net), expected, rtol=1e-4, atol=1e-5)
+
+
+CHANGED = """
+from model import GNN
+class Net(GNN):
+    def __init__(self, in_dim, num_classes, conv):
+        super().__init__(in_dim, 16, num_classes, conv=conv, num_layers=2)
+class Forward(Net):
+    def forward(self, blocks, x):
+        return super().forward(blocks, 0 * x)
+class Finish(Net):
+    def finish(self, i, h, h_dst, *drawn):
+        return 0 * super().finish(i, h, h_dst, *drawn)
+"""
+
+
+@pytest.mark.parametrize("conv", ["sage", "gcn"])
+@pytest.mark.parametrize("name", ["Forward", "Finish"])
+def test_what_a_subclass_of_gnn_changes_counts_in_training_and_evaluation(
+    name, conv, tiny, tmp_path
+):
+    """Both leave nothing of the features: the logits of all nodes are the same."""
+    (tmp_path / "net.py").write_text(CHANGED)
+    words = (
+        f"--dataset {tiny} --model {tmp_path}/net.py:{name} --model-args conv={conv} --fanout 4,4"
+    )
+    run = evaluate.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
+    nodes = torch.arange(50)
+    for logits in (run.exact(), run.sampled(nodes)):
+        assert logits.std(0).max() < 1e-6 and (run.model.degrees is None) == (conv == "sage")
