@@ -206,7 +206,8 @@ def train(ranks, args, path):
     best = {"score": -math.inf, "epoch": 0, "model": None}  # of --weights best
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state, fits
-    best["model"] = best["model"] if args.weights == "best" else None
+    if args.weights == "last":  # a later run that keeps the best begins anew
+        best.update(score=-math.inf, model=None)
     static = run.task.static_steps and args.trains and start < args.epochs
     graphs, said = step_graph.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)

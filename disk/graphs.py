@@ -128,6 +128,8 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         split = check_split(split or {}, np.zeros(count, np.int64), "graph")
         size = graphs.file.path.stat().st_size
         record = {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}
+        # of the graphs in the split, which `append` leaves as they are
+        record["built"] = files.sha256_of(graphs.file.path).hexdigest()
         files.write_meta(building, meta, {"graphs.lmdb": record, **write_arrays(building, split)})
         GraphDataset.open(building)
     return path

@@ -13,8 +13,8 @@ No generator and no schedule has a state: what is drawn is a function of --seed 
                 graph, or any graph of the same widths where --predict only predicts
     all others  this command's own: where it runs, what it writes
 
-A graph is recognised by the SHA-256 of its files in meta.json, not by its path. An LMDB file may change by design:
-once it has, it is no longer compared.
+A graph is recognised by the SHA-256 of its files in meta.json, not by its path, as a file of --edge-split is. An LMDB file
+may change by design: once it has, it is no longer compared.
 
 A checkpoint may come from a stranger. Its pickle names tensors and dicts alone; its flags pass through the parser of the
 command line, none names code or a file to write; its tensors have to fit the network they describe on the meta device.
@@ -30,7 +30,7 @@ from types import SimpleNamespace
 
 import torch
 
-from disk.files import StoreError, reading, write_whole
+from disk.files import StoreError, reading, sha256_of, write_whole
 from run.flags import TASKS, changed, check_values, filled_in, make_parser, spelled, text_of
 from run.own_model import is_own
 
@@ -51,7 +51,7 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in (*TASKS[args.task].widths, "edge_types")}
-    graph |= {"path": str(Path(store.path).absolute()), "files": digests(store)}
+    graph |= {"path": str(Path(store.path).absolute()), "files": digests(args, store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -66,9 +66,13 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     write_whole(path, lambda file: torch.save(state, file))
 
 
-def digests(store):
-    """{file: SHA-256, or None} of a store."""
-    return {name: record.get("sha256") for name, record in store.meta["files"].items()}
+def digests(args, store):
+    """{file: SHA-256, or None} of a store and of the file of --edge-split."""
+    records = store.meta["files"].items()
+    found = {name: record.get("sha256", record.get("built")) for name, record in records}
+    if (file := args.edge_split).endswith(".npz") and args.task == "link":
+        found[file] = sha256_of(file).hexdigest()
+    return found
 
 
 def load_model(path, model=None):
@@ -238,7 +242,7 @@ def check_graph(state, path, args, task):
         if there and was and "num_edge_types" in compared and was[: len(there)] != there:
             order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"
             raise StoreError(f"{trained} whose {order}")
-        files, was = digests(store), graph["files"]
+        files, was = digests(args, store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
         return
@@ -247,8 +251,9 @@ def check_graph(state, path, args, task):
         raise StoreError(f"{said}; give its graph, or another --checkpoint to start anew")
     if (was := state["total_batch"]) != args.total_batch:
         said = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
-        batch = was * args.batch_size // args.total_batch
-        raise StoreError(f"{said}, this run has {args.total_batch}; give --batch-size {batch}")
+        batch, rest = divmod(was * args.batch_size, args.total_batch)
+        advice = "another number of processes" if rest else f"--batch-size {batch}"
+        raise StoreError(f"{said}, this run has {args.total_batch}; give {advice}")
     if (step := state["step"]) > args.steps:
         raise StoreError(f"checkpoint {path} is damaged: step {step} of {args.steps} of an epoch")
 

@@ -162,6 +162,22 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     build_store(tmp_path / "h", backend="lmdb", **{**graph, "features": graph["features"] + 1})
     assert _code(*resume, f"--epochs 2 --dataset {tmp_path}/h") == 2
     assert "features.lmdb" in capsys.readouterr().err
+    # of other small graphs with the same split, and of another file of --edge-split
+    words = f"--root {tmp_path} --epochs 1 --hidden 8 --checkpoint {tmp_path}/here.pt"
+    molecules = {"node_offsets": [0, 2, 4], "bond_offsets": [0, 1, 2], "bond_feat": np.ones((2, 1))}
+    molecules |= {"bond_index_local": [[0, 0], [1, 1]], "train_idx": [0], "val_idx": [1]}
+    for name, atoms in (("m", np.eye(4)), ("n", np.ones((4, 4)))):
+        np.savez(tmp_path / f"{name}.npz", **molecules, atom_feat=atoms, targets=[1.0, 2.0])
+    assert _code(words, f"--task graph --dataset {tmp_path}/m.npz") == 0
+    assert _code(*resume, "--root", tmp_path, f"--dataset {tmp_path}/n.npz --epochs 2") == 2
+    assert "graphs.lmdb" in capsys.readouterr().err
+    for test in (0, 1):
+        np.savez(tmp_path / "s.npz", test=[[0, 1 + test]])
+        if not test:
+            assert _code(words, f"--task link --edge-split {tmp_path}/s.npz --dataset", path) == 0
+    assert _code(*resume, "--epochs 2") == 2
+    assert f"{tmp_path}/s.npz in " in capsys.readouterr().err
+    assert _code(*resume, "--predict", tmp_path / "p.npy") == 0
 
 
 def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_path):
