@@ -17,6 +17,7 @@ The ranks of a machine share its cores; with GPUs each is bound to the cores nea
 
 import atexit
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -198,7 +199,11 @@ def launch(worker, nprocs, *args, gpus=0):
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
     given = worker, nprocs, gpus, port, os.getpid(), args
-    _supervise(mp.spawn(_spawned, given, nprocs, join=False))
+    # inherited: Ctrl-C reaches the whole group of a terminal, also while the ranks import torch
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context = mp.spawn(_spawned, given, nprocs, join=False)
+    signal.signal(signal.SIGINT, before)
+    _supervise(context)
     del store  # it is needed until here
 
 
@@ -223,6 +228,7 @@ def _supervise(context):
         for process in filter(mp.Process.is_alive, context.processes):
             (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
 
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # whom it ends
     with _handling(forward):
         try:
             while not context.join(grace_period=2):

@@ -261,11 +261,19 @@ def worker(ranks, args, path):
         return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
     except (StoreError, DamagedGraph, NotFinite) as error:
         if not ranks.leads:
-            # rank 0 speaks for all and ends them; a rank that fails alone is still here and speaks
-            time.sleep(1)
+            # rank 0 speaks for all, and 2 s later they end; a rank that fails alone is still here and speaks
+            time.sleep(3)
         hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
         print(f"train.py: {error}{hint}", file=sys.stderr)
         return 1 if isinstance(error, NotFinite) else 2
+    except BrokenPipeError:
+        return unread()
+
+
+def unread():
+    """Print nowhere, once nobody reads it: of `| head`, say; the interpreter flushes once more -> exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def main(argv=None):
@@ -279,9 +287,8 @@ def main(argv=None):
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # of `| head`, say; the interpreter flushes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError:
+        return unread()
     return 0
 
 

@@ -181,6 +181,18 @@ def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
     assert process.returncode == -signal.SIGINT and output == "", output
 
 
+def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
+    """A terminal signals them as well: a traceback of the import would come of it."""
+    process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 9", start_new_session=True)
+    text = lambda pid, file: Path(f"/proc/{pid}/{file}").read_text()  # noqa: E731
+    while not (ranks := [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]):
+        time.sleep(0.001)
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", text(ranks[0], "status"))[1], 16)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert ignored >> signal.SIGINT - 1 & 1 and "Traceback" not in output, output
+
+
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
     """The real script with spawned ranks, which a terminal signals as well; forks are tested with other signals."""
     common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --dropout 0.5"

@@ -308,13 +308,15 @@ def test_train_without_validation_nodes_or_a_reader(tmp_path):
     split = {"train": range(150), "valid": [], "test": range(150, 200)}
     path = build_store(tmp_path / "g", **{**_graph(), "split": split})
     common = [f"--dataset {path} --fanout 3,3 --hidden 8 --epochs 3 --gpus 0"]
-    assert "has no validation nodes" in _train(*common, "--early-stop 2", code=2)
+    output = _train(*common, "--early-stop 2 --procs 3", code=2)
+    assert output.count("has no validation nodes") == 1 and "SIGTERM" not in output
     assert "valid n/a" in _train(*common)
     os.mkfifo(pipe := tmp_path / "pipe")
-    process = _start_fork(pipe, *common)
-    os.close(os.open(pipe, os.O_RDONLY))  # `head` has read enough
-    process.join(60)
-    assert process.exitcode == 141
+    for procs in (1, 2):
+        process = _start_fork(pipe, *common, f"--procs {procs}")
+        os.close(os.open(pipe, os.O_RDONLY))  # `head` has read enough
+        process.join(60)
+        assert process.exitcode == 141
     words = *common, "--procs 2 --dataset", path
     assert _end(_fork(tmp_path / "said", _without_streams, *words)) == ""
 
