@@ -343,12 +343,15 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
     not_dgl, lists = dependent or first(columns), any(isinstance(k, list) for k in fanouts)
     untyped = edge_type is None and (lists or not by_type)
     together = not by_type and (lists or times is not None)
-    wrong_number = min(numbers, default=-2) < -1
+    wrong_number = min(numbers, default=-2) < -1 or max(numbers) >= 1 << 31
     endless = window is not None and (window % 1 != 0 or not 0 < window < 1 << 63)
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
-        (wrong_number, f"fanouts {fanouts}: give one number for each hop, positive or -1 (all)"),
+        (
+            wrong_number,
+            f"fanouts {fanouts}: give one number for each hop, positive or -1 (all), below 2^31",
+        ),
         (replace and -1 in numbers, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
         (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),

@@ -327,13 +327,13 @@ def model_name(text):
 
 def fanout(text):
     """Parse '15,10,5', or 'writes=10:cites=5,writes=5' by types of edges, which stays text."""
-    number = "(-1|0*[1-9][0-9]*)"
+    number = "(-1|0*[1-9][0-9]{0,8})"
     named = rf"(?!any=)[^=:,]+={number}(:(?!any=)[^=:,]+={number})*"
     hop, rest = f"({number}|{named})", f"(,{number})*"
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    how = "write numbers above 0, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
+    how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 
 

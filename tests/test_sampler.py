@@ -938,6 +938,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "by_type=False: numbers by type need edge_type", dict(by_type=False)),
     (ValueError, "edge_type has 2 types, one number for each", dict(fanouts=[[3]], **_TYPED)),
     (ValueError, "one number .* hop, positive or -1", dict(fanouts=[[3, -2]], **_TYPED)),
+    (ValueError, "below 2.31", dict(fanouts=[1 << 31])),
     (TypeError, "fanouts has .3, 2.5.: whole numbers", dict(fanouts=[[3, 2.5]], **_TYPED)),
     (ValueError, "-1 .all. is not", dict(fanouts=[[3, -1]], replace=True, **_TYPED)),
     (ValueError, "is not for numbers by type", dict(fanouts=[[3, 3]], **_MIXED)),
