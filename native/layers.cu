@@ -21,7 +21,9 @@
 #define AT_ONCE (left >= COLUMNS)
 #define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
 #define GROUP 1
-typedef unsigned short kept_t;
+#define kept_t IN  // the result of ReLU and dropout
+#define KEEP_BITS(row, v) (void)0
+#define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
 #define WHERE_READ 0  // ReLU and dropout have had a pass of their own
 #else
 #define COLUMNS 4
@@ -29,7 +31,11 @@ typedef unsigned short kept_t;
 #define AT_ONCE whole
 #define EACH_LEFT EACH if (!q || q < left)
 #define GROUP 8  // rows on their way to a thread together
-typedef unsigned char kept_t;
+typedef unsigned char kept_t;  // of COLUMNS columns, a bit for each that is above 0
+#define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
+#define KEEP_BITS(row, v) \
+  if (kept) store_same(&KEPT(row), bits_above_zero(v))
+#define WHERE_KEPT(row) where_kept(KEPT(row))
 #define WHERE_READ relu
 #endif
 #define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
@@ -123,18 +129,16 @@ FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2
 #define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
-// The gradient g of what ReLU and dropout were applied to, `where` their result is above 0: a bit for
-// each column of a thread is all that a backward pass needs to know of a row.
+// The gradient g of what ReLU and dropout were applied to, `where` their result is above 0.
 FN floats_t keep(ints_t where, floats_t g, float scale) {
   return choose(where, g * scale, all_of(0));
 }
-FN kept_t bits_above_zero(floats_t v) {
+FN unsigned char bits_above_zero(floats_t v) {
   unsigned bits = 0;
   EACH bits |= (unsigned)(v[q] > 0.0f) << q;
-  return (kept_t)bits;
+  return (unsigned char)bits;
 }
-#define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
-FN ints_t where_kept(kept_t bits) {
+FN ints_t where_kept(unsigned char bits) {
   ints_t where;
   EACH where[q] = -(bits >> q & 1);
   return where;
@@ -300,14 +304,14 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
   if (WHERE_READ && self >= 0) own = ACTIVATE(own, self);
-  if (kept && self >= 0) store_same(&KEPT(self), bits_above_zero(own));
+  if (self >= 0) KEEP_BITS(self, own);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     floats_t v[GROUP];
     UNROLL for (int j = 0; j < GROUP; j++) {
       ID u = e + j < last ? indices[e + j] : -1;
       v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
       if (WHERE_READ && u >= 0) v[j] = ACTIVATE(v[j], u);
-      if (kept && u >= 0) store_same(&KEPT(u), bits_above_zero(v[j]));
+      if (u >= 0) KEEP_BITS(u, v[j]);
       if (gamma && u >= 0) v[j] = v[j] * gamma[u];
       count += u >= 0;
     }
@@ -349,7 +353,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
       UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last)
         sum = sum + v[j] * (share[q + j] * by);
     }
-    if (kept) sum = keep(where_kept(KEPT(u)), sum, scale);
+    if (kept) sum = keep(WHERE_KEPT(u), sum, scale);
     store(out + u * width + column, whole, left, sum);
     added = added + sum;
   }
@@ -363,13 +367,13 @@ KERNEL relu_dropout(const IN *h, int S, int width, int whole, int relu, const ID
   const i64 at = row * width + column;
   const floats_t v = ACTIVATE(load(h + at, whole, left), row);
   store(out + at, whole, left, v);
-  if (kept) KEPT(row) = bits_above_zero(v);
+  KEEP_BITS(row, v);
 }
 KERNEL relu_dropout_grad(const kept_t *kept, const IN *grad, int S, int width, int whole,
                          float scale, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 at = row * width + column;
-  store(out + at, whole, left, keep(where_kept(KEPT(row)), load(grad + at, whole, left), scale));
+  store(out + at, whole, left, keep(WHERE_KEPT(row), load(grad + at, whole, left), scale));
 }
 
 // The largest of the neighbours' rows by column, and which neighbour's it is: of equal ones the

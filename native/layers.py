@@ -110,7 +110,7 @@ class Code:
 
     def __init__(self, compiled):
         self.compiled, self.on_cpu = compiled, isinstance(compiled, ctypes.CDLL)
-        self.columns, self.kept = (compiled.columns_of_a_thread(), 2) if self.on_cpu else (4, 1)
+        self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
 
     def run(self, kernel, threads, *values):
         if self.on_cpu:
@@ -122,13 +122,16 @@ class Code:
         """Threads of a row."""
         return -(-width // self.columns)
 
-    def bits(self, h):
-        """Memory for which numbers of h [N, F] an activation leaves above 0."""
-        return h.new_empty(len(h), self.kept * self.threads(h.shape[1]), dtype=torch.uint8)
+    def kept(self, h):
+        """What the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated as they are read,
+        memory for a bit for each number; else h itself, in place."""
+        return (
+            h if self.on_cpu else h.new_empty(len(h), self.threads(h.shape[1]), dtype=torch.uint8)
+        )
 
     def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED, kept=None):
         """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`, on a
-        GPU; kept: its `bits`."""
+        GPU; kept: see `Code.kept`."""
         (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
         given = *block, h, self_rows, *scales, S, width, whole, *active, kept
         self.run("self_and_mean", S * self.threads(width), *given, out)
@@ -137,7 +140,7 @@ class Code:
         self, block, grad, num_src, kept=None, scale=1.0, scales=UNSCALED, own=True, sums=False
     ):
         """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of what these were
-        the activation of, with its `bits`; and, if sums are asked for, rows that add up to the same, float32 [fewer, F], or
+        the activation of, with what it `kept`; and, if sums are asked for, rows that add up to the same, float32 [fewer, F], or
         it again."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
@@ -151,7 +154,7 @@ class Code:
         return (out, out if parts is None else parts) if sums else out
 
     def relu_dropout(self, h, active, out=None, kept=None):
-        """The `activation` of h [S, D], in place or into `out`; kept: its `bits`."""
+        """The `activation` of h [S, D], in place or into `out`; kept: see `Code.kept`."""
         (S, width), out = h.shape, h if out is None else out
         given = h, S, width, _aligned(width, h, out), *active, kept
         self.run("relu_dropout", S * self.threads(width), *given, out)
@@ -336,7 +339,7 @@ def relu_dropout(h, nodes, seed, drop):
 class _ReluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, nodes, seed, drop, code):
-        kept = code.bits(h) if ctx.needs_input_grad[0] else None
+        kept = code.kept(h) if ctx.needs_input_grad[0] else None
         ctx.code, ctx.scale = code, 256 / (256 - drop)
         code.relu_dropout(h, activation(nodes, seed, drop), kept=kept)
         ctx.mark_dirty(h)
@@ -582,7 +585,7 @@ class _Sage(torch.autograd.Function):
     def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
         (of_input, code), h, saved, learns = codes, x, [], any(ctx.needs_input_grad)
         for i, block in enumerate(blocks):
-            kept = code.bits(h) if i and learns else None
+            kept = code.kept(h) if i and learns else None
             if aggregated and not i:
                 pair = h.to(dtype)
             else:
