@@ -286,8 +286,7 @@ def test_what_is_checked_of_a_checkpoint_is_what_is_loaded(zip64):
         (first.replace(size * 2, struct.pack("<II", 1 << 30, 1 << 30)), "larger than the file"),
         (first[:-100], "zip|directory"),
     ):
-        with pytest.raises(Exception, match=message):
-            checkpoint.checked_archive(damaged)
+        _refuses(message, checkpoint.checked_archive, damaged, error=Exception)
 
 
 def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):

@@ -1,7 +1,6 @@
-"""Tests: store.py at scale: rows that change, many small graphs, kills, damage, full disks."""
+"""Tests: store.py at scale: rows that change, many small graphs, damage, full disks."""
 
 import itertools
-import math
 import multiprocessing
 import os
 import pickle
@@ -21,7 +20,6 @@ import torch
 
 import store
 import train
-from bench import attack
 from bench.harm import other_bytes
 from disk import lmdb_rows
 from disk.files import StoreError, check_in_use, reading
@@ -335,38 +333,7 @@ def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):
         _refuses(said, call, *args)
 
 
-# kills, damage, full disks
-
-
-def _kills(folder):
-    """Work of bench/attack.py killed 12 times of a kind, each looked at and then brought to its end."""
-    torch.set_num_threads(1)
-    attack.train_on = lambda *_: None  # in this process
-    base, graph = folder / "base", _graph(attack.NODES, width=attack.WIDTH)
-    base.mkdir()
-    graph |= {attack.PARTS[part]: ids for part, ids in graph.pop("split").items()}
-    np.savez(base / "npz.npz", **graph)
-    attack.build(base / "npz.npz", base / "changed", backend="lmdb", block_rows=30)
-    rows = torch.full((23, attack.WIDTH), 2.0)
-    GraphStore.open(base / "changed").features.put_rows(torch.arange(0, attack.NODES, 7), rows)
-    build_graphs(base / "graphs", [_graphs(50)])
-    for kind in ("build", "put", "append"):
-        usual = math.inf
-        for number in range(-3, 12):  # below 0 nothing is killed
-            case = attack.Case(kind, number, base, folder / f"{kind}{number}", usual=usual)
-            case.folder.mkdir()
-            os.chdir(case.folder)
-            Path("victim").write_text("untouched")
-            Path("printed").touch()
-            attack.attack_process(case)
-            notes = case.notes()
-            assert not notes.get("wrong") and not notes["strewn"], notes
-            usual = min(usual, notes["seconds"]) if number < 0 else usual
-            assert kind != "append" or len(GraphDataset.open("store")) == 1050  # forty at a time
-
-
-def test_store_killed_at_any_moment_is_the_old_one_or_the_new_one(tmp_path):
-    _end(_fork(tmp_path / "out", _kills, tmp_path))
+# damage, full disks
 
 
 def _reads_damaged_stores(folder):

@@ -456,28 +456,6 @@ def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
         torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-def test_cuda_dropout_is_the_same_with_features_of_edges(heads, cuda_layers, monkeypatch):
-    """Edges whose features are zeros change nothing, dropout of attention included."""
-    blocks, x, _ = _three_blocks()
-    options = dict(heads=heads, dropout=0.5, norm="none")
-    plain, seeing = (_net("gat with edges", (20, 8, 8), edge_dim=n, **options) for n in (0, 3))
-    seeing.load_state_dict(plain.state_dict(), strict=False)
-    zeros = {"edges": [torch.zeros(block.num_edges, 3) for block in blocks]}
-    results = []
-    for net, more in ((plain, {}), (seeing, zeros)):
-        named = [name for name, _ in net.named_parameters()]
-        for functions in (fused, layers_gpu, None):
-            monkeypatch.setattr(model, "fused", functions)
-            logits, *grads = _trained(net, blocks, x, **more)
-            grads = [grad for grad, name in zip(grads, named) if "edge" not in name]
-            results.append([logits, *grads])
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(_trained(seeing, blocks, x, 5, **zeros)[0], results[0][0])
-    assert cuda_layers.count("edge_matrix_grad") == 3
-
-
 def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     """As torch.autocast has it: rows and pairs in either type; parameters and their gradients are float32."""
     monkeypatch.setattr(model, "fused", layers_gpu)

@@ -15,7 +15,7 @@ import model
 import train
 from disk import files as disk
 from features import FeatureRing, prefetch
-from model import GNN, SAGE, inference
+from model import SAGE, inference
 from run.evaluate import open_run
 from sampler import NeighborSampler
 from store import build_store
@@ -252,28 +252,3 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
             assert all(g is not None and g.isfinite().all() for g in gradients)
         assert torch.equal(*outputs) or precision == "bf16"
         torch.testing.assert_close(*outputs, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("conv", model.CONVS)
-def test_fp64_parts_of_a_batch_add_up_to_the_whole(conv):
-    """What one process computes, two compute: gradients of parts against those of all, to 1e-12 of the largest."""
-    graph, seeds = _for_loading()
-    torch.manual_seed(2)
-    options = dict(num_layers=2, heads=2, norm="layer", dropout=0.0 if conv == "gat" else 0.5)
-    net = GNN(5, 8, 7, conv=conv, **options).double()
-    net.degrees = model.graph_degrees(graph.indptr, graph.indices).double()
-
-    def gradients(world):
-        net.zero_grad()
-        for rank in range(world):
-            options = dict(batch_size=300 // world, rank=rank, world=world, dtype=torch.float64)
-            for batch in loader.NodeLoader(graph, seeds, [4, 3], **options):
-                torch.manual_seed(batch.global_step)
-                logits = net(batch.blocks, batch.x)
-                torch.nn.functional.cross_entropy(logits, batch.y, reduction="sum").backward()
-        return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-    one = gradients(1)
-    assert one.dtype == torch.float64
-    for world in (2, 3):
-        assert (gradients(world) - one).abs().max() < 1e-12 * one.abs().max()

@@ -127,10 +127,7 @@ def _refused_npz():
         ("edge_index holds 18446744073709551615", dict(edge_index=most)),
         ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
-        ("has edge_index and edges, which mean the same", dict(edges=np.zeros((9, 2), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
-        ("edge_time and time, which mean the same", dict(time=times, edge_time=times)),
-        (r"node_time is a ndarray \[3000\]: an array \[200\] is", dict(node_time=times)),
         ("w is not used: what edges carry is called edge_weight, edge_ty", dict(w=times)),
         ("trainmask is not used: no array of that name is known", dict(trainmask=mask)),
         ("no array nothing; its arrays are", {}, ":ignore=nothing"),
@@ -152,7 +149,6 @@ def _refused_npz():
         (r"holds 5: columns lie in \[0, 5\)", {**csr, "feat_indices": ids, "feat_shape": [200, 5]}),
         ("feat_indices has dtype float64", {**csr, "feat_indices": np.ones(200)}),
         ("feat_data holds <U1", {**csr, "feat_data": np.full(200, "a")}),
-        ("feat_data holds complex128", {**csr, "feat_data": np.ones(200, complex)}),
         ("feat_data holds -1.*row_normalize=0", {**csr, "feat_data": np.where(ids == 3, -1, 1)}),
         ("and feat_data have as many", {**csr, "feat_data": np.ones(3)}),
         (r"features\[7, 2\] is nan", {**csr, "feat_data": np.where(ids == 7, np.nan, 1)}),
@@ -485,17 +481,7 @@ def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(tmp_path):
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-def test_datasets_real_graphs(tmp_path, capsys):
-    for name, *sizes in (
-        ("cora", 2708, 10556, 1433, 7),
-        ("citeseer", 3327, 9104, 3703, 6),
-        ("amazon_computers", 13752, 491722, 767, 10),
-    ):
-        graph = _opened(DATA / f"{name}.npz", tmp_path)
-        assert [graph.num_nodes, graph.num_edges, graph.feature_dim, graph.num_classes] == sizes
-        sums = graph.features.tensor.sum(1)
-        assert torch.all(((sums - 1).abs() < 1e-4) | (sums == 0))
-    capsys.readouterr()
+def test_datasets_arxiv_without_features(tmp_path, capsys):
     graph = _opened(DATA / "ogbn_arxiv_nofeat.npz", tmp_path)
     said = capsys.readouterr().out
     assert said.count("\n") == 2 and "half of the training nodes (45,470)" in said

@@ -85,6 +85,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     monkeypatch.setattr(sort, "FEW_EDGES", int(rng.integers(1, 100)))
     monkeypatch.setattr(disk, "ROW_BYTES", int(rng.integers(8, 4000)))
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
+    V, M = {16: (V, 0), 17: (V, 0), 18: (1, M)}.get(seed, (V, M))  # no edges; loops alone
     edge_index = rng.integers(0, V, (2, M))
     times, weights = rng.integers(-3, 12, M), rng.random(M) * (rng.random(M) < 0.9)
     kinds = rng.integers(0, 3, M).astype(np.uint8) if seed % 5 else rng.integers(250, 300, M)
@@ -184,16 +185,6 @@ def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
     assert {graph.edge_weight, graph.edge_time, graph.edge_features, graph.node_time} == {None}
 
 
-def test_store_without_edges_and_with_empty_splits(tmp_path):
-    none = {"edge_index": np.empty((2, 0), np.int64), "split": {"train": [5]}}
-    for option in (False, True):
-        graph = GraphStore.open(_store(tmp_path / f"g{option}", symmetrize=option, **none))
-        assert graph.num_edges == 0 and len(graph.split["test"]) == 0 and verify(graph.path) == []
-    loops = {"edge_index": np.tile(np.arange(9), (2, 1)), "edge_weight": np.ones(9)}
-    path = _store(tmp_path / "g", drop_self_loops=True, **loops)
-    assert GraphStore.open(path).edge_weight.shape == (0,) and verify(path) == []
-
-
 def _bad_inputs():
     """{message: changes of the arguments of build_store}."""
     x, nan, w = np.zeros((200, 5), np.float32), np.zeros((200, 5), np.float32), np.ones(3000)
@@ -256,7 +247,6 @@ def _bad_inputs():
         "backend 'sqlite'": {"backend": "sqlite"},
         "block_rows is 0": {"block_rows": 0},
         r"weight is a ndarray \[2999\]: an array \[3000\] is needed": {"edge_weight": w[1:]},
-        r"\[3000, 2\]: an array \[3000\]": {"edge_weight": holed},
         r"edge_weight\[0\] is -1.0: a weight says how likely": {"edge_weight": -w},
         r"edge_weight\[2000\] is 1e\+300": {"edge_weight": [*w[:2000], 1e300, *w[2001:]]},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
