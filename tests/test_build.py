@@ -21,7 +21,7 @@ from sources import molecules
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from tests.common import _code, _graph, _run, _store
+from tests.common import _code, _graph, _store
 from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
 
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
@@ -166,25 +166,6 @@ def _tables(headers=None, **tables):
         np.savetxt(f"{name}.csv", array, "%.9g", ",", header=header, comments="")
 
 
-def test_store_build_from_csv_files(tmp_path, monkeypatch):
-    """By the real command; files may be compressed, and there may be no validation nodes."""
-    monkeypatch.chdir(tmp_path)
-    args = _graph()
-    split = {name: args["split"][name] for name in ("train", "test")}
-    tables = {"edges": args["edge_index"].T, "x": args["features"], "y": args["labels"]}
-    _tables({"edges": "source,destination"}, **tables, **split)
-    for name in ("edges", "x"):
-        Path(f"{name}.csv.gz").write_bytes(gzip.compress(Path(f"{name}.csv").read_bytes()))
-    options = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True)
-    files = {"features": "x.csv.gz", "labels": "y.csv", "train": "train.csv", "test": "test.csv"}
-    words = [word for name, file in files.items() for word in (f"--{name}", tmp_path / file)]
-    words += [f"--{name.replace('_', '-')}" for name in options]
-    built = _run("store.py", "build", tmp_path / "edges.csv.gz", tmp_path / "g", *words)
-    assert built.returncode == 0 and built.stderr == ""
-    assert "drop_duplicates, drop_self_loops, symmetrize" in built.stdout
-    assert _same(tmp_path / "g", _store(tmp_path / "same", split=split, **options))
-
-
 # a command of store.py => what it says
 REFUSED = r"""
 build e.doc h => features are needed
@@ -278,14 +259,15 @@ def test_store_build_seed_draws_a_split(tmp_path):
 
 
 def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
-    """The same store from arrays, .npz, DGL, PyG and tables of columns by name, number or file."""
+    """The same store from arrays, .npz, DGL, PyG and tables of columns by name, number or file, one of them packed."""
     monkeypatch.chdir(tmp_path)
     rng, args = np.random.default_rng(1), {**_graph(), "split": SPLIT, "num_classes": None}
     edges, (src, dst) = args["edge_index"], args["edge_index"]
     w, t = rng.integers(1, 9, 3000) / 8, rng.integers(0, 50, 3000)
     e, when = rng.integers(0, 9, (3000, 2)).astype(np.float32), np.arange(200)
     columns = {"edge_weight": w, "edge_time": t, "edge_features": e, "node_time": when}
-    reference = build_store("reference", **args, symmetrize=True, **columns)
+    changes = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True)
+    reference = build_store("reference", **args, **changes, **columns)
     own = {"x": args["features"], "y": args["labels"], "edge_index": edges}
     parts = {f"{name}_idx": ids for name, ids in SPLIT.items()}
     other = {"edge_weight": w[:, None], "time": t.astype(float), "edge_attr": e, "node_time": when}
@@ -299,7 +281,7 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     data = types.SimpleNamespace(**data, edge_attr=e_, node_time=when_)
     for number, source in enumerate(("a.npz", "b.npz", graph, data)):
         options = {} if isinstance(source, str) else {"split": SPLIT}
-        built = datasets.build(source, f"s{number}", symmetrize=True, **options)
+        built = datasets.build(source, f"s{number}", **changes, **options)
         assert _same(built, reference), number
     said = "a.npz: it has edge_weight, edge_time (called time), edge_features (called edge_attr), node_time"
     assert said in capsys.readouterr().out
@@ -307,13 +289,16 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     plain, when = np.column_stack([src, dst, t]), np.stack([when, when], 1)[::-1]
     _tables(x=own["x"], y=own["y"], w=w, e=e, when=when, **SPLIT)
     _tables({"named": "a,src,dst,t,w,b"}, plain=plain, named=named)
-    words = "--features x.csv --labels y.csv --symmetrize --node-times when.csv".split()
+    Path("x.csv.gz").write_bytes(gzip.compress(Path("x.csv").read_bytes()))
+    words = "--features x.csv.gz --labels y.csv --node-times when.csv".split()
+    words += [f"--{name.replace('_', '-')}" for name in changes]
     words += [word for name in SPLIT for word in (f"--{name}", f"{name}.csv")]
     for table, flags in (
         ("plain", "--times 3 --weights w.csv --edge-features e.csv"),
         ("named", "--times t --weights 5 --edge-features a,b"),
     ):
         assert store.main(["build", f"{table}.csv", f"from-{table}", *words, *flags.split()]) == 0
+        assert "drop_duplicates, drop_self_loops, symmetrize" in capsys.readouterr().out
         assert _same(f"from-{table}", reference), table
     words = "build plain.csv s9 --features x.csv --times 3 --node-times y.csv"
     assert store.main(words.split()) == 0
