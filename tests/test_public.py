@@ -102,19 +102,13 @@ def test_datasets_planetoid_refuses_other_pickles(tmp_path):
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/pwned",)
 
-    class Factory:
-        def __reduce__(self):
-            return collections.defaultdict, (os.getcwd,)
-
     array = pickle.dumps(np.ones(3, np.float32), 2)
     assert array.count(b"f4") == 1
     for content, message in (
         (pickle.dumps(Evil(), 2), "posix.system|os.system"),
-        (pickle.dumps(Factory(), 2), "posix.getcwd"),
         (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
         (b"cnumpy.testing._private.utils\nrunstring\n(S'1'\ntR.", "runstring"),
         (b"\x80\x02", "cannot be read"),
-        (pickle.dumps(io.BytesIO, 2), "BytesIO"),
         (pickle.dumps(np.array([1, "a"], object), 2), "array of type 'O8'"),
         (array.replace(b"f4", b"O8"), "array of type 'O8'"),
         (array.replace(b"f4", b"V4"), "array of type 'V4'"),
