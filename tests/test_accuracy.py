@@ -110,6 +110,7 @@ BAD_FLAGS = r"""
 --mode cuda-cuda --gpus 0 => --mode cuda-cuda needs a CUDA GPU
 --fanout 5,5 --num-layers 3 => --fanout 5,5 has 2 hops, --num-layers is 3
 --batch-size 0 => --batch-size.*'0'
+--fanout 15,x => --fanout.*15,x.*15,10,5
 --lr nan => --lr.*'nan'
 --precision tf32 --gpus 0 => --precision tf32 needs a CUDA GPU
 --cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU

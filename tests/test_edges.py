@@ -143,6 +143,8 @@ DRAWN = [  # flags, what is said, columns and options of the sampler
     ("--sampler latest", "neighbours are the latest", "edge_times", {"method": "latest"}),
     ("--temporal auto", "seeds see edges at their own time or before", "edge_times", {}),
     ("--temporal before", "seeds see edges before their own", "edge_times", {"strict": True}),
+    ("--window 9", "before it, of the last 9, in every hop", "edge_times", {"window": 9}),
+    (f"--window {10**12}", "in every hop", "edge_times", {}),  # of nanoseconds, say
 ]
 
 

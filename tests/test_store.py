@@ -251,6 +251,7 @@ def _bad_inputs():
         r"edge_weight\[2000\] is 1e\+300": {"edge_weight": [*w[:2000], 1e300, *w[2001:]]},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
+        r"edge_time\[0\] is nan": {"edge_time": w * np.nan},
         r"whole numbers below 2\^63": {"edge_time": np.full(3000, 2**64 - 1, np.uint64)},
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},

@@ -180,13 +180,8 @@ def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
 
 def test_types_with_times_in_a_window(pointing, tmp_path):
     words = f"--dataset {pointing}/timed.npz --root {tmp_path} {FLAGS} --epochs 2"
-    files = [f"--checkpoint {tmp_path}/{name}.pt" for name in "abc"]
-    said = _train(words, "--model rgcn --window 30", files[0])
+    said = _train(words, "--model rgcn --window 30")
     assert "at their own time or before it, of the last 30, in every hop" in said
-    _train(words, f"--model rgcn --window {10**12}", files[1])  # of nanoseconds, say
-    _train(words, "--model rgcn", files[2])
-    paths = [tmp_path / f"{name}.pt" for name in "abc"]
-    assert _same_weights(*paths[1:]) and not _same_weights(*paths[:2])
     for words_, complaint in (
         ("--model rgcn --fanout any=3,3", "--fanout any= draws from all types together, and"),
         ("--model sage", "lists are by type, then time, and --model sage sees no types"),
