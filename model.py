@@ -638,9 +638,6 @@ class BatchNorm(nn.BatchNorm1d):
         """x [S, D] -> [S, D]."""
         if x.shape[0] < 2:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
-        if self.training and torch._C._current_graph_task_id() >= 0:  # recomputed: it has counted
-            unused = self.running_mean.clone(), self.running_var.clone()
-            return F.batch_norm(x, *unused, self.weight, self.bias, True, eps=self.eps)
         return super().forward(x)
 
 
@@ -714,6 +711,8 @@ class GNN(nn.Module):
         if num_layers < 1 or heads < 1:
             given = f"num_layers is {num_layers}, heads is {heads}"
             raise ValueError(f"{given}: at least one of each is needed")
+        if norm == "batch" and recompute:
+            raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         if bool(num_types) != (conv in TYPE_CONVS) or bases and not num_types:
             known = f"{', '.join(TYPE_CONVS)} needs types of edges, and others have no use for them"
             raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {known}")

@@ -58,10 +58,10 @@ def functions(integers, source, target):
 
 
 def learned(*tensors):
-    """Whether one of them gets a gradient, for functions that have none for it; or may, by forward differentiation."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Whether one of them gets a gradient, or has a tangent, for functions that have none for it."""
+    on, tangent = torch.is_grad_enabled(), torch.autograd.forward_ad.unpack_dual
+    of = (t for t in tensors if t is not None)
+    return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
 
 
 @functools.cache

@@ -285,6 +285,7 @@ def test_model_names_what_it_does_not_know():
     for words, options in (
         ("conv 'GAT' is unknown: choose one of sage, sage-pool, gcn, gat, gin", {"conv": "GAT"}),
         ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
+        ("norm 'batch' would count a recomputed", {"norm": "batch", "recompute": True}),
         ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
         ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
         ("conv 'sage' with num_types 5, bases 0: rgcn needs types", {"num_types": 5}),
