@@ -37,8 +37,8 @@ from run.own_model import is_own
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
 edge_type negatives negatives_by unchecked_negatives link_loss""".split()
-BUILDS = "symmetrize drop_duplicates feature_dtype"  # what a store is built with
-KEPT = f"""dataset {BUILDS} batch_size lr lr_schedule weight_decay epochs early_stop
+BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  # into a store
+KEPT = f"""dataset {" ".join(BUILT)} batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
 # what the first checkpoints lack
 LATER = {"drop_duplicates": False, "feature_dtype": None, "window": None, "bases": 0}
@@ -196,7 +196,7 @@ def adopted(args, state, path):
     if "dataset" not in args.typed and store_is_here:
         given["dataset"] = state["graph"]["path"]  # whatever --root is
         # that store has been built with them
-        given |= dict.fromkeys({*BUILDS.split()}.difference(args.typed), False)
+        given |= {name: off for name, off in BUILT.items() if name not in args.typed}
     if not args.trains:
         given["early_stop"] = None
     return changed(args, **given)

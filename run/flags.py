@@ -31,7 +31,7 @@ BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activatio
 # flag | its values | help. Of several values the first is the default, - for none; after = a default; no value: a switch
 FLAGS = f"""
 data
---task | {" ".join(TASKS)} | node: classes of nodes; link: edges; graph: targets of many small graphs
+--task | {" ".join(TASKS)} | classes of nodes, edges, or targets of many small graphs
 --dataset | NAME = synthetic | synthetic, synthetic:nodes=..., synthetic-mag, a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: %(default)s)
 --root | DIR = data | folder for downloads and built stores
 --backend | mmap lmdb | how a newly built store keeps features
@@ -85,7 +85,7 @@ processes and placement
 --procs | N = 1 | processes with --gpus 0; they share the cores
 --mode | auto {" ".join(MODES)} | where graph and features live - where training runs
 --cache | 4GiB = 0 | feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of what is free if features exceed it)
---lookahead | N0 | on CPU keep pages used soonest in the next N batches (default: enough to use each twice)
+--lookahead | N0 | on CPU keep pages used soonest in the next N batches (default: two uses of each)
 --prefetch | N0 = 2 | batches prepared ahead; 0: none
 --sample-threads | N = 1 | threads that sample and fetch
 --cuda-graph | auto on off | a step as CUDA graphs where GPUs read the features; off: kernels launched one by one; on: say why where it cannot be

@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13494,
-    "lines of C and CUDA": 2127,
-    "lines of bench": 2830,
-    "lines of tests": 11768,
+    "lines of product Python": 13410,
+    "lines of C and CUDA": 2150,
+    "lines of bench": 2776,
+    "lines of tests": 11493,
     "lines of README": 200,
-    "longest file": 1040,
+    "longest file": 1045,
     "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,
-    "arrows": 152,
+    "arrows": 151,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }

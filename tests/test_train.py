@@ -232,7 +232,8 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path):
     # no first hop from the table
     lmdb = f"--dataset {TINY} --backend lmdb --fanout 5,5 {common}"
     same(_run_here(tmp_path, lmdb), 1e-4)
-    same(_run_here(tmp_path, lmdb, "--feature-dtype bfloat16"), 1e-2)
+    rounded = _run_here(tmp_path, lmdb, "--feature-dtype bfloat16")[0]
+    assert rounded[0]["loss"] != log[0]["loss"] == pytest.approx(rounded[0]["loss"], rel=0.01)
     cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
     same(cached, 1e-4)
     assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
