@@ -35,6 +35,7 @@ from bench.tools import hardware, settle, write_figures
 from disk.files import StoreError
 from model import CONVS
 from run.allocator import keep_freed_memory
+from run.flags import positive
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 MODELS = "mlp", *CONVS
@@ -45,9 +46,12 @@ MODULES |= dict.fromkeys(("inference", "layers"), "inference")
 MODULES |= dict.fromkeys(("accuracy", "labor", "types"), "accuracy")
 
 
+whole, size = positive(int), positive(float, zero=True)
+
+
 def numbers(text):
     """15,10 -> [15, 10]."""
-    return [int(k) for k in text.split(",")]
+    return [whole(k) for k in text.split(",")]
 
 
 def make_parser():
@@ -57,29 +61,31 @@ def make_parser():
     add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all")
     add("--root", default="data", help="folder for built stores")
     add("--fanout", default="15,10,5", type=numbers)
-    add("--batch-size", type=int, default=1024)
-    add("--hidden", type=int, default=256)
-    add("--threads", type=int, help="of every contender (default: 2; gpu: one a core)")
-    add("--rounds", type=int, help="timed (default: 20; scaling, gpu: 5); attack: cases of a kind")
+    add("--batch-size", type=whole, default=1024)
+    add("--hidden", type=whole, default=256)
+    add("--threads", type=whole, help="of every contender (default: 2; gpu: one a core)")
+    add(
+        "--rounds", type=whole, help="timed (default: 20; scaling, gpu: 5); attack: cases of a kind"
+    )
     add("--json", metavar="FILE", help="write the figures here as well")
     # sampler, step, layers, link, inference, scaling, mag
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt in this interpreter")
     add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
     add("--gpus", action="store_true", help="scaling: a GPU for each process")
     add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
-    add("--heads", type=int, default=1, help="step, layers: of gat")
+    add("--heads", type=whole, default=1, help="step, layers: of gat")
     # store
-    add("--edges", type=int, default=10_000_000, help="store: to build; their reverses are added")
-    add("--features-gb", type=float, default=0.5, help="store: size of the features to train from")
-    add("--cache-gb", type=float, default=0.1, help="store: size of the cache before them")
-    add("--batches", type=int, default=40, help="store: of a run; the first quarter is not timed")
+    add("--edges", type=whole, default=10_000_000, help="store: to build; their reverses are added")
+    add("--features-gb", type=size, default=0.5, help="store: size of the features to train from")
+    add("--cache-gb", type=size, default=0.1, help="store: size of the cache before them")
+    add("--batches", type=whole, default=40, help="store: of a run; the first quarter is not timed")
     # accuracy, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
     add("--models", metavar="A,B", help=f"accuracy, layers: of {','.join(MODELS)}")
-    add("--runs", type=int, default=10, help="accuracy and the like: seeds, at least 2")
+    add("--runs", type=whole, default=10, help="accuracy and the like: seeds, at least 2")
     # gpu, attack
     add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; into ROOT/gpu-quick")
-    add("--minutes", type=float, help="time for all of it (default: gpu 9, attack 10)")
+    add("--minutes", type=size, help="time for all of it (default: gpu 9, attack 10)")
     add("--seed", type=int, default=0, help="attack: of the cases")
     add("--only", metavar="KIND", help="attack: cases of this kind alone")
     add("--case", type=int, metavar="N", help="attack, with --only: this case, with all it prints")

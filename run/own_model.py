@@ -37,10 +37,12 @@ def is_own(model):
 def words_of(text):
     """The argparse type of --model-args: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
     words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if not (equals and name.strip().isidentifier()):
+    names = [word.partition("=")[0].strip() for word in words]
+    for word, name in zip(words, names):
+        if "=" not in word or not name.isidentifier():
             raise argparse.ArgumentTypeError(f"{word!r}: write NAME=VALUE, as in hidden=64")
+        if names.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"{name} is given more than once")
     return words
 
 

@@ -560,6 +560,9 @@ class LinkTask(Task):
     @staticmethod
     def network(args, widths, own=None):
         network = own or gnn(args, widths, args.hidden)
+        if hasattr(network, "scorer"):
+            needed = "--task link gives the network one of that name"
+            raise StoreError(f"--model {args.model} has a `scorer`: {needed}, call it otherwise")
         network.scorer = Scorer(args.scorer, args.hidden)
         return network
 

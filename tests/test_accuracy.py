@@ -456,6 +456,8 @@ class Returns(nn.Module):
         self.weight, self.what = nn.Linear(1, 1).weight, what
     def forward(self, blocks, x):
         return self.what(x * self.weight)
+class Scored(nn.Linear):
+    scorer = None
 def none(a, b): return 3
 def wide(a, b): return Returns(lambda x: x[:, :4])
 def pair(a, b): return Returns(lambda x: (x[:600], x))
@@ -466,7 +468,7 @@ def fixed(a, b): return nn.ReLU()
 ROW = "seeds: a row of 4 logits"
 FAULTS = [  # --model, what is said
     ("nosuch.py:Net", "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
-    ("FILE:Nett", "net.py defines no Nett; it has Net, Returns, none, wide, pair, five, "),
+    ("FILE:Nett", "net.py defines no Nett; it has Net, Returns, Scored, none, wide, pair, five, "),
     ("FILE:none", "none returned a int, a torch.nn.Module is needed"),
     ("FILE:wide", rf"the model returned torch.float32 \[\d+, 4\] for 600 {ROW} for each"),
     ("FILE:pair", f"the model returned tuple for 600 {ROW}"),
@@ -475,6 +477,8 @@ FAULTS = [  # --model, what is said
     ("FILE:fixed", "fixed has no parameters that could be trained"),
     ("FILE:Net --model-args hiden=3", "called as Net.in_dim, num_classes, hiden=3.: .*'hiden'"),
     ("FILE:Net --model-args 3", "'3': write NAME=VALUE"),
+    ("FILE:Net --model-args hidden=8,hidden=9", "hidden is given more than once"),
+    ("FILE:Scored --task link", "Scored has a `scorer`: --task link gives the network one of"),
     ("FILE:Net --model-args widths=[3,4],hidden=3", "num_classes, widths=.3, 4., hidden=3.: "),
     ("FILE:Net --hidden 64", "--hidden 64 is for the built-in models"),
     ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, or FILE.py:NAME"),

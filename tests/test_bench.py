@@ -120,6 +120,7 @@ def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch, c
     words = f"accuracy --dataset cora --data {DATA} --runs 2"
     for bad, complaint in (
         ("--runs 1", "--runs 1: a standard"),
+        ("--batch-size 0", "argument --batch-size: '0' is not a whole number above 0"),
         ("--models gcm", "--models gcm: choose from mlp,sage"),
     ):
         with pytest.raises(SystemExit):
