@@ -7,8 +7,8 @@
 One graph samples a batch, fetches its features (of GraphSAGE's outermost hop it draws and averages them in one kernel)
 and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next
 batch is sampled on the slot's stream while this one is trained on. Shapes are static: padded to as many nodes and edges
-as the first batches of the run took, and some more. Padding has no edges, no label and no gradient. The number of the
-step, which keys neighbours and dropout, is read from GPU memory.
+as the first batches of the run took, and to what these differ by beyond that. Padding has no edges, no label and no
+gradient. The number of the step, which keys neighbours and dropout, is read from GPU memory.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since what is drawn
 depends on the step alone; which batches these are depends on the flags alone, so a run repeats to the last bit,
@@ -37,7 +37,7 @@ from run.finite import LossSum
 from sampler import Block, mix
 
 PADDED = ("sage", "sage-pool", "gcn", "gat", "gin")  # models whose kernels skip padding
-MEASURED = 8  # batches whose sizes decide the static shapes
+MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
 # other threads, NCCL's among them, may call CUDA during a capture
 captured = partial(torch.cuda.graph, capture_error_mode="thread_local")
@@ -142,16 +142,17 @@ def static_room(sampler, nodes, args, first_hop):
     `first_hop`, as the ring's, without the outermost hop."""
     generator = torch.Generator().manual_seed(args.seed)
     order = nodes[torch.randperm(nodes.numel(), generator=generator)]
-    batches, hops = order.split(args.batch_size)[:MEASURED], len(args.fanout) - first_hop
-    most = [[0, 0] for _ in range(hops)]
-    for step, seeds in enumerate(batches):
-        blocks = sampler.sample(seeds, step, relabel_outer=not first_hop)
-        for sizes, block in zip(most, blocks[::-1]):
-            sizes[:] = max(sizes[0], block.num_src), max(sizes[1], block.num_edges)
+    batches, hops = order.split(args.batch_size), len(args.fanout) - first_hop
+    whole, sizes = max(1, nodes.numel() // args.batch_size), []  # without a smaller one at the end
+    for step in range(MEASURED):
+        blocks = sampler.sample(batches[step % whole], step, relabel_outer=not first_hop)
+        sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
+    least, most = torch.tensor(sizes).aminmax(dim=0)
     rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
-    some_more = lambda n, bound: min(bound, -(-(n + n // 16) // 256) * 256)  # noqa: E731
-    for hop, (N, E) in enumerate(most):
-        rows[hop + 1], places[hop] = some_more(N, rows[hop + 1]), some_more(E, places[hop])
+    rounded = lambda n, bound: min(bound, -(-n // 256) * 256)  # noqa: E731
+    # beyond the largest once more the range of all: some five standard deviations above the mean
+    for hop, (N, E) in enumerate((2 * most - least).tolist()):
+        rows[hop + 1], places[hop] = rounded(N, rows[hop + 1]), rounded(E, places[hop])
     return batches[0], (rows[: hops + 1], places[:hops])
 
 
