@@ -64,9 +64,7 @@ def make_parser():
     add("--batch-size", type=whole, default=1024)
     add("--hidden", type=whole, default=256)
     add("--threads", type=whole, help="of every contender (default: 2; gpu: one a core)")
-    add(
-        "--rounds", type=whole, help="timed (default: 20; scaling, gpu: 5); attack: cases of a kind"
-    )
+    add("--rounds", type=whole, help="timed (default: 20; scaling, gpu: 5); attack: of a kind")
     add("--json", metavar="FILE", help="write the figures here as well")
     # sampler, step, layers, link, inference, scaling, mag
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt in this interpreter")

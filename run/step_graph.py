@@ -7,8 +7,8 @@
 One graph samples a batch, fetches its features (of GraphSAGE's outermost hop it draws and averages them in one kernel)
 and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next
 batch is sampled on the slot's stream while this one is trained on. Shapes are static: padded to as many nodes and edges
-as the first batches of the run took, and to what these differ by beyond that. Padding has no edges, no label and no
-gradient. The number of the step, which keys neighbours and dropout, is read from GPU memory.
+as the first batches of the run took, and some more. Padding has no edges, no label and no gradient. The number of the
+step, which keys neighbours and dropout, is read from GPU memory.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since what is drawn
 depends on the step alone; which batches these are depends on the flags alone, so a run repeats to the last bit,

@@ -14,9 +14,9 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13415,
+    "lines of product Python": 13416,
     "lines of C and CUDA": 2150,
-    "lines of bench": 2782,
+    "lines of bench": 2780,
     "lines of tests": 11498,
     "lines of README": 200,
     "longest file": 1045,
