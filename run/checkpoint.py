@@ -30,7 +30,7 @@ from types import SimpleNamespace
 
 import torch
 
-from disk.files import StoreError, reading, sha256_of, write_whole
+from disk.files import StoreError, reading, write_whole
 from run.flags import TASKS, changed, check_values, filled_in, make_parser, spelled, text_of
 from run.own_model import is_own
 
@@ -51,7 +51,7 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in (*TASKS[args.task].widths, "edge_types")}
-    graph |= {"path": str(Path(store.path).absolute()), "files": digests(args, store)}
+    graph |= {"path": str(Path(store.path).absolute()), "files": digests(store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -66,13 +66,10 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     write_whole(path, lambda file: torch.save(state, file))
 
 
-def digests(args, store):
-    """{file: SHA-256, or None} of a store and of the file of --edge-split."""
+def digests(store):
+    """{file: SHA-256, or None} of a store, and of the file of --edge-split."""
     records = store.meta["files"].items()
-    found = {name: record.get("sha256", record.get("built")) for name, record in records}
-    if (file := args.edge_split).endswith(".npz") and args.task == "link":
-        found[file] = sha256_of(file).hexdigest()
-    return found
+    return {name: record.get("sha256", record.get("built")) for name, record in records}
 
 
 def load_model(path, model=None):
@@ -242,7 +239,7 @@ def check_graph(state, path, args, task):
         if there and was and "num_edge_types" in compared and was[: len(there)] != there:
             order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"
             raise StoreError(f"{trained} whose {order}")
-        files, was = digests(args, store), graph["files"]
+        files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
         return

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from disk.columns import types_called
-from disk.files import SPLITS, StoreError, reading
+from disk.files import SPLITS, StoreError, reading, sha256_of
 from loader import from_edge_index
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 from sources.splits import say_empty_parts
@@ -543,7 +543,10 @@ class LinkTask(Task):
                 why = f"there is {'more than one' if more else 'none'} among {'; '.join(names)}"
                 raise StoreError(f"--edge-type {args.edge_type}: {why}")
         timed = args.temporal != "off"
-        self.store = split_edges(store, args.edge_split, args.seed, timed, number)
+        self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
+        if file.endswith(".npz"):  # by which a checkpoint recognises the graph, too
+            of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
+            self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
         self.store.num_classes = args.hidden  # the width of embeddings
         if store.edge_type is not None:
             of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
