@@ -201,8 +201,10 @@ def launch(worker, nprocs, *args, gpus=0):
     given = worker, nprocs, gpus, port, os.getpid(), args
     # inherited: Ctrl-C reaches the whole group of a terminal, also while the ranks import torch
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    context = mp.spawn(_spawned, given, nprocs, join=False)
-    signal.signal(signal.SIGINT, before)
+    try:
+        context = mp.spawn(_spawned, given, nprocs, join=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     _supervise(context)
     del store  # it is needed until here
 
@@ -228,7 +230,8 @@ def _supervise(context):
         for process in filter(mp.Process.is_alive, context.processes):
             (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # whom it ends
+    # torch warns of each process that it terminates
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with _handling(forward):
         try:
             while not context.join(grace_period=2):

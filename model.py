@@ -795,11 +795,11 @@ class GNN(nn.Module):
 
     def _fused(self, blocks, x, aggregated, key):
         """All layers as one step of autograd, where native/layers.py has it and no part was changed; else None."""
+        if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
+            return None
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
         plain = {SAGEConv, Linear, nn.Identity}.issuperset(map(type, parts))
-        plain &= not any(vars(part).get(name) for part in parts for name in HOOKS)
-        plain &= is_gnn(self, ("step", "finish")) and self.residuals is None
-        if not (fused and plain) or self.recompute:
+        if not plain or any(vars(part).get(name) for part in parts for name in HOOKS):
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]

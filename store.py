@@ -28,7 +28,6 @@ import functools
 import importlib
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -450,9 +449,8 @@ def command(name, run) -> int:
     except (StoreError, ModuleNotFoundError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of `head`, say; the interpreter flushes stdout once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError:
+        return files.unread()
 
 
 def _parser():

@@ -30,7 +30,6 @@ if __name__ == "__main__":
         allocator.before_torch()
 
 import math
-import os
 import statistics
 import time
 from contextlib import nullcontext
@@ -41,7 +40,7 @@ import torch
 from tqdm import tqdm
 
 import ddp
-from disk.files import StoreError, check_in_use
+from disk.files import StoreError, check_in_use, unread
 from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -268,12 +267,6 @@ def worker(ranks, args, path):
         return 1 if isinstance(error, NotFinite) else 2
     except BrokenPipeError:
         return unread()
-
-
-def unread():
-    """Print nowhere, once nobody reads it: of `| head`, say; the interpreter flushes once more -> exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
 
 
 def main(argv=None):

@@ -390,6 +390,12 @@ def check_in_use(store):
                 raise StoreError(f"{store.path / name} was cut to {size} bytes while it was in use")
 
 
+def unread() -> int:
+    """The exit code where nobody reads stdout any more, as `| head`; the interpreter's last flush then goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
 def readable_size(count) -> str:
     """1234567 -> '1.23 MB'."""
     power = min(4, max(0, len(str(int(count))) - 1) // 3)

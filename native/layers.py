@@ -125,9 +125,8 @@ class Code:
     def kept(self, h):
         """What the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated as they are read,
         memory for a bit for each number; else h itself, in place."""
-        return (
-            h if self.on_cpu else h.new_empty(len(h), self.threads(h.shape[1]), dtype=torch.uint8)
-        )
+        size = len(h), self.threads(h.shape[1])
+        return h if self.on_cpu else h.new_empty(size, dtype=torch.uint8)
 
     def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED, kept=None):
         """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`, on a
