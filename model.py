@@ -231,9 +231,19 @@ class Conv(nn.Module):
 
 def check_rows(block, h):
     """ValueError where h has fewer rows than the block has sources: C would read beyond its end."""
-    if len(h) < (count := block.src_nodes.numel()):
+    count, indices = block.src_nodes.numel(), block.indices
+    if len(h) < count:
         needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
         raise ValueError(f"x has {len(h)} rows: {needed}")
+    alone = count == block.indptr.numel() - 1 and indices.is_cpu and indices.numel()
+    if alone and int(indices.max()) >= count:
+        raise ValueError("a block has ids of nodes as indices: sample with relabel_outer=True")
+
+
+def unchanged(*modules, kinds=frozenset()):
+    """Whether modules are what this file makes of them, or of these kinds: no adapter in a Linear's place, no hook."""
+    kinds |= {Linear, nn.Linear}
+    return all(type(m) in kinds and not any(vars(m).get(name) for name in HOOKS) for m in modules)
 
 
 def block_degrees(block):
@@ -279,6 +289,9 @@ class SAGEConv(Conv):
 
     def apply_linear(self, pair):
         """pair [S, 2F] of own row and mean -> [S, D]: both products in one."""
+        if not unchanged(self.self_linear, self.neigh_linear):
+            own, mean = pair.chunk(2, 1)
+            return self.self_linear(own) + self.neigh_linear(mean)
         weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
         return (fused or F).linear(pair, weight, self.self_linear.bias)
 
@@ -353,6 +366,8 @@ class GCNConv(Conv):
         """The sum over neighbours [S, min(F, D)] -> [S, D]."""
         if self.project_first:
             return total + self.bias
+        if not unchanged(self.linear):
+            return self.linear(total) + self.bias
         return (fused or F).linear(total, self.linear.weight, self.bias)
 
 
@@ -395,7 +410,8 @@ class GINEConv(GINConv):
         count, edges = indptr.diff(), edges.to(weight.dtype)
         # the bias is the row of a feature that is 1
         wider, by = F.pad(edges, (0, 1), value=1), torch.cat([weight, bias.unsqueeze(1)], 1).t()
-        total = fused and fused.edge_sums(indptr, indices, message, wider, by)
+        plain = fused and unchanged(self.edge_linear)
+        total = fused.edge_sums(indptr, indices, message, wider, by) if plain else None
         if total is None:
             dst = torch.repeat_interleave(count, output_size=indices.numel())
             sent = F.relu(message.index_select(0, indices) + self.edge_linear(edges))
@@ -448,7 +464,8 @@ class GATv2Conv(Conv):
             edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
             edges = torch.cat([edges, mean_edges(indptr, edges)])
         given = indptr, indices, message, target, self.attn, rows, drawn, edges, by
-        out = fused and fused.attend(*given)
+        plain = fused and (by is None or unchanged(self.edge_linear))
+        out = fused.attend(*given) if plain else None
         if out is None:
             out = self._attend(indptr, indices, message, target, rows, drawn, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
@@ -798,8 +815,7 @@ class GNN(nn.Module):
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return None
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
-        plain = {SAGEConv, Linear, nn.Identity}.issuperset(map(type, parts))
-        if not plain or any(vars(part).get(name) for part in parts for name in HOOKS):
+        if not unchanged(*parts, kinds={SAGEConv, nn.Identity}):
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
@@ -876,7 +892,7 @@ def inference(
     runs where the model is if its messages fit there, else on the CPU.
 
     Args:
-        model: a GNN, or any network with `layers` of `Conv` and `finish`.
+        model: a GNN, or any network with `layers` of `Conv` and `finish`; computed in float32.
         indptr: int64 [V+1], indices: [M]: the graph, in host memory.
         x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); of a network
             with node_types those of the first nodes.
@@ -900,6 +916,8 @@ def inference(
         OSError: where there is no room for the tables.
     """
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).float()
     device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
     inputs = getattr(model, "inputs", None)
     if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):

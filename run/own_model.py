@@ -108,6 +108,10 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
+    if any(map(nn.parameter.is_lazy, net.parameters())):
+        raise StoreError(
+            f"{start} has lazy modules: give them the sizes that {name} is called with"
+        )
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
     if edge_dim and "edges" not in inspect.signature(net.forward).parameters:

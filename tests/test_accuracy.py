@@ -464,6 +464,7 @@ def pair(a, b): return Returns(lambda x: (x[:600], x))
 def five(a, b): return Returns(lambda x: x[:600, :5])
 def classes(a, b): return Returns(lambda x: x[:600].argmax(1))
 def fixed(a, b): return nn.ReLU()
+def lazy(a, b): return nn.LazyLinear(b)
 """
 ROW = "seeds: a row of 4 logits"
 FAULTS = [  # --model, what is said
@@ -475,6 +476,7 @@ FAULTS = [  # --model, what is said
     ("FILE:five", rf"the model returned torch.float32 \[600, 5\] for 600 {ROW}"),
     ("FILE:classes", rf"the model returned torch.int64 \[600\] for 600 {ROW}"),
     ("FILE:fixed", "fixed has no parameters that could be trained"),
+    ("FILE:lazy", "lazy has lazy modules: give them the sizes that lazy is called with"),
     ("FILE:Net --model-args hiden=3", "called as Net.in_dim, num_classes, hiden=3.: .*'hiden'"),
     ("FILE:Net --model-args 3", "'3': write NAME=VALUE"),
     ("FILE:Net --model-args hidden=8,hidden=9", "hidden is given more than once"),

@@ -455,6 +455,31 @@ def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
         torch.testing.assert_close(*results)
 
 
+class _Twice(torch.nn.Linear):
+    """As the Linear of an adapter: its weight is not all that it is."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linears_that_were_replaced_or_have_hooks_are_called(name):
+    blocks, x, edges = _three_blocks()
+    twice, replaced, hooked = (_net(name, (20, 8, 5)).eval() for _ in range(3))
+    for net in (twice, replaced, hooked):
+        for linear in (m for m in net.modules() if isinstance(m, model.Linear)):
+            if net is replaced:
+                linear.__class__ = _Twice
+            elif net is hooked:
+                linear.register_forward_hook(lambda linear, given, made: 2 * made)
+            else:
+                for parameter in linear.parameters():
+                    parameter.data *= 2
+    expected = twice(blocks, x, edges=edges)
+    for net in (replaced, hooked):
+        torch.testing.assert_close(net(blocks, x, edges=edges), expected)
+
+
 def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     """As torch.autocast has it: rows and pairs in either type; parameters and their gradients are float32."""
     monkeypatch.setattr(model, "fused", layers_gpu)

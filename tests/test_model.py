@@ -150,6 +150,10 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
         if net.degrees is None and net.layers[0].uses_degree:
             net.degrees = model.graph_degrees(*graph)
             near(net([block] * 3, x, edges=[e] * 3), expected)
+        for dtype in (torch.float64, torch.bfloat16):
+            other = copy.deepcopy(net).to(dtype)
+            logits = inference(other, *graph, x, **given)
+            assert torch.equal(logits, inference(other.float(), *graph, x, **given))
     assert len(files) >= 6 and not list(tmp_path.iterdir())
     complaint = "no room for .* GB for a layer's rows in .*: set TMPDIR to a larger disk"
     with monkeypatch.context() as full, pytest.raises(OSError, match=complaint):
@@ -181,6 +185,8 @@ def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
         lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
     ):
         _refuses("rows: .* are needed, one for each source node", call, error=ValueError)
+    outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
+    _refuses("a block has ids of nodes", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
         for wrong in (edges[0][1:], edges[0][:, 1:], edges[0][:, 0]):
             with pytest.raises((RuntimeError, ValueError)):
