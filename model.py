@@ -235,7 +235,7 @@ def check_rows(block, h):
     if len(h) < count:
         needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
         raise ValueError(f"x has {len(h)} rows: {needed}")
-    alone = count == block.indptr.numel() - 1 and indices.is_cpu and indices.numel()
+    alone = count == block.indptr.numel() - 1 and indices.device.type == "cpu" and len(indices)
     if alone and int(indices.max()) >= count:
         raise ValueError("a block has ids of nodes as indices: sample with relabel_outer=True")
 

@@ -45,8 +45,8 @@ class Fit(NamedTuple):
 def placements(
     store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0, types=0
 ) -> dict[str, Placement]:
-    """The Placement of every mode. graphs: hops that steps of static shapes hold; types: rows of each destination that
-    rgcn makes; the others are flags of train.py.
+    """The Placement of every mode. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows of each
+    destination that rgcn makes; the others are flags of train.py.
 
     A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop and
     n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows, nodes and edges are held
@@ -55,7 +55,7 @@ def placements(
 
     Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1 batches a table of V
     numbers, the hops with the sampler's scratch, and the input: rows, or pairs of rows where the outermost hop is not
-    held; and once more what a step computes.
+    held; and once more what a step computes. In pinned-cuda they hold all hops.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
@@ -81,15 +81,17 @@ def placements(
     step, tables = ahead * batch + compute, id_bytes * V
     # with times, the C sampler keeps two numbers for each list
     rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)
-    gpu_step = step
-    if graphs:
-        places, rows = sum(edges[:graphs]) + nodes[0], sum(nodes[: graphs + 1])
-        slot = 4 * F * nodes[graphs] * (2 if graphs < len(fanout) else 1)
+    tables += 4 * V * ahead * bool(graphs)
+
+    def static(held):  # what steps of static shapes take that hold so many hops
+        places, rows = sum(edges[:held]) + nodes[0], sum(nodes[: held + 1])
+        slot = 4 * F * nodes[held] * (2 if held < len(fanout) else 1)
         slot += id_bytes * (2 * rows + places) + 12 * places  # 12: winners, numbers, counts
-        tables, gpu_step = tables + 4 * V * ahead, step + ahead * slot + compute
+        return step + (ahead * slot + compute) * bool(graphs)
+
     return {
-        "cuda-cuda": Placement(GPU_BYTES + arrays + tables, gpu_step, RANK_BYTES, 0, 0),
-        "pinned-cuda": Placement(GPU_BYTES + tables, gpu_step, RANK_BYTES, 0, arrays),
+        "cuda-cuda": Placement(GPU_BYTES + arrays + tables, static(graphs), RANK_BYTES, 0, 0),
+        "pinned-cuda": Placement(GPU_BYTES + tables, static(len(fanout)), RANK_BYTES, 0, arrays),
         "cpu-cuda": Placement(GPU_BYTES, step, rank, 2 * ahead * batch, 0),  # pinning rounds up
         "cpu-cpu": Placement(0, 0, rank, step, 0),
     }

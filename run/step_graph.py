@@ -47,9 +47,11 @@ GRAPH_RTOL = 0.02  # max relative difference of their inputs and losses
 
 
 def averages_in_place(args, *dtypes):
-    """Whether the first layer gets averages straight from features of these types, not their rows."""
+    """Whether the first layer gets averages straight from features of these types, not their rows. That reads a row for
+    each edge: over PCIe in pinned-cuda a row for each node is less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
-    return args.model == "sage" and not args.input_dropout and floats
+    plain = args.model == "sage" and not args.input_dropout
+    return plain and floats and args.mode != "pinned-cuda"
 
 
 def hindrances(args, store, used):
@@ -76,8 +78,8 @@ def hindrances(args, store, used):
 
 
 def hops_held(args, store, used):
-    """Hops of a batch that the graphs of a run would hold in GPU memory if the GPU reads the features; 0 without
-    graphs. used: `EdgeData` of the store."""
+    """Hops of a batch that the graphs of a run would hold in GPU memory in cuda-cuda; 0 without graphs. used: `EdgeData`
+    of the store."""
     hops = len(args.fanout) - averages_in_place(args, store.features.dtype)
     return 0 if any(hindrances(args, store, used).values()) else hops
 

@@ -88,13 +88,14 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
         slot = sum(t.nbytes for t in (*kept, *frame.kept.values()))
         slot += torch.empty(rows[-1], width).nbytes
         compute = sum(8 * n * (a + 3 * b) for n, a, b in zip(rows[2::-1], (16, 8, 8), (8, 8, 4)))
-        for mode in ("cuda-cuda", "pinned-cuda"):
+        for mode in ("cuda-cuda", "pinned-cuda")[: hops - 1]:
             tables, static = (
                 getattr(counted[mode].placement, name) - getattr(without[mode].placement, name)
                 for name in ("gpu", "gpu_step")
             )
             assert tables == 2 * frame.table.nbytes
             assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
+    assert of(2)["pinned-cuda"] == of(3)["pinned-cuda"]  # which reads rows, not pairs
     lines = estimate_lines(tmp_path / "g", gpus=1, **options, **ROOM)
     assert of(2)["cuda-cuda"].line in lines and "of static shapes" in lines
     wide = estimate_lines(tmp_path / "g", gpus=1, **{**options, "fanout": [3, 49]}, **ROOM)

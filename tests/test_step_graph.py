@@ -188,7 +188,7 @@ def _plain_loop(net, draws, ring, batches, labels):
 
 
 def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(cuda_graphs, tmp_path):
-    nodes, labels, net = torch.randperm(300)[:53], torch.randint(5, (300,)), _net("gcn", (20, 8, 5))
+    nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net("gcn", (20, 8, 5))
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
     graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
     batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load=graphs.load)
@@ -378,6 +378,10 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         assert any(step_graph.hindrances(args, data, data.used).values()) != of_place
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert step_graph.obstacle(run) == "there is no GPU"
+    sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
+    assert step_graph.averages_in_place(sage, torch.float32)
+    sage.mode = "pinned-cuda"  # a row a node, over PCIe
+    assert not step_graph.averages_in_place(sage, torch.float32)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
