@@ -467,6 +467,7 @@ def _parser():
         *((name, "FILE", f"csv: ids of the {name} nodes") for name in SPLITS),
         ("weights", "COLUMN", of_edges),
         ("times", "COLUMN", of_edges),
+        ("types", "COLUMN", of_edges),
         ("edge-features", "COLUMNS", f"{of_edges}; several columns as a,b,c"),
         ("node-times", "FILE", "csv: a time for each node"),
     ):

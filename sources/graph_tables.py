@@ -39,7 +39,7 @@ def read_tables(file, own, more, folder) -> dict:
         if not name.startswith("edge_"):
             arrays[name] = of_nodes(given, nodes, name)
         elif os.path.isfile(given):
-            arrays[name] = edge_rows(given, folder / name, name)
+            arrays |= edge_rows(given, folder / name, name)
         else:
             keep[name] = given.split(",") if name == "edge_features" else [given]
     arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
@@ -197,7 +197,7 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
     """Spool a table with a row for each edge into the file `target` -> (int64 [2, M] over that file; {name: what was
     kept, as `edge_rows` has it}).
 
-    Source and destination are the columns of these names (or src, from, u; dst, target, to, v), else the first two.
+    Source and destination are the columns of these names (or src, from, u, head; dst, to, v, tail; ...), else the first two.
     keep: {name of a column of a store: names or numbers from 1 of columns}; any other column is refused.
     """
     with opened(file) as table:
@@ -207,7 +207,7 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is taken for two things")
         if extra := [table.column(j) for j in range(table.width) if j not in taken]:
-            what = "leave them out, or say what they are by --weights, --times, --edge-features"
+            what = "leave them out, or name them by --weights, --times, --types, --edge-features"
             extra = short(", ".join(extra), "")
             raise StoreError(f"{file} has more columns than are understood, {extra}: {what}")
         found = _spooled(table, target, {"ends": ends, **more}, nodes)
@@ -215,20 +215,22 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
     return found.pop("ends").T, found
 
 
-def edge_rows(file, target, name) -> np.ndarray:
-    """Spool a table of its own with a row for each edge -> over that file edge_features float32 [M, D], edge_time int64
-    [M] or, if the first are no integers, float64 [M], edge_weight float64 [M]."""
+def edge_rows(file, target, name) -> dict[str, np.ndarray]:
+    """Spool a table of its own with a row for each edge -> {name: over that file edge_features float32 [M, D], edge_time
+    int64 [M] or, if the first are no integers, float64 [M], edge_weight float64 [M], edge_type int64 [M]}, with the names
+    of types that are text as edge_types."""
     with opened(file) as table:
         if name != "edge_features" and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
         found = _spooled(table, target, {name: list(range(table.width))})
         table.say(f"taken as {name}")
-    return found[name]
+        return found
 
 
 def _spooled(table, target, fields, nodes=None):
-    """Spool {name: columns} of a table of edges as records, in one file -> {name: its part of them}."""
-    dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64)
+    """Spool {name: columns} of a table of edges as records, in one file -> {name: its part of them}. Types that are text
+    are numbered as they come; their names are edge_types."""
+    dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64, edge_type=np.int64)
     if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
         dtypes["edge_time"] = np.int64
     record = [(n, dtypes.get(n, np.float32), (len(which),)) for n, which in fields.items()]
@@ -236,10 +238,17 @@ def _spooled(table, target, fields, nodes=None):
     for name, which in fields.items():
         kinds |= dict.fromkeys(which, int if record[name].base == np.int64 else float)
     kinds |= {j: nodes.kind for j in ends}
+    texts = [j for j in fields.get("edge_type", ()) if table.kinds[j] in ("text", "mixed")]
+    kinds, numbers = kinds | dict.fromkeys(texts, str), {}
 
     def chunks():
         for first, columns in table.read(kinds):
             columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
+            for j in texts:
+                if "" in columns[j]:
+                    what = f"{table.column(j)} is empty: a type is needed"
+                    raise table.error(first + columns[j].index(""), what)
+                columns[j] = np.array([numbers.setdefault(t, len(numbers)) for t in columns[j]])
             chunk = np.empty(table.rows - first, record)
             for name, which in fields.items():
                 chunk[name] = stacked(columns, which, record[name].base)
@@ -247,7 +256,8 @@ def _spooled(table, target, fields, nodes=None):
 
     found = spool(target, chunks(), record)
     several = ("ends", "edge_features")
-    return {name: found[name] if name in several else found[name][:, 0] for name in fields}
+    found = {name: found[name] if name in several else found[name][:, 0] for name in fields}
+    return {**found, "edge_types": [*numbers]} if texts else found
 
 
 def _column(table, word) -> int:

@@ -167,6 +167,7 @@ def build(
     seed=None,
     weights=None,
     times=None,
+    types=None,
     edge_features=None,
     node_times=None,
     **options,
@@ -181,8 +182,8 @@ def build(
         split: dict of node ids or masks instead of the graph's, for tables of files of ids; or the number, from 0, of
             the one of the graph's splits that is kept.
         ignore: names of arrays to do without. seed: draws the split where there is none; 0 when None.
-        weights, times, edge_features: for tables, columns of the table of edges, by name or by number from 1 (several,
-            with commas between them, for features), or the file of a table with a row for each edge.
+        weights, times, types, edge_features: for tables, columns of the table of edges, by name or by number from 1
+            (several, with commas between them, for features), or the file of a table with a row for each edge.
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
     path, is_file = Path(path), isinstance(source, (str, os.PathLike))
@@ -194,13 +195,13 @@ def build(
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
         given["split"] = int(split)
-    columns = dict(edge_weight=weights, edge_time=times, edge_features=edge_features)
-    columns["node_time"] = node_times
+    columns = dict(edge_weight=weights, edge_time=times, edge_type=types)
+    columns |= dict(edge_features=edge_features, node_time=node_times)
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     if columns and not tables:
-        idle, why = columns, "weights, times and edge_features are for tables"
+        idle, why = columns, "weights, times, types and edge_features are for tables"
     elif npz:
         idle, why = own, "it holds features, labels and split itself"
     elif not is_file and len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1:
@@ -212,7 +213,8 @@ def build(
     with reading(f"cannot build {path}: {kind}"), files.scratch_folder(path) as folder:
         if tables:
             arrays = read_tables(kind, own, columns, folder)
-            options["node_names"] = arrays.pop("node_names")
+            names = ("node_names", "edge_types") if "edge_types" in arrays else ("node_names",)
+            options |= {name: arrays.pop(name) for name in names}
             arrays = Arrays(kind, arrays)
         elif npz:
             given = {**npz[1], **given}

@@ -34,8 +34,8 @@ NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # in no header
 MEANINGS = {  # what a column's name says that it holds
-    "source": "source src from u",
-    "destination": "destination dest dst target to v",
+    "source": "source src from u head subject",
+    "destination": "destination dest dst target to v tail object",
     "label": "label labels class category target y",
     "leak": "label labels class",  # a feature of that name would tell what is to be learnt
     "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'

@@ -220,7 +220,7 @@ def test_tables_weights_and_times(tmp_path):
     more = edges(edge_features=["Timestamp", "w"])[1]["edge_features"]
     assert more.tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
     for name, complaint in (
-        ("w", "understood, 'Timestamp': leave them out, or say what they are by --w"),
+        ("w", "understood, 'Timestamp': leave them out, or name them by --w"),
         ("W", "has no column 'W', and there is no file of that name: it has w, dst"),
         ("5", "has no column '5'"),
         ("dst", "'dst' is taken for two"),
@@ -229,6 +229,29 @@ def test_tables_weights_and_times(tmp_path):
     for text in ("source,paper\n0,1\n", "dst,src,dst2\n0,1,2\n", "from,u,to\n0,1,2\n"):
         _table_file(file, text)
         _refuses("call one source|more columns", edges)
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+@pytest.mark.parametrize(
+    "of, names", [("cites writes cites", ["cites", "writes"]), ("2 0 2", None)]
+)
+def test_tables_types_of_edges_are_numbers_or_names(of, names, own_file, tmp_path):
+    x, triples = _table_file(tmp_path / "x.csv", "id,f\na,1\nb,2\n"), ["a,b", "b,a", "b,b"]
+    rows = [pair.replace(",", f",{kind},") for pair, kind in zip(triples, of.split())]
+    text, types = "\n".join(["head,relation,tail", *rows, ""]), "relation"
+    if own_file:
+        types = _table_file(tmp_path / "t.csv", "\n".join([*of.split(), ""]))
+        text = "\n".join(["source,target", *triples, ""])
+    file = _table_file(tmp_path / "e.csv", text)
+    graph = GraphStore.open(datasets.build(file, tmp_path / "s", features=x, types=str(types)))
+    drawn = zip(graph.indices.tolist(), graph.edge_type.tolist())
+    first = (0, 1, 0) if names else (2, 0, 2)  # of a->b, b->a, b->b
+    assert graph.edge_types == names and graph.num_edge_types == (2 if names else 3)
+    assert [*drawn] == [(1, first[1]), (0, first[0]), (1, first[2])]
+    if names and not own_file:
+        _table_file(tmp_path / "e.csv", text.replace("writes", ""))
+        refused = "line 3: 'relation' is empty: a type is needed"
+        _refuses(refused, datasets.build, file, tmp_path / "n", features=x, types="relation")
 
 
 def test_tables_change_far_inside(tmp_path):
