@@ -458,42 +458,42 @@ def _parser():
     parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
-    add("source", help="an .npz file, or the .csv or .csv.gz file of the edges")
+    add("source", help="an .npz file, or a table of edges (csv or parquet)")
     add("path", help="directory of the store")
-    of_edges = "csv: a column of the edges' table, by name or number from 1, or a file with a line for each edge"
+    of_edges = "tables: an edge column (name, or number from 1), or a file with a row per edge"
     for flag, kind, text in (
-        ("features", "FILE", "csv: a line of numbers for each node"),
-        ("labels", "FILE", "csv: a label for each node, -1 where there is none"),
-        *((name, "FILE", f"csv: ids of the {name} nodes") for name in SPLITS),
+        ("features", "FILE", "tables: a row of numbers per node"),
+        ("labels", "FILE", "tables: a label per node, -1 if unlabelled"),
+        *((name, "FILE", f"tables: ids of the {name} nodes") for name in SPLITS),
         ("weights", "COLUMN", of_edges),
         ("times", "COLUMN", of_edges),
         ("types", "COLUMN", of_edges),
         ("edge-features", "COLUMNS", f"{of_edges}; several columns as a,b,c"),
-        ("node-times", "FILE", "csv: a time for each node"),
+        ("node-times", "FILE", "tables: a time per node"),
     ):
         add(f"--{flag}", metavar=kind, help=text)
-    add("--backend", default="mmap", choices=list(BACKENDS), help="of the features (default mmap)")
-    add("--feature-dtype", choices=files.HALVES, help="round features of floats to it")
+    add("--backend", default="mmap", choices=list(BACKENDS), help="feature storage (default mmap)")
+    add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
-    add("--seed", type=int, help="draws the split where there is none (default 0)")
+    add("--seed", type=int, help="draws the split if there is none (default 0)")
     for name, text in {
         "info": "print sizes, degrees, options, source",
-        "verify": "compare every byte",
-        "estimate": "print what training takes in each mode",
+        "verify": "compare every byte with its checksum",
+        "estimate": "print the memory that training needs in each mode",
     }.items():
         add = commands.add_parser(name, help=text).add_argument
         add("path", help="directory of the store")
     for flag, default, text in (  # flags of train.py, which checks them
-        ("gpus", 0, "GPUs, a process each; 0: CPU"),
+        ("gpus", 0, "GPUs, one process each; 0: CPU"),
         ("procs", 1, "processes on CPU"),
-        ("fanout", "15,10,5", "from the seeds outward"),
-        ("batch-size", 1024, "seeds of a process"),
-        ("hidden", 256, "width of the inner layers"),
+        ("fanout", "15,10,5", "neighbours per node, from the seeds outward"),
+        ("batch-size", 1024, "seeds per process"),
+        ("hidden", 256, "width of the hidden layers"),
     ):
         add(f"--{flag}", default=default, help=f"{text} (default {default})")
-    add("--free-gpu", type=_gigabytes, metavar="GB", help="to ask about another machine's GPUs")
+    add("--free-gpu", type=_gigabytes, metavar="GB", help="free memory of another machine's GPUs")
     return parser
 
 

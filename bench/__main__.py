@@ -1,4 +1,4 @@
-"""Side-by-side measurement: every contender on the same graph, in one process, in turn.
+"""Benchmarks, side by side: all contenders on the same graph, in one process, timed in turn.
 
     python -m bench sampler                      # this sampler beside DGL's; GraphBolt's with --graphbolt PYTHON
     python -m bench step                         # a training step beside DGL's, and what each trick is worth; --model gat and others
@@ -63,30 +63,30 @@ def make_parser():
     add("--fanout", default="15,10,5", type=numbers)
     add("--batch-size", type=whole, default=1024)
     add("--hidden", type=whole, default=256)
-    add("--threads", type=whole, help="of every contender (default: 2; gpu: one a core)")
-    add("--rounds", type=whole, help="timed (default: 20; scaling, gpu: 5); attack: of a kind")
-    add("--json", metavar="FILE", help="write the figures here as well")
+    add("--threads", type=whole, help="threads of every contender (default: 2; gpu: one per core)")
+    add("--rounds", type=whole, help="timed (default: 20; scaling, gpu: 5); attack: cases per kind")
+    add("--json", metavar="FILE", help="also write the figures to this file")
     # sampler, step, layers, link, inference, scaling, mag
-    add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt in this interpreter")
-    add("--procs", default="1,2", type=numbers, help="scaling: processes of one --batch-size")
-    add("--gpus", action="store_true", help="scaling: a GPU for each process")
+    add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt's interpreter")
+    add("--procs", default="1,2", type=numbers, help="scaling: processes sharing one --batch-size")
+    add("--gpus", action="store_true", help="scaling: one GPU per process")
     add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
-    add("--heads", type=whole, default=1, help="step, layers: of gat")
+    add("--heads", type=whole, default=1, help="step, layers: heads of gat")
     # store
-    add("--edges", type=whole, default=10_000_000, help="store: to build; their reverses are added")
-    add("--features-gb", type=size, default=0.5, help="store: size of the features to train from")
-    add("--cache-gb", type=size, default=0.1, help="store: size of the cache before them")
-    add("--batches", type=whole, default=40, help="store: of a run; the first quarter is not timed")
+    add("--edges", type=whole, default=10_000_000, help="store: edges to build; reverses are added")
+    add("--features-gb", type=size, default=0.5, help="store: size of the features to train on")
+    add("--cache-gb", type=size, default=0.1, help="store: size of the row cache")
+    add("--batches", type=whole, default=40, help="store: per run; the first quarter is not timed")
     # accuracy, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--models", metavar="A,B", help=f"accuracy, layers: of {','.join(MODELS)}")
-    add("--runs", type=whole, default=10, help="accuracy and the like: seeds, at least 2")
+    add("--models", metavar="A,B", help=f"accuracy, layers: some of {','.join(MODELS)}")
+    add("--runs", type=whole, default=10, help="accuracy, labor, types: seeds, at least 2")
     # gpu, attack
-    add("--quick", action="store_true", help="gpu: tiny graphs, to rehearse; into ROOT/gpu-quick")
-    add("--minutes", type=size, help="time for all of it (default: gpu 9, attack 10)")
-    add("--seed", type=int, default=0, help="attack: of the cases")
-    add("--only", metavar="KIND", help="attack: cases of this kind alone")
-    add("--case", type=int, metavar="N", help="attack, with --only: this case, with all it prints")
+    add("--quick", action="store_true", help="gpu: rehearse on tiny graphs, in ROOT/gpu-quick")
+    add("--minutes", type=size, help="time limit (default: gpu 9, attack 10)")
+    add("--seed", type=int, default=0, help="attack: seed of the cases")
+    add("--only", metavar="KIND", help="attack: only cases of this kind")
+    add("--case", type=int, metavar="N", help="attack, with --only: one case, with all it prints")
     add("--parts", metavar="A,B", help="gpu, store: only these parts")
     return parser
 

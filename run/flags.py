@@ -31,73 +31,73 @@ BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activatio
 # flag | its values | help. Of several values the first is the default, - for none; after = a default; no value: a switch
 FLAGS = f"""
 data
---task | {" ".join(TASKS)} | classes of nodes, edges, or targets of many small graphs
+--task | {" ".join(TASKS)} | classify nodes, predict edges, or predict targets of small graphs
 --dataset | NAME = synthetic | synthetic, synthetic:nodes=..., synthetic-mag, a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: %(default)s)
 --root | DIR = data | folder for downloads and built stores
---backend | mmap lmdb | how a newly built store keeps features
---feature-dtype | - bfloat16 float16 | round features of floats in a newly built store: half the bytes
---split | N0 | which of several splits, from 0 (default: the first; --runs: each in turn)
+--backend | mmap lmdb | feature storage of a newly built store
+--feature-dtype | - bfloat16 float16 | round float features of a newly built store to half the bytes
+--split | N0 | which split of several, from 0 (default: the first; --runs: each in turn)
 --symmetrize | | add the reverse of every edge of an .npz file
---drop-duplicates | | keep one of equal edges of such a file
+--drop-duplicates | | keep one of several equal edges of an .npz file
 sampling
---fanout | 15,10,5 | neighbours of each seed, of those, ...; -1: all; PyG's order (DGL: 5,10,15); of each type of edges, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)
---sampler | uniform labor weighted latest | labor: seeds share neighbours where they can (arXiv 2210.13339); weighted: by edge weight; latest: the last before the seed's time
---layer-dependency | | labor: all hops draw alike, so that a batch has fewer input rows
---batch-dependency | N = 1 | labor: N steps in a row draw alike, so that rows are needed again
---temporal | auto at before off | edges that a seed sees: at its time or before, only before, off: all (default: at, where edges and nodes have times; link: off)
---window | TIME | of edges that a seed sees, only those later than its time minus N (default: all)
---batch-size | N = 1024 | seeds of a process in one pass
---accumulate | N = 1 | passes of an optimizer step
+--fanout | 15,10,5 | neighbours per node, hop by hop from the seeds (DGL: 5,10,15); -1: all; with edge types per type, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)
+--sampler | uniform labor weighted latest | labor: seeds share neighbours (arXiv 2210.13339); weighted: by edge weight; latest: the last edges that the seed sees
+--layer-dependency | | labor: same random draws in all hops, for fewer input rows per batch
+--batch-dependency | N = 1 | labor: same random draws for N steps in a row, so that rows are reused
+--temporal | auto at before off | edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)
+--window | TIME | a seed sees only edges later than its time minus N (default: all)
+--batch-size | N = 1024 | seeds per process and pass
+--accumulate | N = 1 | forward and backward passes per optimizer step
 model
 --model | MODEL = sage | {", ".join(ALL_CONVS)}, or yours: FILE.py:NAME
---model-args | A=1,B=x | yours is NAME(features, classes, A=1, B='x') (default: none)
---hidden | N = 128 | width of the inner layers, all heads together
---num-layers | N | layers (default: one for each fanout, else 3)
+--model-args | A=1,B=x | your model is made by NAME(features, classes, A=1, B='x') (default: none)
+--hidden | N = 128 | width of the hidden layers, all heads together
+--num-layers | N | number of layers (default: one per fanout, else 3)
 --heads | N = 4 | attention heads of gat
---bases | N0 = 0 | rgcn: mix the matrix of each type from N; 0: do not
---norm | - {" ".join(NORMS)} | after inner layers (default: layer for {", ".join(NORMALISED)}, else none)
---residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} where neighbours' classes hardly agree)
---dropout | P = 0.5 | probability after each inner layer and of gat's attention
---input-dropout | P = 0 | probability of the features (default: 0)
+--bases | N0 = 0 | rgcn: basis decomposition, each type's matrix is mixed from N; 0: off
+--norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
+--residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
+--dropout | P = 0.5 | probability after each hidden layer and on gat's attention
+--input-dropout | P = 0 | probability on the input features (default: 0)
 links
---edge-split | A/B/C = 85/5/10 | percent of edges to train, validate and test on, drawn by --seed; time:A/B/C by time; none: train on all; FILE.npz with valid, test [n, 2]
+--edge-split | A/B/C = 85/5/10 | percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]
 --edge-type | TYPE | predict edges of this type, such as user,buys,item (default: all)
---scorer | dot distmult mlp | of two embeddings
---negatives | N = 1 | drawn for each training edge, none an edge
---negatives-by | uniform degree | degree: by degree^0.75
+--scorer | dot distmult mlp | how two embeddings are scored
+--negatives | N = 1 | negatives per training edge, none of them an edge
+--negatives-by | uniform degree | degree: in proportion to degree^0.75
 --unchecked-negatives | | negatives may be edges
---link-loss | bce softmax | bce: one by one; softmax: edge among negatives
+--link-loss | bce softmax | bce: each pair alone; softmax: edge against its negatives
 --pairs | FILE.npy | node ids [n, 2] whose scores --predict writes instead of embeddings
 optimisation
 --lr | RATE = 0.003 | Adam's learning rate
 --lr-schedule | constant cosine | cosine: falls to 0 over --epochs
 --weight-decay | X | Adam's L2 term (default: 0.07 / training nodes)
---epochs | N | default: 10, or 200 optimizer steps
---metric | - {" ".join(dict.fromkeys(m for task in TASKS.values() for m in task.metrics))} | accuracy, roc_auc, f1 (default: accuracy, of several labels a node f1); of links mrr, hits@1, hits@10, roc_auc, ap (default: mrr)
---early-stop | N | end after N epochs without a better validation --metric, keep the best epoch's weights (default: off)
---weights | - best last | which to keep at the end: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
---seed | SEED = 0 | fixes weights, order, sampling and dropout
---runs | N = 1 | train with N seeds; mean and standard deviation
+--epochs | N | default: at least 10, and at least 200 optimizer steps
+--metric | - {" ".join(dict.fromkeys(m for task in TASKS.values() for m in task.metrics))} | nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr)
+--early-stop | N | stop after N epochs without a better validation --metric and keep the best epoch's weights (default: off)
+--weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
+--seed | SEED = 0 | for initial weights, order, sampling and dropout
+--runs | N = 1 | train with N seeds; print mean and standard deviation
 --precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 is for comparing runs (default: tf32 on a GPU that has it, else fp32)
---checkpoint-activations | | recompute inner layers in the backward pass: less memory, more time
+--checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time
 processes and placement
---gpus | N0 | GPUs, one process each; 0 trains on CPU (default: 1 when there is one)
---procs | N = 1 | processes with --gpus 0; they share the cores
+--gpus | N0 | GPUs, one process each; 0 trains on CPU (default: 1 if there is one)
+--procs | N = 1 | CPU processes, with --gpus 0; they share the cores
 --mode | auto {" ".join(MODES)} | where graph and features live - where training runs
---cache | 4GiB = 0 | feature rows kept by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of what is free if features exceed it)
---lookahead | N0 | on CPU keep pages used soonest in the next N batches (default: two uses of each)
+--cache | 4GiB = 0 | feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)
+--lookahead | N0 | CPU: keep the pages used soonest in the next N batches (default: two uses of each)
 --prefetch | N0 = 2 | batches prepared ahead; 0: none
 --sample-threads | N = 1 | threads that sample and fetch
---cuda-graph | auto on off | a step as CUDA graphs where GPUs read the features; off: kernels launched one by one; on: say why where it cannot be
---allocator | tuned system | tuned: on CPU freed memory is kept, on CUDA segments can grow; system: left alone
+--cuda-graph | auto on off | run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible
+--allocator | tuned system | tuned: keep freed memory (CPU), let segments grow (CUDA); system: leave as is
 files
 --checkpoint | FILE | write the run's state here after each epoch and on Ctrl-C
---checkpoint-every | N | and after N optimizer steps (default: off)
---resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from that of --checkpoint, once it exists
+--checkpoint-every | N | also write it every N optimizer steps (default: off)
+--resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists
 --predict | FILE.npy | write exact predictions for every node; with --resume FILE nothing is trained unless --epochs or --checkpoint is given
 --predict-what | classes scores logits embeddings | classes, int64 [V]; scores (probabilities), logits, float32 [V, classes]; embeddings: the last layer's input, [V, hidden]
---log --log-file | FILE | append JSON lines: the flags, then each epoch (under torchrun write --log-file)
---tensorboard | DIR | write the epochs' figures for TensorBoard
+--log --log-file | FILE | append JSON lines: the flags, then each epoch (under torchrun use --log-file)
+--tensorboard | DIR | write each epoch's metrics for TensorBoard
 --timeline | FILE.png | draw the first steps of the second epoch as a Gantt chart
 --profile | FILE | write a torch.profiler trace of the second epoch, FILE.rank0.json and so on
 """

@@ -373,14 +373,14 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
 
 def main(argv=None) -> int:
     """The command line: build a data set and print the path of its store."""
-    about = "Build a data set and print where its store is."
+    about = "Build a data set and print the path of its store."
     parser = argparse.ArgumentParser(prog="sources.prepare", description=about)
     add = parser.add_argument
     add("dataset", help=f"a path, or one of {', '.join(NAMES)}")
     add("--root", default="data", help="directory for downloads and stores")
-    add("--backend", default="mmap", choices=list(BACKENDS), help="of the features")
-    add("--feature-dtype", choices=files.HALVES, help="round features of floats to it")
-    add("--seed", type=int, default=0, help="draws the split of a data set without one")
+    add("--backend", default="mmap", choices=list(BACKENDS), help="feature storage")
+    add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
+    add("--seed", type=int, default=0, help="draws the split if the data set has none")
     add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges of it")
     args = vars(parser.parse_args(argv))
