@@ -1,6 +1,6 @@
 """Distributed training: launch processes or join torchrun, reduce over ranks, stop together.
 
-This file stands alone: copy it into your own code. torch.distributed does the work.
+This file works alone: copy it into your own code. It is built on torch.distributed.
 
     launch(worker, nprocs, args)        # worker(ranks, *args) runs in every process
     def worker(ranks, args):
@@ -12,7 +12,7 @@ This file stands alone: copy it into your own code. torch.distributed does the w
                     break
         total, = ranks.sum(local)
 
-The ranks of a machine share its cores; with GPUs each is bound to the cores nearest to its own.
+The ranks of a machine share its cores; with GPUs each is bound to the cores nearest to its GPU.
 """
 
 import atexit

@@ -1,6 +1,6 @@
 """Moving feature rows to the training step: a ring of reused buffers, prefetching, placement, a static cache.
 
-This file stands alone: copy it into your own code.
+This file works alone: copy it into your own code.
 
     indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda", "cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
@@ -11,9 +11,9 @@ This file stands alone: copy it into your own code.
         batch.wait()
         model(batch.blocks, batch.x)
 
-A fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and copies to a GPU overlap
-with its work only if they leave from pinned memory. So a few buffers are allocated once and used in turn. A slot of the
-ring is reused once the caller has asked for the batch after the one in it and, on CUDA, the copies out of it are done.
+A fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and copies to a GPU
+overlap with its work only from pinned memory. So a few buffers are allocated once and reused in turn. A slot of the ring
+is reused once the caller has asked for the batch after the one in it and, on CUDA, the copies out of it are done.
 
 "Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """

@@ -5,9 +5,9 @@
     for batch in loader:
         torch.nn.functional.cross_entropy(net(batch.blocks, batch.x), batch.y).backward()
 
-Which seeds a batch holds and which neighbours they get is a function of the seed, the epoch and the step alone: the
-same for any number of threads and batches prepared ahead; over all processes, a step's seeds are the same for any
-number of them. If you copy this file, take sampler.py and features.py along.
+The seeds of a batch and their sampled neighbours depend only on the random seed, the epoch and the step, not on the
+number of threads or the prefetch depth; a step's seeds, over all processes, are the same for any number of processes.
+To copy this file, also take sampler.py and features.py.
 """
 
 from contextlib import ExitStack, closing, nullcontext

@@ -1,6 +1,6 @@
 """GraphSAGE, GCN, GATv2, GIN and R-GCN over sampled blocks, GATv2 and GINE with edge features, and exact inference.
 
-Copy this file into your own code: it needs torch only. A block is anything with the fields of
+Copy this file into your own code: it needs only torch. A block is anything with the fields of
 `sampler.Block`: S destinations, N sources, E edges.
 
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
@@ -11,8 +11,8 @@ Copy this file into your own code: it needs torch only. A block is anything with
     logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
 
 With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
-CUDA, and runs repeat to the last bit. Torch operations, which R-GCN's sums over types are, add with
-atomics on a GPU, so the last bits of gradients and of attention may then differ from run to run.
+CUDA, and runs repeat to the last bit. Torch operations, which R-GCN uses to sum over types, add with
+atomics on a GPU, so the last bits of gradients and attention may differ between runs.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Neighbour sampling fused with block construction: seeds + CSC graph -> one `Block` a hop.
 
-Copy this file and the folder native/ into your own code. It works alone too: without native/ beside
-it, torch operations stand in for the C code and the CUDA kernels, after one warning.
+Copy this file and the folder native/ into your own code. Without native/ it works too: after one
+warning, torch operations replace the C code and the CUDA kernels.
 
     sampler = NeighborSampler(indptr, indices, fanouts=[15, 10, 5], seed=0)
     blocks = sampler.sample(seeds, step=0)     # blocks[0] outermost hop ... blocks[-1] has the seeds
@@ -10,13 +10,13 @@ it, torch operations stand in for the C code and the CUDA kernels, after one war
 The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
-What is drawn is a function of (seed, step, hop, node) alone, by a counter-based generator (see `random_bits`): every
-backend returns the same bits, whatever the threads, ranks or prefetch depth.
+Samples depend only on (seed, step, hop, node), through a counter-based generator (see `random_bits`): all backends but
+"dgl" return the same bits, for any number of threads and ranks and any prefetch depth.
 
-A hop is five passes over flat arrays that read the graph and write the block, with nothing in between: degrees; prefix
-sum, which is the block's indptr; picks (Floyd's algorithm: k draws, however long the list); gather of the node ids
-there; relabelling. Destinations need no hashing, because they are the sources of the hop before, and the outermost hop,
-by far the largest, can do without relabelling (`relabel_outer=False`). native/sampler_cpu.py says how they overlap in C.
+A hop is five passes over flat arrays, from the graph to the block without intermediate structures: degrees; prefix sum
+(the block's indptr); picks (Floyd's algorithm: k draws, however long the list); gather of the picked node ids;
+relabelling. Destinations need no hashing, because they are the sources of the previous hop, and the outermost hop, by
+far the largest, can skip relabelling (`relabel_outer=False`). native/sampler_cpu.py says how passes overlap in C.
 """
 
 import functools

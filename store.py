@@ -1,7 +1,7 @@
 """A graph on disk, one copy for every process: build a store, open it, verify it.
 
 A store is a directory of .npy files beside a meta.json; features are one more .npy (backend "mmap") or an LMDB file of
-blocks of rows (backend "lmdb"). It is complete or not there; all processes that open it share its pages.
+blocks of rows (backend "lmdb"). It appears only when it is complete; all processes that open it share its pages.
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
@@ -13,13 +13,13 @@ blocks of rows (backend "lmdb"). It is complete or not there; all processes that
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
-v are indices[indptr[v]:indptr[v+1]]; its other arrays: disk/columns.py. To copy this file take disk/ and native/ along;
-they need torch, numpy and tqdm (lmdb for backend "lmdb").
+v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/ and
+native/; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
-reads everything: LMDB may end the process on damage behind the header of its file. Files of a store in use may be renamed
-or removed, but not truncated: reading beyond the end of a mapped file ends the process (SIGBUS).
+reads everything, and LMDB may kill the process on damage past its file's header. Files of a store in use may be renamed
+or removed, but not truncated: reading past the end of a mapped file kills the process (SIGBUS).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Every test of ringblock: pytest test_all.py. Tests on real graphs skip without ../shared/data."""
+"""All tests of ringblock: pytest test_all.py. Tests on real graphs are skipped without ../shared/data."""
 
 from importlib import import_module
 

@@ -1,19 +1,19 @@
 """Train a graph neural network by neighbour sampling.
 
     python train.py                                                  # built-in synthetic graph, no download
-    python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU when there is one, else the CPU
+    python train.py --dataset ogbn-products --fanout 15,10,5         # one GPU if there is one, else the CPU
     python train.py --gpus 4 --dataset ogbn-products                 # four GPUs of this machine
     python train.py --gpus 0 --procs 2 --dataset my_graph.npz        # two CPU processes
     python train.py --task link --dataset cora --model gcn           # link prediction
-    python train.py --task graph --dataset molecules.npz             # a number for each of many small graphs
+    python train.py --task graph --dataset molecules.npz             # targets of many small graphs
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
-    python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # of a graph with the same features
+    python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # another graph, same features
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
 One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of
-it on threads. docs/design.md follows one seed node through the files.
+it in threads. docs/design.md follows one seed node through the files.
 """
 
 import signal

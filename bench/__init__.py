@@ -1,1 +1,1 @@
-"""Side by side with other systems: python -m bench NAME."""
+"""Benchmarks against other systems: python -m bench NAME."""

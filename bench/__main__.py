@@ -4,25 +4,25 @@
     python -m bench step                         # a training step beside DGL's, and what each trick is worth; --model gat and others
     python -m bench layers --fanout 10,10,10 --hidden 128 --dataset synthetic    # every model's layers beside DGL's, PyG's
     python -m bench link --dataset synthetic:nodes=500000,degree=50,features=100,classes=47    # beside DGL's
-    python -m bench scaling --procs 1,2,4        # epochs of train.py with as many processes, the same total batch
+    python -m bench scaling --procs 1,2,4        # epochs of train.py by number of processes, same total batch
     python -m bench store                        # building, training from disk
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
     python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
     python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
-    python -m bench roofline                     # the least time that a step's kernels take on an H100, an H200; without one
-    python -m bench gpu                          # on a CUDA GPU: everything that is worth knowing, in 9 minutes
-    python -m bench attack --minutes 10          # what comes of damaged stores, odd inputs, forged checkpoints, kill -9
-    python -m bench picture                      # throughput beside DGL's, drawn from the files of results/
+    python -m bench roofline                     # lower bounds for a step's kernels on H100 and H200; needs no GPU
+    python -m bench gpu                          # on a CUDA GPU: all measurements, in 9 minutes
+    python -m bench attack --minutes 10          # outcomes of damaged stores, odd inputs, forged checkpoints, kill -9
+    python -m bench picture                      # plots throughput beside DGL's, from the files of results/
 
-Contenders that cannot be imported are left out, with the reason. GraphBolt needs the torch that DGL was built for:
+Contenders that cannot be imported are skipped, with the reason. GraphBolt needs the torch that DGL was built for:
 
     python3 -m venv graphbolt && graphbolt/bin/pip install torch==2.2.1 dgl==2.1.0 torchdata==0.7.1 "numpy<2" \\
         pandas pydantic pyyaml lmdb tqdm setuptools==69.5.1
     python -m bench sampler --graphbolt graphbolt/bin/python
 
-A time is the median over --rounds; results/README.md holds the figures of one machine.
+Times are medians over --rounds; results/README.md has the figures of one machine.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """python -m bench accuracy | labor | types: train.py with several seeds, beside published figures.
 
-Every row is trained with seeds 0 .. --runs - 1 on a graph of bench/py. --json FILE is written after each row, and rows of
-as many seeds that it has are not run again.
+Every row is trained with seeds 0 .. --runs - 1 on a graph in the folder --data. --json FILE is written after each row;
+rows that it already has for the same number of seeds are not run again.
 """
 
 import csv

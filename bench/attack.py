@@ -1,20 +1,20 @@
-"""python -m bench attack: damage what this project reads, kill it at work, plant links, and count what comes of it.
+"""python -m bench attack: damage input files, kill running processes, plant links, and count the outcomes.
 
     python -m bench attack --minutes 10
-    python -m bench attack --only lmdb --case 417          # one case again, with all that it printed
+    python -m bench attack --only lmdb --case 417          # rerun one case, with all that it prints
 
-A case is made from (seed, kind, number) alone and runs in a forked process with bounded memory and time:
+A case depends only on (seed, kind, number) and runs in a forked process with bounded memory and time:
 
-    mmap, lmdb, changed, graphs        a store with one thing wrong is verified, read and trained on; `changed` is one
-                                       in LMDB some rows of which were put, `graphs` holds many small graphs
+    mmap, lmdb, changed, graphs        a store with one thing wrong is verified, read and trained on; `changed` is an LMDB
+                                       store with rows changed by put_rows, `graphs` holds many small graphs
     npz, csv                           a file with one thing wrong is built into a store, which is trained on
-    damaged, forged                    a run goes on from a checkpoint with other bytes, or with other things in it
-    build, put, append, train          kill -9 at some moment; what is there is looked at, and then brought to its end
+    damaged, forged                    a run resumes from a checkpoint with other bytes, or with other contents
+    build, put, append, train          kill -9 at some moment; the files are checked, then the work is completed
 
-A case ends well in one of three ways: fine (the result is what it is without damage; or, where something else was
-written, what was written), refused in one sentence, or named (`verify` says what is wrong, training was not asked to
-look and went on). LMDB's own SIGBUS is counted apart, where `verify` had named the file. All else is a failure: a
-crash, a traceback, a hang, memory beyond the bound, a silent difference, no sentence, files where none belong.
+A case ends well in one of three ways: fine (the result is that without damage or, if something else was written, that
+of what was written), refused in one sentence, or named (`verify` says what is wrong; training did not look and went
+on). LMDB's own SIGBUS is counted separately if `verify` had named the file. Anything else is a failure: a crash, a
+traceback, a hang, memory beyond the bound, a silent difference, no sentence, files where none belong.
 """
 
 import contextlib

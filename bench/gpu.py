@@ -1,18 +1,18 @@
-"""python -m bench gpu: what this project does on a GPU, measured in one go, within --minutes (9).
+"""python -m bench gpu: all GPU measurements in one go, within --minutes (9).
 
     stores     synthetic graphs of the size of ogbn-products and ogbn-arxiv, kept under --root
-    sampling   a batch, beside torch operations, with the bytes it moves over what a device copy moves a second
+    sampling   a batch, beside torch operations; bytes moved relative to the rate of a device copy
     products   epochs of train.py in every mode and precision, with and without CUDA graphs, beside the plain version:
     arxiv      step, epoch, stall, peak memory
-    losses     every mode, model and precision for two epochs: the losses of the CPU
+    losses     every mode, model and precision for two epochs, compared with the CPU's losses
     transfer   the ring's copies, and rows, first hops and neighbour lists read in place, beside a copy of pinned memory
     trace      a Chrome trace (Perfetto opens it) and the picture of the stages, for each mode
     tests      the tests that need a GPU, counted
     sanitizer  compute-sanitizer's memcheck on sampler, layers and steps as CUDA graphs, where it is installed
 
 Every part is a process that writes its figures into results/gpu.json as they come; pictures and traces are in
-gpu-pictures.zip beside it. What fails in a part, be it an exception, a crash or the time limit, is written there and
-printed, and the next part runs. --quick takes tiny graphs, to rehearse, and ROOT/gpu-quick.
+gpu-pictures.zip beside it. A failure in a part (exception, crash or time limit) is written to gpu.json and printed, and
+the next part runs. --quick rehearses on tiny graphs, in ROOT/gpu-quick.
 """
 
 import argparse

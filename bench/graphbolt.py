@@ -1,7 +1,7 @@
 """GraphBolt's side of `python -m bench sampler | store | mag` with --graphbolt PYTHON.
 
-These contenders run in that interpreter, as GraphBolt needs the torch that DGL was built for; python -m bench says how to
-install both.
+These contenders run in that interpreter, as GraphBolt needs the torch that DGL was built for; bench/__main__.py says
+how to install both.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""One thing wrong with a file, a store or a value, drawn from a generator: bench/attack.py tries what comes of it."""
+"""Random single faults in a file, a store or a value, which bench/attack.py tries out."""
 
 import hashlib
 import json

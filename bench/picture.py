@@ -1,4 +1,4 @@
-"""python -m bench picture: times a second of every contender as bars, from what the other commands wrote."""
+"""python -m bench picture: bars of every contender's rate per second, from the other commands' results."""
 
 from bench import tools
 from disk.files import StoreError

@@ -1,9 +1,9 @@
-"""python -m bench roofline: the least time that each kernel of a training step can take on a GPU, by bytes and products.
+"""python -m bench roofline: lower bounds for each kernel of a training step on a GPU, from bytes and products.
 
-No GPU is needed. The step of run/step_graph.py is taken on the CPU in the shapes of real batches, padded as there; our
-kernels only note what they are launched with, operations of torch what they read and write. A table larger than the L2
-cache whose rows are gathered counts a row for each edge, any other tensor counts once. What stays in the cache between
-two kernels is counted all the same: small kernels can be faster than this.
+No GPU is needed. The step of run/step_graph.py runs on the CPU in the shapes of real batches, padded as there; our
+kernels only record their arguments, torch operations what they read and write. A table larger than the L2 cache whose
+rows are gathered counts one row per edge, any other tensor counts once. Data that stays in the cache between two
+kernels is counted all the same: small kernels can be faster than this.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
-"""python -m bench sampler: one batch of this sampler beside one of DGL's and GraphBolt's, and what each way of drawing draws.
+"""python -m bench sampler: one batch of our, DGL's and GraphBolt's sampler; edges and rows of each sampling method.
 
-A contender returns its step, which samples batch i and returns how many edges it drew, and how many source nodes its outermost
-hop has.
+A contender returns its step, which samples batch i and returns the numbers of edges and of source nodes in the outermost hop.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""python -m bench step | link | mag | scaling: a training step beside others', of nodes, links, types; processes beside one.
+"""python -m bench step | link | mag | scaling: steps on nodes, links, types beside other systems; processes beside one.
 
-A contender prepares itself and returns its step, i -> {"loss", "edges" drawn} of a batch.
+A contender sets itself up and returns its step, i -> {"loss", "edges" drawn} of a batch.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""python -m bench store: building a graph on disk, and training from features on disk. Every figure is of a process of its own."""
+"""python -m bench store: building a graph on disk, training from features on disk. Every figure comes from a separate process."""
 
 import math
 import mmap

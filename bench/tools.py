@@ -1,4 +1,4 @@
-"""What the commands share: contenders timed in turn, tables, memory, processes of their own, figures."""
+"""Shared by the commands: contenders timed in turn, tables, memory, subprocesses, figures."""
 
 import contextlib
 import functools

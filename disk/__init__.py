@@ -1,1 +1,1 @@
-"""What store.py is made of: files and atomic writes, sorting edges, reading rows, the look-ahead cache, small graphs."""
+"""Parts of store.py: files and atomic writes, edge sorting, reading rows, the look-ahead cache, small graphs."""

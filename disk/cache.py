@@ -1,16 +1,16 @@
-"""Look-ahead cache: feature rows of a file behind the hottest rows, and a page cache that knows the next batches.
+"""Look-ahead cache for feature rows in a file: hottest rows in memory, page cache planned for the next batches.
 
     cache = LookaheadCache(store.features, budget=1 << 30, hot=expected_visits(...))
     with cache.looking_ahead(sampled_batches) as batches:      # the same batches in the same order, `lookahead` later
         for batch in batches:
             x = cache.gather(batch.blocks[0].src_nodes)
 
-What the sampler draws is a function of the seed and the step, so the next batches can be drawn before they are fetched.
-Where the kernel's page cache has room for a large share of the file, that window says which pages are kept
-(native/pages.c): the kernel would give up what was not used for longest, which says nothing about when a batch draws it
-next. What a batch lacks is read before its turn. Ginex (PVLDB 15(11)) plans its own cache of rows so; beside planned
-pages that was no faster than the hottest rows, chosen once. To copy this file take native/, features.py, disk/files.py
-and disk/reader.py along.
+Samples depend only on the seed and the step, so the next batches can be sampled before they are fetched. If the kernel's
+page cache has room for a large share of the file, this window of batches decides which pages are kept (native/pages.c);
+the kernel itself would evict the least recently used, which says nothing about the next use. Missing pages are read
+before their batch's turn. Ginex (PVLDB 15(11)) plans its row cache in the same way; with planned pages that was no
+faster than the hottest rows, chosen once. To copy this file, also take native/, features.py, disk/files.py and
+disk/reader.py.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Check the arrays of a graph before they become a store: StoreError for values that make no sense."""
+"""Validate the arrays of a graph before they become a store; StoreError for invalid values."""
 
 from collections.abc import Iterator
 

@@ -1,11 +1,11 @@
-"""The arrays of a store, and what edges and nodes carry beside the graph.
+"""The arrays of a store, and the optional columns of its edges and nodes.
 
-    edge_weight    float32 [M]    not negative: how likely an edge is drawn, compared with the others of its list
+    edge_weight    float32 [M]    not negative: how likely an edge is drawn, relative to the others in its list
     edge_type      uint8 or uint16 [M]  its relation, numbered from 0; each neighbour list is sorted by it
-    edge_time      int64 [M]      when an edge came to be; each list, or a type's part of it, is sorted by it
+    edge_time      int64 [M]      when an edge appeared; each list, or each type's part of it, is sorted by it
     edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
     node_time      int64 [V]      the time at which a node is classified
-    node_names     nodes.txt      what a node was called where the graph comes from: node i in line i + 1
+    node_names     nodes.txt      the original names of the nodes: node i in line i + 1
 
 V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
 """

@@ -1,4 +1,4 @@
-"""Count what is unusual about a graph's edges: duplicates, self loops, missing reverses, isolated nodes.
+"""Count anomalies in a graph's edges: duplicates, self loops, missing reverses, isolated nodes.
 
     meta["edges"] = count_edges(indptr, indices)      # once, when a store is built
     print(edge_line(store))                           # 4,300 edges: 2,000 duplicates, 300 self loops, ...

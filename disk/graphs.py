@@ -4,8 +4,8 @@
     graphs = GraphDataset.open("molecules")
     batch = graphs.batch(ids)                 # one block-diagonal graph
 
-G graphs of a batch have N nodes and E edges in all; F columns of node features, D of edge features, T targets. A graph
-is one value of an LMDB file.
+The G graphs of a batch have N nodes and E edges in total, F node features, D edge features and T targets. Each graph is
+one value in an LMDB file.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Values in LMDB under the keys 0, 1, 2, ... that many threads and processes read while one changes them.
+"""Values in LMDB under the keys 0, 1, 2, ..., read by many threads and processes while one writes.
 
     file = LmdbFile(path)
-    value = file.read(lambda txn: bytes(txn.get(key(3))))     # one state of the file, whatever others write meanwhile
-    file.append([b"...", b"..."])                             # all of them or none, after a crash as well
+    value = file.read(lambda txn: bytes(txn.get(key(3))))     # a consistent snapshot, whatever others write
+    file.append([b"...", b"..."])                             # all of them or none, even after a crash
 
 `LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch, numpy and lmdb.
 """

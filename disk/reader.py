@@ -1,13 +1,13 @@
-"""Rows of a table in a file, read at the disk's own rate: many requests in flight.
+"""Read rows of a table in a file at the disk's full rate, with many requests in flight.
 
     reader = RowReader("features.npy", offset=4096, row_bytes=1024, rows=V)
     reader.read(ids, out)              # out[i] = row ids[i], in any order, repeats allowed
 
-A memory map asks for one page a thread at a time and waits. Here rows that are close together are one request, and
-DEPTH threads of C code wait for the disk at a time (native/rows.c). Read through the page cache, rows that come again
-need no disk while their pages stay; with O_DIRECT, where the file system has it, they leave it to others.
+A memory map requests one page per thread at a time and waits. Here rows that are close together are one request, and
+DEPTH threads of C code wait for the disk at once (native/rows.c). Through the page cache, repeated rows need no disk
+access while their pages stay; O_DIRECT, where the file system supports it, leaves the page cache to others.
 
-To copy this file take native/ and disk/files.py along. Linux, with a C compiler.
+To copy this file, also take native/ and disk/files.py. It needs Linux and a C compiler.
 """
 
 import functools

@@ -1,5 +1,4 @@
-"""Edges in any order -> CSC, sorted by destination, then type and time where they have them, then source, in bounded
-memory.
+"""Edges in any order -> CSC, in bounded memory: sorted by destination, then type and time (if any), then source.
 
     indptr = np.zeros(num_nodes + 1, np.int64)
     for sources in sorted_sources((edge_index, None, None), options, indptr, folder):

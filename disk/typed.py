@@ -1,4 +1,4 @@
-"""Nodes and edges of several types as one graph: the nodes of a type have ids behind those of the type before it.
+"""Nodes and edges of several types as one graph: the nodes of each type have contiguous ids.
 
     build_store(                        # calls `flatten` where edge_index is a dict
         "typed",
@@ -9,7 +9,7 @@
         split={"train": a, "valid": b, "test": c},              # ids of papers
     )
 
-Types with features come first: the table of features has rows for them alone.
+Types with features come first: only they have rows in the feature table.
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""C and CUDA, their bindings and the compiler: with this folder beside them the root's files are fast."""
+"""C and CUDA, bindings and compilation: with this folder beside them, the files in the root are fast."""

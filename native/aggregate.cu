@@ -1,7 +1,6 @@
-// The outermost hop in one kernel: K neighbours of each destination drawn, their rows averaged, and
-// nothing written but that. LANES threads a row of out, each with VEC columns of every VEC LANES;
-// ROWS rows of features are under way at once. Rows are of type IN, results of type OUT (float or
-// bf16).
+// The outermost hop in one kernel: draws K neighbours of each destination, averages their rows and
+// writes only the result. LANES threads per row of out, each with VEC columns of every VEC LANES;
+// ROWS feature rows are in flight at once. Rows have type IN, results type OUT (float or bf16).
 #include "batch.h"
 #define ROWS 8
 

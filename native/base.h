@@ -1,12 +1,12 @@
-// What every C and CUDA source here builds on: integer types, splitmix64, bfloat16, and the words
-// that CUDA kernels are written in, so that a C compiler takes them too.
+// Shared by all C and CUDA sources here: integer types, splitmix64, bfloat16, and the macros of
+// CUDA kernels, which a C compiler takes too.
 //
-// A kernel is written `KERNEL name(type argument, ...)` at the start of a line, from which build.py
+// A kernel is written `KERNEL name(type argument, ...)` at the start of a line, where build.py
 // reads the types of its arguments. It runs in blocks of 256 threads, the last of which may be
-// partly idle: `THREAD(n);` makes i the number of the thread and ends those from n on. For a C
-// compiler a kernel is a function; its threads may run one after the other, in any order. With HOST
-// they are turns of an OpenMP loop (build.py: load_host); without, blockIdx, blockDim, threadIdx and
-// atomicMin come from whoever includes this.
+// partly idle: `THREAD(n);` sets i to the thread's number and ends the threads from n on. For a C
+// compiler a kernel is a function whose threads may run one after another, in any order. With HOST
+// they are iterations of an OpenMP loop (build.py: load_host); otherwise the including file
+// provides blockIdx, blockDim, threadIdx and atomicMin.
 #ifndef BASE_H
 #define BASE_H
 typedef unsigned long long u64;

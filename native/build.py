@@ -1,18 +1,18 @@
-"""Compile C with cc and CUDA with NVRTC at first use, and cache what was compiled for each user.
+"""Compile C with cc and CUDA with NVRTC at first use, and cache the results per user.
 
     library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"])
     kernels = load_cuda("layers", read_source("layers.cu", ID="int"), device)  # both None, after one warning, on failure
     kernels.run("scale", n, x, 2.0, n)               # n threads of kernel `scale` on torch's current stream
     load_host("layers", read_source("layers.cu", ID="int"), flags).run_scale(n, x, 2.0, n)  # the same on the CPU
     launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
-    launch(n, kernels.stream())                      # about 1 us; in a CUDA graph's capture as well
+    launch(n, kernels.stream())                      # about 1 us; also inside a CUDA graph capture
 
-NVRTC comes with torch's CUDA build. base.h says how kernels are written; their argument types are read from the source.
+NVRTC comes with torch's CUDA build. base.h explains how kernels are written; argument types are read from the source.
 An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose
-fields may change between launches. Tensors must outlive the launches that point at them.
+fields may change between launches. Tensors must outlive the launches that use them.
 
-Compiled files are cached in $XDG_CACHE_HOME/ringblock (~/.cache/ringblock) as NAME-KEY-DIGEST.so: KEY hashes all that the
-content depends on, DIGEST is the SHA-256 of the file, without which a damaged library could end the process.
+Compiled files are cached in $XDG_CACHE_HOME/ringblock (~/.cache/ringblock) as NAME-KEY-DIGEST.so: KEY hashes everything
+the content depends on; DIGEST is the file's SHA-256, checked because loading a damaged library can crash the process.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""DGL for sampler.py: its operators as a backend, blocks as DGL's, and our sampler in DGL's DataLoader.
+"""DGL for sampler.py: its operators as a backend, our blocks as DGL blocks, our sampler in DGL's DataLoader.
 
-DGL is imported when one of these is used; `import_dgl` does so also under a torch that DGL was not built for.
+DGL is imported at first use; `import_dgl` also works under a torch that DGL was not built for.
 """
 
 import itertools

@@ -3,12 +3,11 @@
 //
 // S destinations, N sources and E edges of a block; K heads. Sums run in the order of the edges, by
 // one thread, without atomic additions of floats: the same input gives the same bits in every run.
-// A backward pass adds up the gradients that a source receives from its edges, so it first lists
-// the edges of every source in their order (`list_*`): counted by atomic additions of integers,
-// placed in any order, then ranked.
+// A backward pass sums the gradients that a source receives from its edges, so it first lists every
+// source's edges in order (`list_*`): counted by integer atomics, placed in any order, then ranked.
 //
 // Shapes may be padded, so that a CUDA graph can hold a step: an index below 0 ends a destination's
-// list of edges, and a node below 0 gives a row of zeros. Where a kernel takes `step`, it makes its
+// list of edges, and a node below 0 gives a row of zeros. A kernel that takes `step` computes its
 // seed on the GPU.
 #include "base.h"
 

@@ -1,16 +1,16 @@
-"""Fused steps of the layers in model.py: the kernels of layers.cu on a GPU, and as OpenMP loops on the CPU.
+"""Fused operations for the layers in model.py: kernels of layers.cu on a GPU, the same as OpenMP loops on the CPU.
 
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
 
-The functions that model.py tries first return None for tensors they cannot handle (no compiler, another type); it then
-takes torch operations, which are the reference. On the CPU the loops run on torch's OpenMP threads: threads of another
-kind would compete with them for cores. The same input gives the same bits in every run.
+The functions that model.py tries first return None for tensors they cannot handle (no compiler, another dtype); it then
+uses torch operations, which are the reference. On the CPU the loops run on torch's OpenMP threads, because other threads
+would compete with these for cores. The same input gives the same bits in every run.
 
 On a GPU no function synchronizes, and all of them can be captured in a CUDA graph. A block may be padded to a static
 shape: with -1 in `indices` after its last edge, or after each destination's edges (k slots each, row offsets 0, k, 2k,
-...). Rows with id -1 are zeros. Dropout that differs from replay to replay takes its seed from the number of the step on
-the GPU: model.py's `layer_seed`.
+...). Rows with id -1 are zeros. To differ between replays, dropout takes its seed from the step number on the GPU:
+model.py's `layer_seed`.
 """
 
 import ctypes

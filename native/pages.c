@@ -1,6 +1,6 @@
-// Belady's MIN over a sliding window: which pages of a file the page cache keeps when the next batches are known. Called
-// by disk/cache.py. Kept are the pages whose next use is nearest, which is what reads least of all that any cache could
-// do (IBM Systems Journal 5(2), 1966); a page that no batch of the window uses leaves first.
+// Belady's MIN over a sliding window: which pages of a file the page cache keeps, given the next batches. Called by
+// disk/cache.py. It keeps the pages whose next use is nearest, and no cache can read less (IBM Systems Journal 5(2),
+// 1966); pages that no batch of the window uses are evicted first.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

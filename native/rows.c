@@ -1,5 +1,5 @@
-// Rows of a table in a file: many threads wait for the disk, each with a request of its own. Read by disk/reader.py.
-// The rows asked for are sorted, and those that lie close together are one request.
+// Reads rows of a table in a file: many threads wait for the disk, each with its own request. Called by
+// disk/reader.py. The requested rows are sorted, and those close together become one request.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,6 +1,6 @@
-// The sampling rule: what is drawn, for the C library and the CUDA kernels alike. sampler.py says
-// what it is for, and has it in Python and as torch operations. ID is the type of node ids, WEIGHT
-// that of edge weights, TYPE, where edges have types, that of these.
+// The sampling rule, shared by the C library and the CUDA kernels; sampler.py explains it and has
+// it in Python and as torch operations. ID is the type of node ids, WEIGHT of edge weights and TYPE
+// of edge types, if there are any.
 #include "base.h"
 
 enum { UNIFORM, REPLACE, LATEST, LABOR, WEIGHTED };

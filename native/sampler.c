@@ -1,4 +1,4 @@
-// The C backend of the sampler; sampler_cpu.py says in its first lines when each pass runs. ID,
+// The C backend of the sampler; the docstring of sampler_cpu.py says when each pass runs. ID,
 // HOME and WEIGHT are the types of node ids, of their hashes and of edge weights.
 #include <pthread.h>
 #include <sched.h>

@@ -1,5 +1,5 @@
-// The kernels that make a batch; sampler_gpu.py says in its first lines what each of them does and
-// when it runs. They use nothing beyond atomics.
+// The kernels that make a batch; the docstring of sampler_gpu.py says what each does and when it
+// runs. They need nothing beyond atomics.
 #include "batch.h"
 
 FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }

@@ -1,26 +1,26 @@
 """The C backend of sampler.py: samples a hop and builds its block on the CPU, compiled at first use.
 
-sampler.py says what is drawn (in C: rule.h) and what a hop consists of: degrees, prefix sum, picks, gather, relabel.
-This file says when each of these passes of sampler.c runs.
+sampler.py has the sampling rule (in C: rule.h) and the passes of a hop: degrees, prefix sum, picks, gather, relabel.
+This docstring describes when sampler.c runs each pass.
 
-The passes wait for memory, not for arithmetic. A degree is a random read of `indptr`, the id of a picked neighbour one
-of `indices`, its number one of the hash table, and in a large graph each is a cache miss. A loop that reads, waits and
-goes on has one miss in flight; the loops here ask for a cache line long before its turn (`__builtin_prefetch`, AHEAD
-edges early), so that tens of misses overlap. Most of the speed comes from that.
+The passes are bound by memory latency, not arithmetic. A degree is a random read of `indptr`, a picked neighbour's id
+one of `indices`, its number one of the hash table, and in a large graph each is a cache miss. A plain loop has one miss
+in flight; these loops prefetch each cache line AHEAD edges early (`__builtin_prefetch`), so that tens of misses overlap.
+Most of the speed comes from that.
 
 Idle threads take the next chunk of ROWS destinations:
 
     this thread     count 0 | count 2 | prefix sum | pick 0 | relabel 0 | pick 2    | relabel 1 | relabel 2 | pick 5 ...
     another         count 1 | count 3 |            | pick 1      | pick 3      | pick 4      | pick 6      | pick 7 ...
 
-Counting comes first: only when it is known how many edges each row has is there a place in the block for each, and
-threads can write without asking one another. Picking a chunk includes the gather of its ids. Relabelling is fused with
-it: a chunk is relabelled while its edges are still in the cache and while the other threads pick the chunks behind it.
+Counting comes first: once the number of edges of each row is known, every edge has its place in the block, and
+threads write without synchronization. Picking a chunk includes the gather of its ids. Relabelling is fused with it: a
+chunk is relabelled while its edges are still in the cache and the other threads pick the next chunks.
 
 One thread relabels, in the order of the edges, because the number of a new node is how many distinct nodes came before
 it. Hence `src_nodes` is the same for any number of threads, and the table needs neither locks nor atomics. The price:
 relabelling is somewhat less than half of the work, so a batch gains little from more than three threads. To use more
-cores, sample several batches at once, from as many Python threads.
+cores, sample several batches at once, one per Python thread.
 """
 
 import functools

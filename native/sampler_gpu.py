@@ -1,34 +1,34 @@
-"""The CUDA backend of sampler.py: kernels (sampler.cu), and batches that wait for the GPU once.
+"""The CUDA backend of sampler.py: kernels (sampler.cu), and one host synchronization per batch.
 
 A batch of three hops is eleven launches, nine where the outermost hop keeps global ids:
 
-    begin    seeds take the first positions; the edges of the batch have the next ones, hop after hop
-    pick     (a thread a row) edges drawn, their nodes read; each edge bids its position for its node, in a table [V]:
-             the smallest stays (atomicMin), where the node appears first, whatever the order of threads
-    mark     (a thread 32 edges) which edges won
+    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop
+    pick     (one thread per row) draw edges, read their nodes; each edge bids its position for its node, in a table [V]:
+             the smallest wins (atomicMin), which is the node's first appearance, whatever the order of threads
+    mark     (one thread per 32 edges) mark the edges that won
     number   nodes whose edge won are the next source nodes, numbered in the order of positions
     finish   every edge of the batch reads the number of its node
 
-LABOR and weighted draws, and batches with excluded edges, have one more, `count`, before `pick`. Prefix sums take no
+LABOR and weighted draws, and batches with excluded edges, launch one more, `count`, before `pick`. Prefix sums take no
 extra pass: a thread that writes a count also adds it to the sums of 64 and of 4,096 counts, so a prefix is the
-sum of some 200 numbers. Positions are offset downward from batch to batch: what an earlier batch left in the table is
-larger than any bid of this one, so that nothing has to be cleaned.
+sum of some 200 numbers. Positions are offset downward from batch to batch: values that earlier batches
+left in the table are larger than any bid of this one, so nothing needs clearing.
 
-Where edges have times, a source is a pair of a node and a time. Pairs bid in a hash table, in which each takes a slot
-by atomicCAS; which slot depends on the order of threads, who wins there does not. Such batches have `count` too.
+If edges have times, a source is a pair of a node and a time. Pairs bid in a hash table, in which each claims a slot by
+atomicCAS; the slot depends on the order of threads, the winner does not. Such batches launch `count` too.
 
 All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
-(fanout -1, LABOR), for somewhat more than batches took so far; a batch that does not fit says so and is made again.
+(fanout -1, LABOR), for somewhat more than batches needed so far; a batch that does not fit says so and is made again.
 Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
 
     rows, places = backend.shapes(1024)
-    frame = backend.frame(rows[:3], places[:2])      # of two hops: blocks and sizes stay where they are
+    frame = backend.frame(rows[:3], places[:2])      # of two hops: blocks and sizes stay in place
     frame.aggregate(features, x)          # the third hop in one kernel: neighbours drawn and averaged, never written
     with torch.cuda.graph(graph):
         frame.start()
     frame.fill(seeds, step)
     graph.replay()
-    frame.trouble                         # not 0, when that is done: make the batch by `sample` instead
+    frame.trouble                         # not 0 after the replay: make the batch by `sample` instead
 """
 
 import ctypes

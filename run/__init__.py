@@ -1,1 +1,1 @@
-"""What train.py is made of: flags, plan, checkpoint, report, the step as CUDA graphs."""
+"""Parts of train.py: flags, memory plan, checkpoints, logging, a step as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""Adam that updates, of learned rows of nodes, a batch's rows alone.
+"""Adam that updates only the batch's rows of an embedding table.
 
 optimizer = Adam(model.parameters(), lr=3e-3, fused=True)
 """

@@ -1,7 +1,7 @@
-"""What a process sets before it imports torch, and glibc's memory: how much it keeps, when it gives it back.
+"""Settings made before torch is imported, and glibc's malloc: how much memory it keeps, when it returns it.
 
-Nothing happens on import. `before_torch` and `end_with_torchrun` run before torch is imported, so this file imports the
-standard library only.
+Nothing happens on import. `before_torch` and `end_with_torchrun` run before torch is imported, so this file imports only
+the standard library.
 """
 
 import ctypes

@@ -1,23 +1,23 @@
 """Checkpoints: a run's exact state in one atomically written file, checked before it is used.
 
     model = load_model("run.pt")                     # the trained network, in eval mode
-    state = read_checkpoint("run.pt")                # all that is in the file, as a dict
+    state = read_checkpoint("run.pt")                # everything in the file, as a dict
 
-No generator and no schedule has a state: what is drawn is a function of --seed and the step. On resume, flags are
+There is no generator or scheduler state: draws depend only on --seed and the step. On resume, flags are
 
-    FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME is typed again, since code runs only
-                where it is named; a changed file is reported. --split, --edge-split and --edge-type may differ where --predict
-                only predicts
-    KEPT        the checkpoint's unless typed again, which takes effect from the next epoch on, the cosine over all of
-                --epochs. --batch-size x --accumulate x processes stays the same. --dataset: any path to the same
-                graph, or any graph of the same widths where --predict only predicts
-    all others  this command's own: where it runs, what it writes
+    FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME must be typed again, since a checkpoint
+                never names code; a changed file is reported. --split, --edge-split and --edge-type may differ if
+                --predict only predicts
+    KEPT        the checkpoint's unless typed again, which takes effect from the next epoch on (the cosine spans all of
+                --epochs). --batch-size x --accumulate x processes must stay the same. --dataset: any path to the same
+                graph, or any graph of the same widths if --predict only predicts
+    all others  this command's: where it runs, what it writes
 
-A graph is recognised by the SHA-256 of its files in meta.json, not by its path, as a file of --edge-split is. An LMDB file
+A graph is recognised by the SHA-256 of its files in meta.json, not by its path; so is a file of --edge-split. An LMDB file
 may change by design: once it has, it is no longer compared.
 
-A checkpoint may come from a stranger. Its pickle names tensors and dicts alone; its flags pass through the parser of the
-command line, none names code or a file to write; its tensors have to fit the network they describe on the meta device.
+A checkpoint is untrusted input. Its pickle may hold only tensors and dicts; its flags pass through the command-line parser,
+and none names code or a file to write; its tensors must fit the network they describe, built on the meta device.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""From an open task to batches: what the flags leave open is settled, the data goes where --mode wants it.
+"""From an open task to batches: settle what the flags leave open, place the data as --mode says.
 
     args, used = settle(ranks, args, task)
     sampler, ring = place_data(ranks, args, task, used)

@@ -1,4 +1,4 @@
-"""Which weights, times and features of edges a run uses, and the lines about them.
+"""Which edge weights, times, types and features a run uses, and the lines printed about them.
 
 used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
 model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times

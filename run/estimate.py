@@ -1,4 +1,4 @@
-"""What training takes in each mode: python store.py estimate PATH --gpus 4 --fanout 15,10,5"""
+"""Memory that training needs in each mode: python store.py estimate PATH --gpus 4 --fanout 15,10,5"""
 
 from disk.files import readable_size
 from run.edge_data import edge_data

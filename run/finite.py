@@ -1,4 +1,4 @@
-"""Losses, weights and features that are not finite, or so large that they soon will not be."""
+"""Detect losses, weights and features that are not finite, or so large that they soon will not be."""
 
 import math
 import os

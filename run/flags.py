@@ -1,7 +1,7 @@
-"""train.py's command line: every flag, defaults that depend on others, combinations that cannot work.
+"""train.py's command line: flags, defaults that depend on other flags, refused combinations.
 
-`parse_args` exits with code 2 and one sentence on bad input, before anything is loaded. Nothing writes into what it
-returns: `changed` makes a copy.
+`parse_args` exits with code 2 and one sentence on bad input, before anything is loaded. Its result is never modified:
+`changed` makes a copy.
 """
 
 import argparse

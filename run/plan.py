@@ -1,4 +1,4 @@
-"""Memory that a run takes in each mode, and the mode that fits.
+"""Memory that a run needs in each mode, and the mode that fits.
 
 mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])    # run/estimate.py prints all modes
 """

@@ -1,22 +1,22 @@
 """A training step as CUDA graphs: the host writes the seeds of a batch and launches twice.
 
-    graphs, said = step_graph.build(run, optimizer)     # None, and why not
+    graphs, said = step_graph.build(run, optimizer)     # or None, and why not
     for batch in NodeLoader(..., load=graphs.load):
         graphs.step(batch)               # forward, loss, backward, optimizer
 
-One graph samples a batch, fetches its features (of GraphSAGE's outermost hop it draws and averages them in one kernel)
-and looks up the labels; another trains on it. Every batch in flight has a slot with memory of its own, so that the next
-batch is sampled on the slot's stream while this one is trained on. Shapes are static: padded to as many nodes and edges
-as the first batches of the run took, and some more. Padding has no edges, no label and no gradient. The number of the
-step, which keys neighbours and dropout, is read from GPU memory.
+One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop) and
+looks up the labels; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
+sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
+the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
+sampling and dropout, is read from GPU memory.
 
-A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since what is drawn
-depends on the step alone; which batches these are depends on the flags alone, so a run repeats to the last bit,
-interrupted or not.
+A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
+only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
+not.
 
-The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails): that gives the
-same bits. Steps that cannot be graphs (`obstacle`) are taken in the shapes of each batch; sums over padded rows may be
-rounded differently there.
+The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails), with the same
+bits. Steps that cannot be graphs (`obstacle`) use the shapes of each batch; sums that graphs take over padded rows may
+round differently there.
 
 With several ranks the gradients are averaged between two graphs, as one vector, without DistributedDataParallel.
 """

@@ -3,7 +3,7 @@
 arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or of_object(a DGLGraph or a PyG Data, {})
 y = arrays.labels()                      # int64 [V], -1 where there is none
 x = arrays.features()                    # [V, F], a dense array or the rows of a CSR matrix
-arrays.close(len(y), num_edges)          # names what was not taken, refuses what would have changed the result
+arrays.close(len(y), num_edges)          # lists unused arrays, refuses those that might matter
 """
 
 import contextlib

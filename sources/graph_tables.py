@@ -1,12 +1,11 @@
-"""Tables of nodes and of edges -> arrays: which column is what, and which node is meant.
+"""Tables of nodes and edges -> arrays: what each column holds, and which nodes it refers to.
 
     x, nodes = features("x.csv.gz", "spool-x")                # float32 [V, F]; a column of ids names the nodes
     y = labels("y.csv", nodes)                                # float64 [V] or [V, C], NaN: no label; or text [V]
     edge_index, more = edges("edges.csv", "spool-e", nodes, {"edge_weight": ["w"]})     # int64 [2, M]
 
-The rows of the features are the nodes 0 to V-1, unless they have a column of ids: 0 to V-1 in another order put the
-rows in that order, other ids and text name the nodes in the order of the rows. Each function prints what it took for
-what.
+Rows of features are the nodes 0 to V-1, unless there is a column of ids: a permutation of 0 to V-1 reorders the rows,
+other ids and text name the nodes in row order. Each function prints how it read the columns.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""A name, a path or a graph at hand -> a store directory.
+"""A name, a path or a graph object -> a store directory.
 
     path = prepare("synthetic:nodes=2449029,degree=50")          # or another of NAMES, an .npz file, a store
     path = build("mine.npz:split=3", "some/store", symmetrize=True)
@@ -7,8 +7,8 @@
 
     python -m sources.prepare NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize] [--drop-duplicates]
 
-`prepare` builds a store under `root` the first time it is asked for, `build` at a path of your own. A store holds a
-graph once, with all the splits that it came with; `choose_split` of sources/splits.py takes or draws one.
+`prepare` builds a store under `root` on first use, `build` at a path that you give. A store holds a graph once, with
+all the splits that it came with; `choose_split` of sources/splits.py selects or draws one.
 """
 
 import argparse

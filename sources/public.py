@@ -1,11 +1,11 @@
-"""Graphs of OGB and Planetoid from their original files, downloaded -> arguments of `build_store`.
+"""Graphs of OGB and Planetoid, downloaded as their original files -> arguments of `build_store`.
 
     with ogb("ogbn-arxiv", "data") as graph:        # the archive is read without unpacking
         build_store("data/ogbn-arxiv", **graph)
     build_store("data/cora", **planetoid("cora", "data"))
-    download(url, target)                           # resumes what an earlier try left
+    download(url, target)                           # resumes an interrupted download
 
-The files of Planetoid are pickles: they are read by an unpickler that knows arrays, sparse matrices and dicts of lists,
+Planetoid's files are pickles: they are read by an unpickler that allows only arrays, sparse matrices and dicts of lists,
 and nothing that runs code.
 """
 

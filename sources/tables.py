@@ -1,12 +1,12 @@
-"""Tables in csv and parquet files, read by pyarrow in batches; their separator and header are guessed.
+"""Read csv and parquet tables in batches with pyarrow; separator and header are detected.
 
     with opened("edges.csv.gz") as table:                     # table.names, table.width, table.kinds
         for first, columns in table.read({0: int, 1: int, 2: float}):
             ...                                               # {0: int64 [r], 1: int64 [r], 2: float64 [r]}
 
-Read are text separated by commas, semicolons, tabs or spaces, with or without a header, comments (#) above the rows,
-quotes, gzip, bzip2 and xz (by their content), and parquet. An error names the line, in whose number blank lines do not
-count. r is the number of rows in a batch.
+Supported: text separated by commas, semicolons, tabs or spaces, with or without a header, comments (#) above the rows,
+quotes, gzip, bzip2 and xz (detected by content); and parquet. Errors give the line number, which does not count blank
+lines. r is the number of rows in a batch.
 """
 
 import bz2

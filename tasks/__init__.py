@@ -1,1 +1,1 @@
-"""What differs between node, link and graph tasks; metrics."""
+"""Node, link and graph tasks; metrics."""

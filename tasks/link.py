@@ -10,9 +10,9 @@
     python train.py --task link --dataset cora
 
 A positive is a pair of nodes with an edge from the first to the second; an edge and its reverse are one pair, in one part
-of the split. A step samples the union of the ends of its pairs once; the edges of all its positives and their reverses
-are left out of the messages, or a positive would be read from its own edge. What is drawn is a function of the seed, the
-step and the pair's number. With times, both ends of a pair and its negatives see the edges up to the time of the pair.
+of the split. A step samples the union of the ends of its pairs once; the edges of its positives and their reverses carry
+no messages, or a positive could be read off its own edge. Draws depend only on the seed, the step and the pair's number.
+With times, both ends of a pair and its negatives see the edges up to the time of the pair.
 
 P pairs of a batch have K negatives each; D is the width of an embedding.
 """

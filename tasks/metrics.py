@@ -4,7 +4,7 @@
     roc_auc(score, y), average_precision(score, y)
     ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
 
-Every figure depends on the pairs of score and target alone, not on their order, and agrees with scikit-learn's of the
+Every metric depends only on the pairs of score and target, not on their order, and agrees with scikit-learn's of the
 same name, ties included. n examples, C classes or labels.
 """
 

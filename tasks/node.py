@@ -1,4 +1,4 @@
-"""Classes of nodes: the loss, validation on sampled neighbourhoods, exact scores and predictions."""
+"""Node classification: loss, validation on sampled neighbourhoods, exact scores and predictions."""
 
 import torch
 

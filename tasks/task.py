@@ -1,4 +1,4 @@
-"""The interface of a task: what differs between node, link and graph. Here is what most of them have in common."""
+"""The interface of a task (node, link or graph), with defaults that most of them share."""
 
 import torch
 
