@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from disk import cache as lookahead
-from disk.files import StoreError, readable_size
+from disk.files import StoreError, free_host_bytes, readable_size
 from features import CachedFeatures, FeatureRing, expected_visits, place, share
 from model import TYPE_CONVS, gather_rows, self_and_mean
 from run import step_graph
@@ -54,6 +54,9 @@ def settle(ranks, args, task):
     if task.placed:
         used, of_edges = edge_data(args, task, store)
         asked = {"procs": ranks.local_world, **sizes(args, task, used)}
+        # one mode for all ranks, by the least that any of them has
+        free = torch.cuda.mem_get_info()[0] if ranks.gpus else 0, free_host_bytes()
+        asked["free_gpu"], asked["free_host"] = map(min, zip(*ranks.gather(free)))
         given["mode"], line = choose_mode(store, args.gpus, args.mode, **asked)
         lines += [f"memory  {line}", *(f"edges   {line}" for line in of_edges)]
     ranks.say("\n".join(lines))
@@ -125,11 +128,9 @@ def place_data(ranks, args, task, used):
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
     try:
         if pinned:
-            if ranks.local_world < ranks.world:
-                raise RuntimeError("it works on one machine; use cpu-cuda or cuda-cuda")
             takes = placements(store, **sizes(args, task, used))[args.mode]
             spare = torch.cuda.mem_get_info()[0] - takes.gpu - takes.gpu_step - args.cache
-            total = ranks.sum if ranks.world > 1 else None
+            total = ranks.sum_here if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
         placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
         indptr, indices, labels, features, *placed = placed

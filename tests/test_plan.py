@@ -116,6 +116,21 @@ def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_pat
     assert asked == [graphs]
 
 
+def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_path, monkeypatch):
+    """Where another rank, on another machine, has little memory left."""
+    path, ranks, shared = _plain_store(tmp_path / "g"), ddp.Ranks(1, 2, 0, 1, gpus=1), []
+    words = "--gpus 0 --precision bf16 --fanout 3,2 --hidden 8 --batch-size 10 --prefetch 0"
+    args, (modes, _) = train.parse_args(words.split()), estimate(path, 1, **SMALL, **ROOM)
+    args.gpus, least = 1, (modes["cuda-cuda"].placement.gpu, 8 * GIB)  # none for batches
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * GIB, 8 * GIB))
+    monkeypatch.setattr(ddp.Ranks, "gather", lambda self, value: [least, value])
+    share = lambda arrays, leads, total: (shared.append(total(5, 6)), 1 / 0)  # noqa: E731
+    monkeypatch.setattr(data, "share", share)
+    with pytest.raises(ZeroDivisionError):
+        open_run(ranks, args, path)
+    assert shared == [[5, 6]]
+
+
 def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):
     path = _plain_store(tmp_path / "g")
     options = {"fanout": [3, 2], "hidden": 8, "free_host": GIB // 2 + 100_000}
