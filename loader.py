@@ -74,7 +74,7 @@ class Batch(NamedTuple):
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
     x: Tensor
     y: Tensor  # [S] labels of the seeds
-    seeds: Tensor  # [S] node ids
+    seeds: Tensor  # [S] node ids, in host memory
     step: int = 0  # of the optimizer, within the epoch
     # number of the step over all epochs, which keys all that is drawn; -1 without shuffling
     global_step: int = 0
@@ -158,7 +158,7 @@ class NodeLoader:
         for name, (number, least) in sizes.items():
             if number < least:
                 raise ValueError(f"{name} is {number}: at least {least} is needed")
-        seeds = torch.as_tensor(seeds)
+        seeds = torch.as_tensor(seeds).cpu()  # no slot's stream would wait for what a GPU cuts
         if seeds.dim() != 1:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):

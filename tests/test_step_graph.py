@@ -22,7 +22,7 @@ import model
 import sampler
 import train
 from features import CachedFeatures, FeatureRing
-from loader import Batch
+from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from run import step_graph
 from run.edge_data import EdgeData
@@ -679,6 +679,19 @@ def test_streams_of_a_ring_are_in_order(order, features, cached, blocks, streams
     options = dict(streams=streams, edge_features=edges, log=lambda line: None)
     ring = FeatureRing(table, labels, slots=2, device=_CUDA, **options)
     _ahead(ring, torch.randperm(200).split(20), sample, blocks != "gpu, the caller's")
+    order._go()
+    assert order.faults == []
+
+
+@pytest.mark.parametrize("seeds", [torch.arange(150), torch.arange(200) < 150])
+def test_streams_of_a_loader_are_in_order(order, seeds, tmp_path):
+    """Where node ids, or a mask, are given on the GPU."""
+    graph = Graph(None, None, *map(order.gpu, (torch.randn(200, 4), torch.arange(200))))
+    ring = FeatureRing(*graph[2:], slots=1, device=_CUDA)
+    given = {"sampler": _sampled_on_gpu(order, tmp_path), "ring": ring, "depth": 0}
+    for batch in NodeLoader(graph, order.gpu(seeds), [4, 3], batch_size=20, **given):
+        assert batch.y.sum() == batch.seeds.sum()
+        del batch
     order._go()
     assert order.faults == []
 
