@@ -55,9 +55,9 @@ class Fetched(NamedTuple):
     edges: tuple = ()  # for each block the features [E, D] of its edges, if the ring has any
 
     def wait(self):
-        """Make the current CUDA stream wait for the copies, and keep their memory until that stream has used them."""
+        """Make the current CUDA stream of their GPU wait for the copies, and keep their memory until it has used them."""
         if self.ready is not None:
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(self.x.device)
             stream.wait_event(self.ready)
             for tensors in (self.x, self.y, *self.edges, *self.blocks):
                 tensors.record_stream(stream)

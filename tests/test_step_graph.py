@@ -462,7 +462,8 @@ class _Order(TorchDispatchMode):
         for name, stand_in in {
             "Stream": self._new_stream,
             "Event": self.event,
-            "current_stream": lambda device=None: self.current,
+            # of a GPU that is named: tensors may lie on another than the current one
+            "current_stream": lambda device: self.current,
             "set_stream": self.set_stream,
             "current_device": lambda: 0,
             "device": contextmanager(lambda device: (yield)),
