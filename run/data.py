@@ -54,9 +54,8 @@ def settle(ranks, args, task):
     if task.placed:
         used, of_edges = edge_data(args, task, store)
         asked = {"procs": ranks.local_world, **sizes(args, task, used)}
-        # one mode for all ranks, by the least that any of them has
         free = torch.cuda.mem_get_info()[0] if ranks.gpus else 0, free_host_bytes()
-        asked["free_gpu"], asked["free_host"] = map(min, zip(*ranks.gather(free)))
+        asked["free_gpu"], asked["free_host"] = map(min, zip(*ranks.gather(free)))  # all agree
         given["mode"], line = choose_mode(store, args.gpus, args.mode, **asked)
         lines += [f"memory  {line}", *(f"edges   {line}" for line in of_edges)]
     ranks.say("\n".join(lines))
