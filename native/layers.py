@@ -569,6 +569,8 @@ def sage(blocks, x, aggregated, weights, drops):
     dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
     if weights[0].dtype != torch.float32 or not (mixed or x.dtype == torch.float32):
         return None
+    if aggregated and learned(x):  # the pair has a gradient, not the rows of a block
+        return None
     rows = x.new_empty(0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may be of another type than what is made of it

@@ -242,6 +242,7 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
         (lambda x: model.own_plus_mean(*block[:2], x, beta, beta, None, degree[:, 1]), h),
         (lambda e: attention(block, h, edges=e), edges),
         (lambda e: gine(block, h, edges=e), edges),
+        (lambda pair: net([block], pair, aggregated=True), torch.rand(9, 8)),
     ):
         results = []
         for functions in (fused, None):
