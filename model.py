@@ -417,7 +417,7 @@ class GINEConv(GINConv):
             sent = F.relu(message.index_select(0, indices) + self.edge_linear(edges))
             total = sent.new_zeros(h_dst.shape).index_add(0, dst, sent)
         estimate = total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1))
-        return self.mlp((1 + self.eps) * h_dst + estimate)
+        return self.mlp((1 + self.eps) * h_dst + estimate.to(total.dtype))
 
 
 class GATv2Conv(Conv):

@@ -90,6 +90,9 @@ def test_model_layers_are_those_of_their_papers(name, ids):
         ours = _with_grads(lambda h, *_: layer(block, h, **given), weight, h, *parameters)
         paper = _with_grads(lambda h, *_: _by_hand(layer, block, h, e), weight, h, *parameters)
         torch.testing.assert_close(ours, paper, rtol=1e-4, atol=1e-5)
+        half = {name: e.bfloat16() for name, e in given.items()}
+        low = layer.bfloat16()(block, h.bfloat16(), **half)
+        assert low.dtype == torch.bfloat16 and (low - ours[0]).norm() < 0.05 * ours[0].norm()
 
 
 @pytest.mark.parametrize("name", LAYERS)
