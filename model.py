@@ -490,7 +490,7 @@ class GATv2Conv(Conv):
             kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
         sent = message.view(E, K, D) * weights.to(message.dtype).unsqueeze(2)
-        return torch.zeros_like(target).index_add(0, dst, sent.view(E, K * D))
+        return sent.new_zeros(target.shape).index_add(0, dst, sent.view(E, K * D))
 
 
 LOOPED = 16  # types, at most, with a matrix product each
@@ -934,8 +934,10 @@ def inference(
         on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
         degrees = getattr(model, "degrees", None)
         if any(layer.uses_degree for layer in model.layers):
-            whole = degrees is None or callable(degrees)  # a function is for blocks
-            degrees = (graph_degrees(indptr, indices) if whole else degrees).float()
+            # they may be of another graph, or a function of blocks
+            same = isinstance(degrees, torch.Tensor)
+            same = same and torch.equal(degrees[:, 1].cpu().float(), indptr.diff().float())
+            degrees = degrees.float() if same else graph_degrees(indptr, indices)
         # ranks get as many edges each
         ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
         first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
