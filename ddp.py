@@ -286,6 +286,7 @@ def _run(worker, ranks, store, args):
     where |= {"device_id": ranks.device} if ranks.gpus else {}
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
+        ranks.barrier()  # a rank that ends breaks the connections that others still make
         code = worker(ranks, *args) or 0
         if not code:  # else peers may still be waiting elsewhere
             dist.destroy_process_group()

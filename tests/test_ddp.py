@@ -317,6 +317,28 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
     assert took < 30  # the other ranks would sleep for 60
 
 
+def _joins_slowly():
+    join = ddp.dist.init_process_group
+
+    def init_process_group(*given, rank, **options):
+        join(*given, rank=rank, **options)
+        time.sleep(2 * rank)
+
+    ddp.dist.init_process_group = init_process_group
+    ddp.launch(_begins, 2)
+
+
+def _begins(ranks):
+    print("begins at", time.time(), flush=True)
+
+
+def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
+    """A rank that ends breaks connections that others still make."""
+    output = _end(_fork(tmp_path / "out", _joins_slowly))
+    first, last = map(float, re.findall(r"begins at ([\d.]+)", output))
+    assert abs(last - first) < 1
+
+
 def _launch_within(seconds, *work):
     """ddp.launch with another timeout, to be called in a fork."""
     ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
