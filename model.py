@@ -834,8 +834,10 @@ class GNN(nn.Module):
             h = h + self.residuals[i](h_dst)
         if i == len(self.norms):
             return h
-        nodes = None if nodes is None else nodes[: len(h)]
-        return relu_dropout(self.norms[i](h), self.dropout, self.training, nodes, seed)
+        nodes, h = None if nodes is None else nodes[: len(h)], self.norms[i](h)
+        if self.layers[i]._forward_hooks or self.norms[i]._forward_hooks:
+            h = h.clone()  # a hook may have kept it, and ReLU is in place
+        return relu_dropout(h, self.dropout, self.training, nodes, seed)
 
 
 class SAGE(GNN):

@@ -444,15 +444,18 @@ class _Halved(GNN):
 def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
     """A method of one's own, other parts, a hook."""
     blocks, x, _ = _three_blocks()
-    halved, normed, hooked, patched = (kind(20, 8, 5) for kind in (_Halved, GNN, GNN, GNN))
+    halved, normed, hooked, patched, watched = (kind(20, 8, 5) for kind in (_Halved, *[GNN] * 4))
     normed.norms[0] = torch.nn.LayerNorm(8)
     hooked.layers[1].register_forward_hook(lambda layer, given, made: 2 * made)
     patched.layers[1].forward = lambda block, h, *rest: h[: block.num_dst] / 2
-    for net in (halved, normed, hooked, patched):
+    for part in (watched.layers[0], watched.norms[1]):
+        part.register_forward_hook(lambda part, given, made: seen.append(made))
+    for net in (halved, normed, hooked, patched, watched):
         results = []
         for functions in (fused, None):
             monkeypatch.setattr(model, "fused", functions)
-            results.append(net(blocks, x, key=7))
+            seen = []  # what a hook was given is not overwritten
+            results.append([net(blocks, x, key=7), *seen])
         torch.testing.assert_close(*results)
 
 
