@@ -79,6 +79,7 @@ FN bf16 down_bf16(float x) {  // to nearest, ties to even
 #else
   both_t u;
   u.number = x;
+  if (x != x) u.bits = 0x7fc00000;  // the sum could wrap around for a NaN, as for CUDA's
   y.bits = (unsigned short)((u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16);
 #endif
   return y;

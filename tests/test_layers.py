@@ -218,6 +218,10 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
             y = model.relu_dropout(torch.tensor([[float("nan"), -1.0, 2.0]]), 0)
             # what is not finite is not hidden
             assert y[0, 0].isnan() and y[0, 1:].tolist() == [0, 2]
+            nan = torch.tensor([[2**31 - 1, -1]], dtype=torch.int32).view(torch.float32)  # CUDA's
+            pair = torch.empty(1, 4, dtype=torch.bfloat16)
+            one = torch.tensor([0, 1], dtype=ids)
+            assert model.self_and_mean(one, one[:1], nan, None, pair).isnan().all()
     monkeypatch.setattr(model, "fused", layers_gpu)
     padded = model.relu_dropout(torch.ones(3, 5), 0.3, nodes=torch.tensor([4, -1, -1]), seed=5)
     assert not padded[1:].any()
