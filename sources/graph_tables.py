@@ -54,6 +54,13 @@ class Nodes:
         self._numbers = {name: i for i, name in enumerate(names or ())}
         self.kind = str if names and type(names[0]) is str else int  # of the cells that name nodes
 
+    def check_header(self, table, columns):
+        """Refuse a header that names nodes in these columns, as a row does: it may be one."""
+        if table.names and all(table.names[j] in self._numbers for j in columns):
+            header = short(",".join(table.names), "")
+            what = f"its first row is {header}, a header and the names of nodes"
+            raise StoreError(f"{table.name}: {what}: write another above it, such as id or src,dst")
+
     def numbers(self, table, first, cells) -> np.ndarray:
         """The nodes int64 [r] that the cells of a column name, from row `first` on."""
         nodes = cells
@@ -144,6 +151,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
             has = f"{table.name} has {table.rows:,} rows"
             raise StoreError(f"{has}, {nodes.source} has {nodes.count:,} rows of features")
         return np.arange(nodes.count), columns
+    nodes.check_header(table, [node])
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
@@ -201,6 +209,7 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
     """
     with opened(file) as table:
         ends = _end_columns(table)
+        nodes.check_header(table, ends)
         more = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
         taken = [*ends, *sum(more.values(), [])]
         if twice := [j for j in taken if taken.count(j) > 1]:

@@ -234,7 +234,7 @@ def is_header(rows) -> bool:
 def meanings(name, j) -> set[str]:
     """Those of MEANINGS that the name of column j may have, perhaps with "id" or "node" behind it: `from_node_id`. The
     first column's name means ids if it is empty or ends in id, too."""
-    word = re.sub("[^a-z0-9]", "", name.lower())
+    word = re.sub(r"[\W_]", "", name.lower())
     forms = {word, word.removesuffix("id").removesuffix("node")}
     found = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
     ends = word == "" or word.endswith("id") and "label" not in found

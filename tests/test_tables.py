@@ -158,7 +158,7 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "names, ids",
-    [(["anna", "bob", "#c", "d, e", "é", "6"], "node"), ([31336, 7, 0, 10**6, 5, 10], "paper_id")],
+    [(["é", "bob", "#c", "d, e", "david", "6"], "node"), ([31336, 7, 0, 10**6, 5, 10], "paper_id")],
 )
 def test_tables_nodes_with_names(tmp_path, names, ids):
     """Text, and integers that are not 0 to V-1, are mapped to the rows of the features; the names are kept."""
@@ -181,6 +181,8 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         ("e", "from,to\nzoe,7\n", "line 2"),
         ("y", Y, "no column of ids"),
         ("x", X, "line 1: column 1 is no whole number|there is no node"),
+        ("train", "david\nbob\n", "its first row is david, a header and the names|whole number"),
+        ("e", "david,bob\né,#c\n", "its first row is david,bob|whole number|no such id"),
     ):
         shutil.rmtree(path, ignore_errors=True)
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
