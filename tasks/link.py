@@ -222,7 +222,14 @@ def pairs_of(store, edges, among, how, seed):
             names = ", ".join(SPLITS)
             raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
         V = store.num_nodes
-        return {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
+        pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
+        for part, ends in pairs.items():
+            if len(loops := ends[ends[:, 0] == ends[:, 1]]):
+                raise StoreError(f"{name}: {part} has {loops[0].tolist()}, a node and itself")
+        valid, test = (pairs[part].sort(1)[0] @ torch.tensor([V, 1]) for part in SPLITS[1:])
+        if len(twice := pairs["valid"][torch.isin(valid, test)]):
+            raise StoreError(f"{name}: the pair {twice[0].tolist()} is in valid and in test")
+        return pairs
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
     pairs, percent = positives(among, seed), shares(how)

@@ -97,18 +97,21 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     view = link.split_edges(graph, "time:80/10/10")
     assert len(view.edge_time) == view.num_edges == len(view.indices)
     whole, file = _pairs_of(graph), tmp_path / "split.npz"
-    given = {"valid": [whole[5], whole[9]], "test": [whole[200], (0, 0)]}
+    no_edge = 0, next(v for v in range(1, 300) if not {(0, v), (v, 0)} & {*whole})
+    given = {"valid": [whole[5], whole[9]], "test": [whole[200], no_edge]}
     np.savez(file, **given)
     view = link.split_edges(graph, str(file))
     assert {name: [tuple(pair) for pair in view.pairs[name].tolist()] for name in given} == given
     held = {frozenset(pair) for pairs in given.values() for pair in pairs}
     assert _pairs_of(view) == [edge for edge in whole if frozenset(edge) not in held]
     # no negative is to be a pair of the file
-    assert view.known.has(torch.tensor([0]), torch.tensor([0])).all()
+    assert view.known.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
         (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
+        (r"valid has \[7, 7\], a node and itself", {"valid": [whole[5], [7, 7]]}),
+        (r"\[1, 0\] is in valid and in test", {"valid": [[3, 1], [1, 0]], "test": [[0, 1]]}),
         ("`train` has pairs that are not edges", {"train": [whole[5]], "test": [whole[5]]}),
     ):
         np.savez(file, **arrays)
@@ -386,9 +389,9 @@ def test_links_are_the_same_for_any_number_of_processes(timed, tmp_path):
 
 def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
     timed, plain = _timed_links(tmp_path).path, _link_graph(tmp_path, seed=1).path
-    np.savez(tmp_path / "none.npz", test=[[0, 0]])
+    np.savez(tmp_path / "none.npz", test=[[0, 1]])
     gcn = "--model gcn divides by the degrees of the whole graph"
-    no_edge = r"none.npz: the pair \[0, 0\] has no time, for it is no edge; --temporal off takes it"
+    no_edge = r"none.npz: the pair \[0, 1\] has no time, for it is no edge; --temporal off takes it"
     for path, words, complaint in (
         (plain, "--temporal at", "--temporal goes by the times of edges, and .* has none"),
         (timed, "--temporal before --model gcn", gcn),
