@@ -44,14 +44,15 @@ weights precision checkpoint_activations""".split()
 LATER = {"drop_duplicates": False, "feature_dtype": None, "window": None, "bases": 0}
 LATER |= {"edge_type": None}
 LATER_WIDTHS = {"num_edge_types": 0, "node_types": 0, "edge_types": 0, "several": None}
+LATER_WIDTHS |= {"classes": None}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
 
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    graph = {name: store.meta.get(name, 0) for name in (*TASKS[args.task].widths, "edge_types")}
-    graph |= {"path": str(Path(store.path).absolute()), "files": digests(store)}
+    graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
+    graph |= named(store) | {"path": str(Path(store.path).absolute()), "files": digests(store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -64,6 +65,14 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
         "code": getattr(model, "digest", None),
     }
     write_whole(path, lambda file: torch.save(state, file))
+
+
+def named(store):
+    """{what a store may name: its names, in the order of their numbers, or None}."""
+    source = store.meta.get("source")
+    classes = source.get("classes") if isinstance(source, dict) else None
+    classes = classes if isinstance(classes, list) else None  # of a synthetic graph their number
+    return {"edge_types": store.meta.get("edge_types"), "classes": classes}
 
 
 def digests(store):
@@ -235,10 +244,11 @@ def check_graph(state, path, args, task):
                 labels = "several labels" if was else "one label"
                 raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
             store.several = bool(was)
-        there, was = store.meta.get("edge_types"), graph["edge_types"]
-        if there and was and "num_edge_types" in compared and was[: len(there)] != there:
-            order = f"types of edges are {'; '.join(was)}, in this order; {store.path} has others"
-            raise StoreError(f"{trained} whose {order}")
+        for name, there in named(store).items():
+            was, what = graph[name], name.replace("_", " ")
+            if there and was and f"num_{name}" in compared and was[: len(there)] != there:
+                order = f"{'; '.join(was)[:300]}, in this order; {store.path} has others"
+                raise StoreError(f"{trained} whose {what} are {order}")
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:

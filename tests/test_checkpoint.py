@@ -131,7 +131,7 @@ def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
 
 
 def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, capsys):
-    graph = _graph(num_nodes=300, width=6, classes=4)
+    graph = {**_graph(num_nodes=300, width=6, classes=4), "source": {"classes": [*"abcd"]}}
     path = build_store(tmp_path / "g", **graph)
     _run_here(tmp_path, f"--dataset {path}", *COMMON, "--epochs 1")
     resume = [f"--resume {tmp_path}/here.pt"]
@@ -142,6 +142,7 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
         ("features", {**graph, "features": graph["features"] + 1}, "features.npy in .* is not", 0),
         ("width", wider, "was trained on a graph with feature_dim 6, .* has 7", 2),
         ("classes", {**graph, "num_classes": 5}, "with num_classes 4, .* has 5", 2),
+        ("names", {**graph, "source": {"classes": [*"bcde"]}}, "whose classes are a; b; c; d,", 2),
         ("smaller", smaller, "with num_classes 4, .* has 3", 0),
     ):
         build_store(tmp_path / name, **arrays)

@@ -598,7 +598,7 @@ def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
     _rewrite_meta(tmp_path / "other", **(meta | {"edge_types": meta["edge_types"][::-1]}))
     words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --dataset"
     said = _train(f"{words} {tmp_path}/other", code=2)
-    assert "was trained on a graph whose types of edges are author,affiliated_with" in said
+    assert "was trained on a graph whose edge types are author,affiliated_with" in said
     (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
     words = f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2"
     assert "has types of nodes without features, for which built-in" in _train(words, code=2)
