@@ -229,8 +229,10 @@ class Arrays:
         values = self._numbered(name, values) if text else self[name]
         if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)
-        elif values.ndim == 2 and (values.sum(1) == 1).all() and np.isin(values, (0, 1)).all():
-            raise self.error(f"{name} is {[*values.shape]}, one-hot rows: take {name}.argmax(1)")
+        elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
+            if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
+                how = f"take {name}.argmax(1), and -1 where a row has no 1"
+                raise self.error(f"{name} is {[*values.shape]}, one-hot rows: {how}")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return self.integers(name, values)
