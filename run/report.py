@@ -84,7 +84,7 @@ def draw_timeline(laps, path, steps=8):
         axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
     axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
-    axis.set_xlabel(f"milliseconds, the first {steps} training steps")
+    axis.set_xlabel(f"milliseconds, the first {plural(len(ends), 'training step')}")
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 

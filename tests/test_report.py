@@ -93,13 +93,17 @@ def test_advice_on_when_one_process_is_as_fast():
         assert line.startswith(said) if one_is_as_fast else not line, (world, local, gpus, line)
 
 
-def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
+    axes, said = pytest.importorskip("matplotlib.axes").Axes, []
+    monkeypatch.setattr(axes, "set_xlabel", lambda axis, text: said.append(text))
     starts = ((stage, i + 0.1 * j) for i in range(10) for j, stage in enumerate(report.STAGES))
     laps = [(stage, start, start + 0.05, "t") for stage, start in starts]
     report.draw_timeline(laps + [(*lap[:3], "u") for lap in laps], tmp_path / "two.png")
     report.draw_timeline(laps, tmp_path / "one.png")
     report.draw_timeline([], tmp_path / "none.png")
+    report.draw_timeline([("optimizer", 0.1, 0.2, "t")], tmp_path / "short.png")
+    counts = [text.partition("first ")[2] for text in said[1:]]
+    assert counts == ["8 training steps", "1 training step"]
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
     height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
     assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
