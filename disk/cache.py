@@ -27,17 +27,17 @@ from disk.files import StoreError, gather_target
 from disk.reader import library
 from features import CachedFeatures, prefetch
 
-# batches sampled for each one fetched until the window is full, so that training need not wait for that
+# batches sampled per batch fetched while the window fills, so that training need not wait until it is full
 RAMP = 2
-# a window uses each page of the table so often: MIN gains little from what comes later
+# the default window uses each page of the table this often, on average: a longer one gains MIN little
 TOUCHES = 2
-ROOM = 15 / 16  # of the memory that is free, for pages: the rest is left to others
-AHEAD = 1 << 21  # bytes of a file that the kernel is asked to read ahead at a time
+ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
+AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
 
 
 class KeptPages:
-    """The pages of a table, of a RowReader, that the page cache keeps: at first as much of the file as there is room for
-    (`places` pages), then those that are used soonest in a window of `lookahead` batches."""
+    """Plans which pages of a RowReader's file the page cache keeps: at first the first `places` pages, then those whose
+    next use in a window of `lookahead` batches is nearest."""
 
     def __init__(self, reader, places, lookahead):
         self.reader = reader
@@ -48,28 +48,28 @@ class KeptPages:
             raise StoreError(f"no memory to plan {places:,} pages of {reader.path}")
 
     def expect(self, ids):
-        """A later batch asks for rows ids [n]."""
+        """Append to the window a batch that reads rows `ids`, integers [n]."""
         ids = ids.to(torch.int64).contiguous()
         table = self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
         if self.code.pages_expect(self.state, ids, len(ids), *table):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
 
     def plan(self):
-        """Decide on the oldest batch expected -> (pages to read for it, pages to drop once it is gathered), ascending."""
+        """Plan the oldest batch of the window -> (pages to read for it, pages to drop once it is gathered), ascending."""
         if self.code.pages_plan(self.state):
             raise StoreError("no memory to plan what the page cache keeps")
-        planned, lists = self.code.pages_planned, []
+        planned, plan = self.code.pages_planned, []
         for missing in (True, False):
-            lists.append(torch.empty(planned(self.state, missing, None), dtype=torch.int64))
-            planned(self.state, missing, lists[-1])
-        return tuple(pages.sort().values for pages in lists)
+            plan.append(torch.empty(planned(self.state, missing, None), dtype=torch.int64))
+            planned(self.state, missing, plan[-1])
+        return tuple(pages.sort().values for pages in plan)
 
     def advise(self, pages, wanted):
-        """Have the kernel begin to read pages (wanted) or drop them; asynchronous unless the device queue is full."""
+        """Tell the kernel to read `pages` ahead (wanted) or to drop them; asynchronous unless the device queue is full."""
         self.code.pages_advise(self.reader.file, pages, len(pages), mmap.PAGESIZE, wanted)
 
     def forget(self):
-        """No batch is expected any more."""
+        """Empty the window."""
         self.code.pages_forget(self.state)
 
     def __del__(self):
@@ -78,8 +78,8 @@ class KeptPages:
 
 
 def read_in_order(reader, first, end, ended):
-    """Have the kernel read pages first .. end of a file until `ended` is set: a disk gives a file in order many times as
-    fast as its pages at random."""
+    """Have the kernel read pages [first, end) of a file in order, until the event `ended` is set: a disk delivers pages
+    in order many times as fast as at random."""
     end *= mmap.PAGESIZE
     for at in range(first * mmap.PAGESIZE, end, AHEAD):
         if ended.is_set():
@@ -88,22 +88,22 @@ def read_in_order(reader, first, end, ended):
 
 
 class LookaheadCache(CachedFeatures):
-    """Features on disk behind `budget` bytes of host memory, in which the hottest rows are kept, and behind the page
-    cache, in which the pages used soonest are kept.
+    """Features on disk behind two caches: `budget` bytes of host memory for the hottest rows, and the page cache for the
+    pages used soonest.
 
-    Beside the rows it takes 4 bytes a node, and with pages 20 bytes for each 4 KiB, and the blocks of the window.
+    Beyond `budget` it takes 4 bytes per node and, with planned pages, 20 bytes per 4 KiB page and the window's blocks.
 
     Args:
-        features: `MmapFeatures` of a store. budget: bytes of rows to keep.
-        lookahead: batches of the window; None: as many as use each page TOUCHES times, as long as their blocks take no
-            more than a quarter of the budget and a 32nd of the page cache; 0 where no pages are planned.
-        hot: [V] the larger the hotter: `expected_visits`.
+        features: `MmapFeatures` of a store. budget: bytes of rows to keep in memory.
+        lookahead: batches in the window; None: enough to use each page TOUCHES times, while their blocks fit into a
+            quarter of the budget plus a 32nd of `room`; 0 where no pages are planned.
+        hot: [V] scores, such as `expected_visits`; the rows with the highest are kept in memory.
         batches: expected number of batches (None: unknown); short runs plan no pages.
-        share: (rank, world) among the processes of this machine that read the table. Of several each reads its part of
-            it in order, and the kernel decides what stays: none knows the batches of the others.
+        share: (rank, world) among the processes of this machine that read the table. With several, none knows the
+            others' batches: each reads its part of the table in order, and the kernel decides which pages stay.
 
     Attributes (others: `CachedFeatures`):
-        room: bytes of the page cache in which pages are kept; 0: the kernel decides, or rows are read past it.
+        room: bytes of the page cache to fill with pages; 0: it is left to the kernel, or bypassed (O_DIRECT).
     """
 
     def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
@@ -119,24 +119,24 @@ class LookaheadCache(CachedFeatures):
 
         table = types.SimpleNamespace(shape=shape, dtype=dtype, gather=gather)
         super().__init__(table, torch.zeros(shape[0]) if hot is None else hot, budget)
-        # the page cache need not keep what lies here now
+        # the rows just copied need no pages any more
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.batches, self.share = batches, share
-        self.pages = None  # made when the first batch tells how large a window is
+        self.pages = None  # KeptPages, made when the first batch shows how large a window is
         self.started, self.ended = False, threading.Event()
-        self.given_up = deque()  # (number of a batch, pages to drop once it was gathered)
-        self.planned = self.gathered = 0  # batches
+        self.given_up = deque()  # (number of a batch, pages to drop once that batch is gathered)
+        self.planned = self.gathered = 0  # batches so far
 
     def counts(self):
-        """Counts since the start: rows asked for and hit; bytes read from the disk or the page cache."""
+        """Return counts since the start: rows gathered, rows hit in memory, bytes read from the disk or the page cache."""
         return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read}
 
     @contextmanager
     def looking_ahead(self, batches):
-        """Pass batches on in their order, each when those of the window behind it are known; a context, whose end
-        forgets what was expected. One thread takes and plans them, another begins to read their pages."""
+        """Context manager: iterator over `batches`, in order, each handed out once the window behind it is known. One
+        thread draws and plans batches, another starts to read their pages. The window is emptied at the end."""
         planned = self._planned(batches)
-        # what prefetch is given to call is next()
+        # the items are dummies: the function that prefetch calls takes the next planned batch
         ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)
         plans = itertools.takewhile(bool, ahead)
         begun = prefetch(lambda plan, slot: self._begin(*plan), plans, depth=2)
@@ -149,7 +149,7 @@ class LookaheadCache(CachedFeatures):
                 self.pages.forget()
 
     def _planned(self, batches):
-        """(batch, pages to read for it), each once the window behind the batch is full."""
+        """Yield (batch, pages to read for it), each once the window behind the batch is full."""
         window, passed_on = deque(), 0
         for batch in batches:
             if not self.started:
@@ -165,16 +165,16 @@ class LookaheadCache(CachedFeatures):
             yield window.popleft(), self._plan()
 
     def _plan(self):
-        """The pages to read for the oldest batch of the window."""
+        """Plan the oldest batch of the window -> pages to read for it, or None where no pages are planned."""
         if not self.pages:
             return None
-        missing, given_up = self.pages.plan()
+        missing, evicted = self.pages.plan()
         self.planned += 1
-        self.given_up.append((self.planned, given_up))
+        self.given_up.append((self.planned, evicted))
         return missing
 
     def _begin(self, batch, missing):
-        """Begin to read the pages that a batch lacks, and drop those given up by batches that were gathered -> batch."""
+        """Start to read the pages that a batch lacks, and drop those evicted by batches gathered so far -> batch."""
         if self.pages:
             self.pages.advise(missing, True)
             while self.given_up and self.given_up[0][0] <= self.gathered:
@@ -182,10 +182,10 @@ class LookaheadCache(CachedFeatures):
         return batch
 
     def _start(self, batch):
-        """Begin, with a first batch that tells how large the others are."""
+        """Choose the window and start to fill the page cache; `batch`, the first, stands for the size of all."""
         self.started = True
         rows, row_bytes = max(1, batch.blocks[0].num_src), self.reader.row_bytes
-        # bytes; of pages, by a batch
+        # bytes of the table, and of the pages that a batch touches
         table, touched = self.shape[0] * row_bytes, rows * max(row_bytes, mmap.PAGESIZE)
         rank, world = self.share
         if self.batches is not None and self.batches * world * touched < table:
@@ -194,11 +194,11 @@ class LookaheadCache(CachedFeatures):
         if self.lookahead is None:
             tensors = [tensor for block in batch.blocks for tensor in block if tensor is not None]
             size = sum(tensor.nbytes for tensor in tensors) + 20 * rows
-            most = (self.budget / 4 + self.room / 32) / size
-            self.lookahead = int(min(TOUCHES * table / touched, most)) + 1 if plans else 0
+            fitting = (self.budget / 4 + self.room / 32) / size
+            self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if plans else 0
         if not self.room:
             return
-        places = -(-self.room // mmap.PAGESIZE)  # of a part of the table
+        places = -(-self.room // mmap.PAGESIZE)  # pages that fit, the first of the file
         if plans:
             self.pages = KeptPages(self.reader, places, self.lookahead)
         part = self.reader, places * rank // world, places * (rank + 1) // world, self.ended
@@ -209,9 +209,9 @@ class LookaheadCache(CachedFeatures):
             self.ended.set()
 
     def gather(self, ids, out=None):
-        """Copy rows ids [n] -> [n, F], `out` if that is given; StoreError where the disk fails."""
+        """Copy rows `ids` [n] to `out`, or a new tensor, [n, F]; StoreError if the disk fails."""
         out, position = gather_target(self, ids, out), self.position[ids]
-        hits, misses = (found.nonzero().squeeze(1) for found in (position >= 0, position < 0))
+        hits, misses = (mask.nonzero().squeeze(1) for mask in (position >= 0, position < 0))
         out.index_copy_(0, hits, self.cache.index_select(0, position[hits]))
         self.reader.read(ids[misses], out, misses)
         with self.lock:

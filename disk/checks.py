@@ -8,11 +8,11 @@ import torch
 from disk import files
 from disk.files import StoreError, integers, refuse, shaped
 
-MAX_CLASSES = 1 << 24  # the logits of a batch of 1,024 are 64 GiB then
+MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 
 
 def check_features(features, kept_as=None) -> tuple[int, int, str]:
-    """(V, F, dtype name) of the features as they are to be kept: in their own dtype, or one of HALVES."""
+    """Return (V, F, dtype name) of the features as stored: in their own dtype, or `kept_as`, one of HALVES."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
@@ -24,7 +24,7 @@ def check_features(features, kept_as=None) -> tuple[int, int, str]:
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Labels as int64 [V], or int8 [V, C] of 0 and 1, and C, which is counted when None. Of None, -1 for all nodes."""
+    """Check labels -> (int64 [V] or, multi-label, int8 [V, C] of 0 and 1; C, counted if None). None: -1 for all nodes."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
@@ -33,8 +33,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-            given = f"labels is {list(labels.shape)} and num_classes {num_classes}"
-            raise StoreError(f"{given}: of several labels a node C is from 2 to {MAX_CLASSES:,}")
+            shapes = f"labels is {list(labels.shape)} and num_classes {num_classes}"
+            raise StoreError(f"{shapes}: of several labels a node C is from 2 to {MAX_CLASSES:,}")
         bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
         why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
         refuse(bad, "labels", labels, why)
@@ -43,8 +43,8 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         num_classes = max(int(labels.max()) + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
         if num_classes > 1000 + 10 * present:
-            most = f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
-            raise StoreError(f"{most}: number them from 0, each class is a row of the last layer")
+            used = f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
+            raise StoreError(f"{used}: number them from 0, each class is a row of the last layer")
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
     bad = (labels < -1) | (labels >= num_classes)
@@ -53,7 +53,7 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
 
 
 def check_graph(edge_index, indptr, indices, num_nodes):
-    """((edge_index, indptr, indices), M): one of the two forms, with its shapes and its indptr checked."""
+    """Check the shapes and the indptr of a graph in one of two forms -> ((edge_index, indptr, indices), M)."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
         raise StoreError("the graph is given either as edge_index or as indptr and indices")
     if num_nodes > 1 << 32:
@@ -70,24 +70,24 @@ def check_graph(edge_index, indptr, indices, num_nodes):
 
 
 def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
-    """Chunks of rows as they are stored, of this dtype, each checked for NaN and infinity; `largest` is given the largest
-    number of each."""
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked for NaN and infinity; its largest
+    absolute value is appended to the list `largest`."""
     width, announced = features.shape[1], files.row_dtype("features", features)
     for first, chunk in files.chunked("features", features, progress=progress):
         chunk = files.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
-            came = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
-            raise StoreError(f"{came}, [{width}] {announced} was announced")
+            actual = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
+            raise StoreError(f"{actual}, [{width}] {announced} was announced")
         files.check_finite("features", chunk, first)
         kept = chunk.detach().to("cpu", getattr(torch, dtype))
         if dtype != announced:
-            refuse(kept.isinf(), "features", chunk, f"{dtype} does not go so far", first)
+            refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
         largest.append(files.largest_of(kept))
         yield files.as_numpy(kept)
 
 
 def check_splits(splits, labels) -> dict[str, np.ndarray]:
-    """A split of nodes as int64 ids [n] for each of SPLITS, or a list of K of them as [K, n], rows filled up by -1."""
+    """Check one split of nodes, or a list of K -> {part: int64 ids [n], or [K, n] with rows padded by -1}."""
     if isinstance(splits, dict):
         return check_split(splits, labels)
     if not 1 <= len(splits) <= files.MAX_SPLITS:
@@ -107,7 +107,7 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
 
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
-    """Ids (or masks) as int64 ids for each of SPLITS: disjoint, in range, labelled; of nodes, some are for training."""
+    """Check {part: ids or mask} -> {part of SPLITS: int64 ids}: in range, disjoint, labelled; some nodes must train."""
     if unknown := set(split) - set(files.SPLITS):
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
     parts = {name: split.get(name, ()) for name in files.SPLITS}
@@ -135,7 +135,7 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
 
 
 def check_stored(path, split, labels, what="node"):
-    """Raise StoreError unless a split that was stored, tensors, is one."""
+    """Raise StoreError unless the split {part: tensor of ids} of the store at `path` is valid."""
     try:
         check_split({name: ids.numpy() for name, ids in split.items()}, labels, what)
     except StoreError as error:

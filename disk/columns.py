@@ -26,18 +26,18 @@ MOST_TYPES = 1 << 15
 
 
 def arrays_of(meta) -> dict:
-    """{name: (dtype, shape)} of the arrays that a store may have, but the split, as its meta.json tells."""
+    """Return {name: (dtype, shape)} that meta.json implies for the arrays a store may have, the split aside."""
     V, M, dtype = meta["num_nodes"], meta["num_edges"], meta.get("edge_dtype", "float32")
     types = meta.get("num_edge_types", 0)
-    known = {"edge_dtype": files.DTYPES, "num_edge_types": range(MOST_TYPES + 1)}
+    allowed = {"edge_dtype": files.DTYPES, "num_edge_types": range(MOST_TYPES + 1)}
     for name, value in (("edge_dtype", dtype), ("num_edge_types", types)):
-        if type(value) not in (str, int) or value not in known[name]:
+        if type(value) not in (str, int) or value not in allowed[name]:
             raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
-    several = meta["files"]["labels.npy"]["dtype"] == "int8"  # labels a node
+    multi_label = meta["files"]["labels.npy"]["dtype"] == "int8"
     return {
         "indptr": ("int64", [V + 1]),
         "indices": ("int32" if V < 1 << 31 else "int64", [M]),
-        "labels": ("int8", [V, meta["num_classes"]]) if several else ("int64", [V]),
+        "labels": ("int8", [V, meta["num_classes"]]) if multi_label else ("int64", [V]),
         "edge_weight": ("float32", [M]),
         "edge_type": (np.min_scalar_type(max(types - 1, 0)), [M]),
         "edge_time": ("int64", [M]),
@@ -47,15 +47,15 @@ def arrays_of(meta) -> dict:
 
 
 def types_of(meta) -> tuple[dict, list | None]:
-    """({name: (nodes, width of their features)}, names of the types of edges or None) in a meta.json; ValueError where they
-    are not those of its nodes and edges."""
+    """Return ({node type: (nodes, feature width)}, names of the edge types or None) of a meta.json; ValueError where they
+    do not match its numbers of nodes and of edge types."""
     entries, names = meta.get("node_types", []), meta.get("edge_types")
     types = {str(name): (int(count), int(width)) for name, count, width in entries}
     counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
     named = len(types) == len(entries) and all(map(str.isprintable, [*types, *(names or [])]))
     counted = min(counts) >= 0 and sum(counts) == meta["num_nodes"]
     featured = [width > 0 for width in widths]
-    first = featured == sorted(featured)[::-1]  # those with features
+    first = featured == sorted(featured)[::-1]  # types with features come first
     if not (named and counted and first) or max(widths) > meta["feature_dim"]:
         raise ValueError(f"it has node_types = {entries!r:.200}, which are not those of its nodes")
     if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
@@ -64,30 +64,30 @@ def types_of(meta) -> tuple[dict, list | None]:
 
 
 def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
-    """Look at every value of the columns {name of COLUMNS: array or None}, a piece at a time; StoreError for another shape
-    or dtype, NaN, infinity, a negative weight, a name that is there twice. Times may be floats that are whole, features [M].
+    """Check every value of `columns` {name of COLUMNS: array or None} in chunks; StoreError for a wrong shape or dtype, NaN,
+    infinity, a negative weight or a repeated node name. Times may be floats without fractions, edge_features may be [M].
 
-    Returns ({name: numpy array} of those that are not None, with bfloat16 as int16, node_names as they are; what meta.json
-    keeps of them: the width and dtype of edge_features, the number of types and their names).
+    Returns ({name: numpy array} of those that are not None, bfloat16 as int16, node_names unchanged; their entries for
+    meta.json: edge_dim and edge_dtype of edge_features, num_edge_types and edge_types).
     """
-    checked, widths = {}, {}
+    checked, meta = {}, {}
     if edge_types is not None and columns.get("edge_type") is None:
         raise StoreError("edge_types names types, and there is no edge_type")
     for name, values in columns.items():
         if values is None:
             continue
-        values, of = files.array_like(name, values), name.partition("_")[0]
-        shape, count = tuple(values.shape), num_nodes if of == "node" else num_edges
-        most, width = (2, ", D") if name == "edge_features" else (1, "")
-        fits = shape[:1] == (count,) and len(shape) <= most and 0 not in shape[1:]
+        values, item = files.array_like(name, values), name.partition("_")[0]
+        shape, count = tuple(values.shape), num_nodes if item == "node" else num_edges
+        max_dims, width = (2, ", D") if name == "edge_features" else (1, "")
+        fits = shape[:1] == (count,) and len(shape) <= max_dims and 0 not in shape[1:]
         if not fits or isinstance(values, files.Rows):
-            needed = f"an array [{count}{width}] is needed, a row for each {of} that is given"
+            needed = f"an array [{count}{width}] is needed, a row for each {item} that is given"
             raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
         if name in ("edge_time", "node_time"):
             values = np.asarray(values)
             if values.dtype.kind == "f":
                 bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-                why = "whole numbers are needed; of finer times give a multiple"
+                why = "whole numbers are needed; give finer times in smaller units"
                 refuse(bad, name, values, why)
                 values = values.astype(np.int64)
             checked[name] = integers(name, values)
@@ -97,28 +97,28 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             refuse((values < 0) | (values >= MOST_TYPES), name, values, why)
             types = int(values.max(initial=0)) + 1
             if edge_types is not None:
-                widths["edge_types"] = names = [*map(str, edge_types)]
+                meta["edge_types"] = names = [*map(str, edge_types)]
                 if not types <= len({*names}) == len(names):
                     needed = f"{types} different ones are needed"
                     raise StoreError(f"edge_types has {len(names)} names: {needed}")
                 types = len(names)
-            widths["num_edge_types"] = types
+            meta["num_edge_types"] = types
             checked[name] = values.astype(np.min_scalar_type(max(types - 1, 0)))
         else:
             if name == "edge_features":
                 values = values.reshape(-1, 1) if len(shape) == 1 else values
-                widths |= {"edge_dim": values.shape[1], "edge_dtype": files.row_dtype(name, values)}
+                meta |= {"edge_dim": values.shape[1], "edge_dtype": files.row_dtype(name, values)}
             _check_values(name, values)
             tensor = isinstance(values, torch.Tensor)
             checked[name] = files.as_numpy(values.detach().cpu()) if tensor else np.asarray(values)
     if node_names is not None:
         _check_names(node_names, num_nodes)
         checked["node_names"] = node_names
-    return checked, widths
+    return checked, meta
 
 
 def _check_values(name, values):
-    """Look at every weight, or every feature, of edges."""
+    """Check every edge weight, or every edge feature, in chunks."""
     for first, chunk in files.chunked(name, values):
         chunk = files.as_rows(name, chunk)
         if name == "edge_features":
@@ -132,7 +132,7 @@ def _check_values(name, values):
 
 
 def _check_names(names, num_nodes):
-    """Raise StoreError unless there are V different names, each of one line."""
+    """Raise StoreError unless there are V distinct names of one line each."""
     if len(names) != num_nodes:
         raise StoreError(f"node_names has {len(names)} names: {num_nodes} are needed, one a node")
     seen = set()
@@ -145,8 +145,8 @@ def _check_names(names, num_nodes):
 
 
 def write_arrays(path, arrays, rows=None) -> dict:
-    """Write {name: numpy array} and node_names as files, a piece at a time -> their records for meta.json. rows: int64
-    [M'], which edge of the input each stored edge is; None where the edges are stored as they came."""
+    """Write {name: numpy array} and node_names to files in chunks -> their records for meta.json. rows: int64 [M'], the
+    input edge that each stored edge comes from; None where edges are stored in the order of the input."""
     records = {}
     for name, array in arrays.items():
         if name == "node_names":
@@ -165,8 +165,8 @@ def write_arrays(path, arrays, rows=None) -> dict:
 
 
 def out_of_order(indptr, types, times) -> int | None:
-    """The first edge that is of a smaller type than the one before it in its list, or of the same and earlier, or None;
-    of indptr int64 [V+1], types and times [M], numpy arrays or None."""
+    """Return the first edge that breaks the order by type, then time, within its neighbour list, or None. indptr: int64
+    [V+1]; types, times: [M] numpy arrays or None."""
     first, *second = [keys for keys in (types, times) if keys is not None] or [np.empty(0)]
     step = files.chunk_rows(first)
     for a in range(0, max(len(first) - 1, 0), step):
@@ -175,7 +175,7 @@ def out_of_order(indptr, types, times) -> int | None:
         for keys in then:
             wrong |= (chunk[1:] == chunk[:-1]) & (keys[1:] < keys[:-1])
         falls = np.flatnonzero(wrong) + a + 1
-        # those where no list begins
+        # except where a new list begins
         falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]
         if len(falls):
             return int(falls[0])
@@ -183,14 +183,14 @@ def out_of_order(indptr, types, times) -> int | None:
 
 
 def column_checks(graph) -> Iterator[tuple]:
-    """(file, function that raises StoreError where it is wrong) of the columns of an open store."""
+    """Yield (file, function that raises StoreError if its content is wrong) for the columns of an open store."""
 
     arrays = graph.indptr, graph.edge_type, graph.edge_time
     indptr, types, times = (None if array is None else array.numpy() for array in arrays)
 
     def in_order(how, *keys):
         if types is not None:
-            why = f"meta.json tells of {graph.num_edge_types}"
+            why = f"meta.json has num_edge_types {graph.num_edge_types}"
             refuse(types >= graph.num_edge_types, "edge_type", types, why)
         if (edge := out_of_order(indptr, *keys)) is not None:
             raise StoreError(f"edge {edge} is {how} than the one before it in its list")
@@ -204,18 +204,18 @@ def column_checks(graph) -> Iterator[tuple]:
 
 
 def described_types(node_types) -> str:
-    """The types of nodes in words, in the order of their ids."""
-    of = node_types.items()
-    return ", ".join(f"{count:,} {name} ({width or 'no'} features)" for name, (count, width) in of)
+    """Describe the types of nodes for a log line, in the order of their ids."""
+    types = node_types.items()
+    return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
 
 
 def types_called(name, names) -> list[int]:
-    """The numbers of the types of edges, such as "user,buys,item", with this name or this middle."""
+    """Return the numbers of the edge types, such as "user,buys,item", with this name or this relation ("buys")."""
     return [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]
 
 
 def described(graph) -> str:
-    """What edges and nodes carry, in words."""
+    """Describe what edges and nodes carry for a log line."""
     words = ["weight"] if graph.edge_weight is not None else []
     if graph.edge_type is not None:
         names = f" ({'; '.join(graph.edge_types)})" if graph.edge_types else ""

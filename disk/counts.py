@@ -9,16 +9,16 @@ V nodes, M edges. This file needs numpy.
 import numpy as np
 
 EDGE_CHUNK = 1 << 22  # edges read at a time
-# reverses are looked up for every edge of a graph of up to EXACT edges, else for a SAMPLE
+# with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
 EXACT, SAMPLE = 1 << 20, 1 << 16
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 
 
 def count_edges(indptr, indices) -> dict[str, int]:
-    """Count in one pass over the edges, in bounded memory, whatever the order within a neighbour list.
+    """Count unusual edges in one pass and bounded memory; neighbour lists may be in any order.
 
     Args:
-        indptr: int64 [V + 1]. indices: integers [M], perhaps mapped.
+        indptr: int64 [V + 1]. indices: integers [M], perhaps memory-mapped.
 
     Returns:
         `duplicates`: edges that repeat another; `self_loops`; `isolated`: nodes without any edge; `one_way`: edges
@@ -29,28 +29,28 @@ def count_edges(indptr, indices) -> dict[str, int]:
     if num_edges > EXACT:
         looked_up = np.sort(np.random.default_rng(0).integers(0, num_edges, SAMPLE))
     src, dst = indices[looked_up], np.searchsorted(indptr, looked_up, "right") - 1
-    reverses, times = np.unique(_keys(src, dst, num_nodes), return_counts=True)
-    found = np.zeros(len(reverses), bool)
+    reverses, counts = np.unique(_keys(src, dst, num_nodes), return_counts=True)
+    exists = np.zeros(len(reverses), bool)
     touched, first, duplicates, self_loops = indptr[1:] > indptr[:-1], 0, 0, 0
-    while first < num_nodes:  # lists of up to EDGE_CHUNK edges together, or a longer one
+    while first < num_nodes:  # neighbour lists of up to EDGE_CHUNK edges in all, or one longer list
         last = int(np.searchsorted(indptr, indptr[first] + EDGE_CHUNK, "right")) - 1
         last = max(last, first + 1)
         src, sizes = indices[indptr[first] : indptr[last]], np.diff(indptr[first : last + 1])
         dst = np.repeat(np.arange(first, last), sizes)
         self_loops += int((src == dst).sum())
         touched[src] = True
-        keys = np.sort(_keys(dst, src, num_nodes), kind="stable")  # at once where they are sorted
+        keys = np.sort(_keys(dst, src, num_nodes), kind="stable")  # fast where the lists are sorted
         duplicates += int((keys[1:] == keys[:-1]).sum())
         low, high = np.searchsorted(reverses, _keys([first, last], 0, num_nodes))
-        some = reverses[low:high]
-        found[low:high] |= np.searchsorted(keys, some, "right") > np.searchsorted(keys, some)
+        wanted = reverses[low:high]
+        exists[low:high] |= np.searchsorted(keys, wanted, "right") > np.searchsorted(keys, wanted)
         first = last
-    one_way, isolated = int(times[~found].sum()), int((~touched).sum())
+    one_way, isolated = int(counts[~exists].sum()), int((~touched).sum())
     return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, len(looked_up))))
 
 
 def _keys(rows, columns, count) -> np.ndarray:
-    """One uint64 for each pair, in the order of the pairs."""
+    """Pack pairs (row, column < count) into uint64 keys that sort as the pairs do."""
     keys = np.asarray(rows).astype(np.uint64)
     keys *= np.uint64(count)
     keys += np.asarray(columns).astype(np.uint64)
@@ -58,7 +58,7 @@ def _keys(rows, columns, count) -> np.ndarray:
 
 
 def edge_line(store) -> str | None:
-    """What is unusual about the edges of an open store, for one line; None where a large one was not counted."""
+    """Describe what is unusual about a store's edges in one line; None for a large store built without counts."""
     counted = store.meta.get("edges")
     if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
         if store.num_edges > EXACT:

@@ -230,7 +230,7 @@ def _bad_inputs():
         "features cannot be read: .*no attribute": {"features": frame},
         "features cannot be read: .NoneType": {"features": None},
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
-        r"features\[0, 0\] is 100000.0: float16 does not go so far": far_off,
+        r"features\[0, 0\] is 100000.0: beyond the range of float16": far_off,
         "float16 with features of uint8: f": {**far_off, "features": x.astype(np.uint8)},
         "features is sparse": {"features": torch.eye(200).to_sparse()},
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
