@@ -55,7 +55,7 @@ class KeptPages:
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
 
     def plan(self):
-        """Plan the oldest batch of the window -> (pages to read for it, pages to drop once it is gathered), ascending."""
+        """Plan the oldest batch of the window -> ascending (pages to read for it, pages to drop once it is gathered)."""
         if self.code.pages_plan(self.state):
             raise StoreError("no memory to plan what the page cache keeps")
         planned, plan = self.code.pages_planned, []
@@ -65,7 +65,7 @@ class KeptPages:
         return tuple(pages.sort().values for pages in plan)
 
     def advise(self, pages, wanted):
-        """Tell the kernel to read `pages` ahead (wanted) or to drop them; asynchronous unless the device queue is full."""
+        """Tell the kernel to read pages ahead (wanted) or drop them; asynchronous unless the device queue is full."""
         self.code.pages_advise(self.reader.file, pages, len(pages), mmap.PAGESIZE, wanted)
 
     def forget(self):
@@ -88,8 +88,8 @@ def read_in_order(reader, first, end, ended):
 
 
 class LookaheadCache(CachedFeatures):
-    """Features on disk behind two caches: `budget` bytes of host memory for the hottest rows, and the page cache for the
-    pages used soonest.
+    """Features on disk behind two caches: `budget` bytes of host memory for the hottest rows, and the page cache for
+    the pages used soonest.
 
     Beyond `budget` it takes 4 bytes per node and, with planned pages, 20 bytes per 4 KiB page and the window's blocks.
 
@@ -128,7 +128,7 @@ class LookaheadCache(CachedFeatures):
         self.planned = self.gathered = 0  # batches so far
 
     def counts(self):
-        """Return counts since the start: rows gathered, rows hit in memory, bytes read from the disk or the page cache."""
+        """Return counts since the start: rows gathered, rows hit in memory, bytes read from disk or page cache."""
         return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read}
 
     @contextmanager

@@ -47,8 +47,8 @@ def arrays_of(meta) -> dict:
 
 
 def types_of(meta) -> tuple[dict, list | None]:
-    """Return ({node type: (nodes, feature width)}, names of the edge types or None) of a meta.json; ValueError where they
-    do not match its numbers of nodes and of edge types."""
+    """Return ({node type: (nodes, feature width)}, names of the edge types or None) of a meta.json; ValueError where
+    they do not match its numbers of nodes and of edge types."""
     entries, names = meta.get("node_types", []), meta.get("edge_types")
     types = {str(name): (int(count), int(width)) for name, count, width in entries}
     counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
@@ -64,8 +64,8 @@ def types_of(meta) -> tuple[dict, list | None]:
 
 
 def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
-    """Check every value of `columns` {name of COLUMNS: array or None} in chunks; StoreError for a wrong shape or dtype, NaN,
-    infinity, a negative weight or a repeated node name. Times may be floats without fractions, edge_features may be [M].
+    """Check every value of `columns` {name of COLUMNS: array or None} in chunks; StoreError for a wrong shape or dtype,
+    NaN, infinity, a negative weight or a repeated node name. Times may be whole floats, edge_features may be [M].
 
     Returns ({name: numpy array} of those that are not None, bfloat16 as int16, node_names unchanged; their entries for
     meta.json: edge_dim and edge_dtype of edge_features, num_edge_types and edge_types).

@@ -37,11 +37,11 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
-HALVES = ("bfloat16", "float16")  # in which features of floats may be kept
+HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
 VERSION = 3
-READABLE = (2, 3)  # 2 has no columns of edges, no node times, one split and one label a node
+READABLE = (2, 3)  # version 2: no edge columns, no node times, one split, one label per node
 MAX_SPLITS = 1 << 16
-HEAD = 128  # bytes in front of an array's data; 4096 where rows are to begin on a block of the disk
+HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
@@ -52,7 +52,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):
-    """What is wrong with a graph, in one sentence; unprintable characters, perhaps of a foreign file, are escaped."""
+    """Invalid input or a damaged store, in one sentence; unprintable characters, say of a foreign file, are escaped."""
 
     def __str__(self):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
@@ -60,16 +60,16 @@ class StoreError(ValueError):
 
 @contextlib.contextmanager
 def reading(path, advice=""):
-    """Turn whatever a library raises at foreign bytes into one StoreError that names the file and what it said."""
+    """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError):  # our own sentence, or our own mistake
+    except (StoreError, AssertionError, NameError):  # worded already, or a bug of this code
         raise
     except Exception as error:
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        if not said or isinstance(error, KeyError | MemoryError):
-            said = f"{type(error).__name__} {said}".strip()
-        raise StoreError(f"{path} cannot be read: {said[:300]}{advice}") from error
+        message = getattr(error, "strerror", None) or " ".join(str(error).split())
+        if not message or isinstance(error, KeyError | MemoryError):
+            message = f"{type(error).__name__} {message}".strip()
+        raise StoreError(f"{path} cannot be read: {message[:300]}{advice}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def reading(path, advice=""):
 
 @contextlib.contextmanager
 def complete_or_not_there(path, need):
-    """A hidden directory to write into, which becomes `path` at the end; it takes about `need` bytes."""
+    """Context manager: a hidden directory for about `need` bytes of files, fsynced and renamed to `path` at the end."""
     refuse_existing(path)
     try:
         with scratch_folder(path) as building:
@@ -109,7 +109,7 @@ def refuse_existing(path):
 
 
 def check_name(path):
-    """Raise StoreError for a path too long for what is written beside it and renamed to it."""
+    """Raise StoreError for a path too long to write a temporary file beside it and rename that."""
     path = Path(path)
     for what, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
         if (size := len(os.fsencode(text))) > most:
@@ -118,7 +118,7 @@ def check_name(path):
 
 @contextlib.contextmanager
 def made_folder(path):
-    """A context in which a folder is there; it and those above it are gone at the end if they were made here for nothing."""
+    """Context manager: make a folder and its parents; those made here are removed at the end if they are empty."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(made):
@@ -127,22 +127,22 @@ def made_folder(path):
         yield
     finally:
         for folder in made:
-            with contextlib.suppress(OSError):  # what was built is in it
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
 
 @contextlib.contextmanager
 def scratch_folder(path):
-    """A hidden folder beside `path`, made with the folders above it; it is gone at the end unless it was renamed."""
+    """Context manager: a hidden folder beside `path`, made with its parents; removed at the end unless renamed."""
     with made_folder(path.absolute().parent), _part_beside(path, folder=True) as (folder, _):
         yield folder
 
 
 @contextlib.contextmanager
 def _part_beside(path, folder=False):
-    """A hidden file (or folder) beside `path` under an unpredictable name, gone at the end unless it was renamed ->
-    (its path, its descriptor). It is locked for as long as its process lives, in whatever container that is; what is not
-    locked was left by a writer of `path` that was killed, and is removed here."""
+    """Context manager: a hidden file (or folder) with a random name beside `path`, removed at the end unless it was
+    renamed -> (its path, its descriptor). It is locked while its process lives, in whatever container; those without a
+    lock were left by killed writers of `path` and are removed here."""
     start = os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
     name = re.compile(re.escape(start) + r"[0-9a-f]{16}\.part")
     with contextlib.suppress(OSError):  # a folder that may be written to but not listed
@@ -155,7 +155,7 @@ def _part_beside(path, folder=False):
         if folder:
             part.mkdir()
         with locked(part, make) as handle:
-            if part.exists():  # not taken for a leftover before it was locked
+            if part.exists():  # else another writer removed it before it was locked
                 try:
                     yield part, handle
                 finally:
@@ -165,11 +165,11 @@ def _part_beside(path, folder=False):
 
 @contextlib.contextmanager
 def locked(path, flags=os.O_RDONLY, at_once=0):
-    """The descriptor of a file or folder with a lock on it, which the kernel drops with the process; OSError where
-    at_once is LOCK_NB and another has it."""
+    """Context manager: descriptor of a file or folder, locked exclusively; the kernel drops the lock with the process.
+    at_once: LOCK_NB raises OSError if it is locked already, 0 waits."""
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        # some network file systems have no locks: nothing is taken for a leftover
+        # some network file systems have no locks: go on, but with LOCK_NB fail, so that no leftover is removed
         with contextlib.suppress(*() if at_once else (OSError,)):
             fcntl.flock(handle, fcntl.LOCK_EX | at_once)
         yield handle
@@ -194,10 +194,10 @@ def sync(path):
 
 
 def write_whole(path, write):
-    """Write one file by write(binary file), which may not seek, so that its old content or its new one is there, never
-    a part of it; StoreError for a full disk and whatever else the system objects to.
+    """Write a file atomically by write(binary file), which must not seek: it has its old content or all of the new.
+    StoreError for a full disk and other errors of the system.
 
-    A device or a pipe is written to in place; a symbolic link of this user is followed, one of another user is refused.
+    A device or a pipe is written in place; a symbolic link is followed if this user or root owns it, else refused.
     """
     path = Path(path)
     try:
@@ -221,13 +221,13 @@ def write_whole(path, write):
         with contextlib.suppress(OSError):
             sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        said = getattr(error, "strerror", None) or error
-        raise StoreError(f"{path} could not be written: {said}") from error
+        message = getattr(error, "strerror", None) or error
+        raise StoreError(f"{path} could not be written: {message}") from error
 
 
 def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
-    """Write chunks of rows, behind a header of `head` bytes, as one .npy file; returns its record for meta.json.
-    shape[0] may come out smaller."""
+    """Write chunks of rows as one .npy file with a header of `head` bytes -> its record for meta.json. The header
+    gets the number of rows that came, whatever shape[0] says."""
     header = _npy_header(dtype, shape, head)
     digest, rows = hashlib.sha256(header), 0
     with open(path, "wb") as file:
@@ -245,7 +245,7 @@ def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
 
 
 def file_record(path, dtype, shape, digest=None) -> dict:
-    """What meta.json says of a file: dtype ("str": a text of shape[0] lines), shape, bytes and digest."""
+    """Return meta.json's record of a file: dtype ("str": text of shape[0] lines), shape, bytes, SHA-256."""
     size, sha256 = path.stat().st_size, (digest or sha256_of(path)).hexdigest()
     return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 
@@ -257,7 +257,7 @@ def _npy_header(dtype, shape, head):
 
 
 def sha256_of(path):
-    """hashlib's SHA-256 of a file."""
+    """Hash a file -> hashlib's SHA-256 object."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(1 << 22):
@@ -270,19 +270,19 @@ def sha256_of(path):
 
 
 def storage_dtype(dtype) -> np.dtype:
-    """The numpy dtype in which features are stored; numpy has no bfloat16."""
+    """Return the little-endian numpy dtype in which `dtype` is stored: int16 for bfloat16, which numpy lacks."""
     return np.dtype("int16" if dtype == "bfloat16" else dtype).newbyteorder("<")
 
 
 def dump_meta(meta) -> bytes:
-    """meta.json with a checksum over itself, in the one spelling that `read_meta` accepts."""
+    """Serialise meta.json with a checksum of itself, byte for byte as `read_meta` requires it."""
     meta = {k: v for k, v in meta.items() if k != "checksum"}
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
     return (json.dumps(dict(meta, checksum=digest), indent=1, sort_keys=True) + "\n").encode()
 
 
 def write_meta(folder, meta, records):
-    """Write meta.json, the last file of a directory: `meta`, and the records of its files."""
+    """Write meta.json, the last file of a directory: `meta` and {file name: its record}."""
     (folder / "meta.json").write_bytes(dump_meta(dict(meta, files=records)))
 
 
@@ -290,8 +290,8 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
     """Read and check meta.json; StoreError for anything but the bytes that `dump_meta` wrote.
 
     Args:
-        path: the directory. form: one of FORMATS, which it has to have; any when None.
-        spec: {name: range of a whole number, or the words} that have to be in it. names: the files that may be.
+        path: the directory. form: the required format, one of FORMATS; None: any.
+        spec: {required entry: range of an int, or the allowed strings}. names: the allowed files; None: any.
     """
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
@@ -314,7 +314,7 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
             if type(value) is not kind or value not in allowed:
                 raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
         for name, record in meta["files"].items():
-            # of an LMDB file, which changes, there may be no digest
+            # an LMDB file, which may change, need not have a digest
             digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
             sizes = type(record["bytes"]) is int and type(record.get("largest", 0.0)) is float
             known = sizes and (not names or name in names)
@@ -326,16 +326,16 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
 
 
 def irregular(folder) -> dict[str, str]:
-    """{name: what is wrong} of the entries of a store's folder that are no regular files: a link would have another
-    file read or written, a pipe waits for ever. A folder among them is never opened."""
+    """Return {name: problem} for the links, pipes and devices in a store's folder: a link would have another file read
+    or written, a pipe blocks for ever. Folders are left out: none is ever opened."""
     kinds = {file.name: stat.filemode(file.lstat().st_mode)[0] for file in Path(folder).iterdir()}
     kinds = {name: kind for name, kind in sorted(kinds.items()) if kind not in "-d"}
-    said = "it is {}, and no regular file; remove it or rebuild the store"
-    return {name: said.format(IRREGULAR.get(kind, "a device")) for name, kind in kinds.items()}
+    problem = "it is {}, and no regular file; remove it or rebuild the store"
+    return {name: problem.format(IRREGULAR.get(kind, "a device")) for name, kind in kinds.items()}
 
 
 def refuse_irregular(folder):
-    """Raise StoreError unless a store is a folder of regular files; before any of them is opened."""
+    """Raise StoreError for a link, pipe or device in a store's folder; to be called before a file is opened."""
     for name, problem in irregular(folder).items():
         raise StoreError(f"{Path(folder, name)}: {problem}")
 
@@ -345,14 +345,14 @@ def refuse_irregular(folder):
 
 
 def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
-    """Map a .npy file; StoreError unless it is as long as recorded and holds an array of this dtype and shape (None:
-    any). ahead: False reads what is asked for, not what lies beside it."""
+    """Memory-map a .npy file -> tensor; StoreError unless size, dtype and shape (None: any) are as recorded. ahead: let
+    the kernel read ahead; False for random access."""
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         array = np.lib.format.open_memmap(file, "r")
         if array.dtype != np.dtype(dtype) or list(array.shape) != (shape or list(array.shape)):
             raise ValueError(f"it holds {array.dtype} {list(array.shape)}, not {dtype} {shape}")
-        # a header of another length would shift what is behind it
+        # a header of another length would shift the data
         if not array.flags.c_contiguous or array.offset + array.nbytes != record["bytes"]:
             raise ValueError("its header is damaged")
     if not ahead:
@@ -363,7 +363,7 @@ def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
 
 
 def map_split(path, files) -> dict[str, Tensor]:
-    """The ids in the files of a split, each [n], or each [K, n] of K splits."""
+    """Map the files of a split -> {part: int64 ids [n], or [K, n] for K splits}."""
     names = {name: f"{name}.npy" for name in SPLITS}
     split = {n: map_npy(path, file, files[file], "int64", None) for n, file in names.items()}
     if len({ids.shape[:-1] for ids in split.values()}) > 1 or split["train"].dim() not in (1, 2):
@@ -372,7 +372,7 @@ def map_split(path, files) -> dict[str, Tensor]:
 
 
 def check_size(path, name, record) -> Path:
-    """Check that a file is there and as long as recorded (LMDB's may have grown) -> its path."""
+    """Check that a file exists and has its recorded size (LMDB's may have grown) -> its path."""
     file = Path(path) / name
     with reading(file, "; rebuild the store"):
         size, wanted = file.stat().st_size, record["bytes"]
@@ -383,7 +383,7 @@ def check_size(path, name, record) -> Path:
 
 
 def check_in_use(store):
-    """Raise StoreError where a file of an open store was cut: reading it through the map would end the process."""
+    """Raise StoreError if a file of an open store was truncated: reading its memory map would kill the process."""
     for name, record in store.meta["files"].items():
         with contextlib.suppress(OSError):  # a file that was removed lives on in the maps
             if (size := os.lstat(store.path / name).st_size) < record["bytes"]:
@@ -391,7 +391,7 @@ def check_in_use(store):
 
 
 def unread() -> int:
-    """The exit code where nobody reads stdout any more, as `| head`; the interpreter's last flush then goes nowhere."""
+    """Return the exit code for a closed stdout, as with `| head`; the interpreter's last flush goes to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
@@ -408,7 +408,7 @@ def plural(number, what) -> str:
 
 
 def info_lines(lines, graph) -> str:
-    """{name: value} and what every format has (split, source, files), a line each."""
+    """Format {name: value} and what all formats have (split, source, files), one per line."""
     meta = graph.meta
     several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
     lines = {
@@ -422,7 +422,7 @@ def info_lines(lines, graph) -> str:
 
 
 def free_host_bytes(root="/") -> int:
-    """Bytes of host memory that this process may still take: what is available, or what its cgroups leave if less."""
+    """Return the bytes of host memory that are available to this process: of the machine, or of its cgroups if less."""
     root = Path(root)
     try:
         free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
@@ -440,7 +440,7 @@ def free_host_bytes(root="/") -> int:
                 limit, usage = (int((folder / f"memory.{n}").read_text()) for n in names)
                 lines = (folder / "memory.stat").read_text().splitlines()
                 stats = dict(line.split() for line in lines)
-                # given up on demand
+                # page cache that the kernel frees on demand
                 cache = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
                 free = min(free, limit - usage + cache)
             except (OSError, ValueError):
@@ -453,25 +453,25 @@ def free_host_bytes(root="/") -> int:
 
 
 class Rows(NamedTuple):
-    """Rows that are produced once and in order, for arrays that are never in memory as a whole."""
+    """A stream of rows, to be read once and in order, for arrays that are never in memory as a whole."""
 
-    shape: tuple  # of the whole array, rows first
+    shape: tuple  # of the whole array, the number of rows first
     dtype: Any  # numpy or torch dtype of every chunk
     chunks: Iterable  # arrays [r, ...] whose row counts add up to shape[0]
 
 
 def progress_bar(progress, **options):
-    """A tqdm bar, where that is wanted and stderr is a terminal."""
+    """Make a tqdm bar, which is silent unless `progress` is true and stderr is a terminal."""
     return tqdm(unit_scale=True, disable=None if progress and sys.stderr else True, **options)
 
 
 def chunk_rows(array) -> int:
-    """How many rows of an array to handle at a time."""
+    """Return how many rows of an array to handle at a time."""
     return max(1, ROW_BYTES // (8 * max(1, math.prod(array.shape[1:]))))
 
 
 def chunked(name, array, rows=None, progress=False) -> Iterator:
-    """(number of the first row, rows): pieces of an array, or the chunks of `Rows`, which must add up."""
+    """Yield (index of the first row, rows): slices of an array, or the chunks of `Rows`, which must add up."""
     count, first, rows = array.shape[0], 0, rows or chunk_rows(array)
     pieces = (array[a : a + rows] for a in range(0, count, rows))
     with progress_bar(progress, total=count, desc=name, unit="row") as bar:
@@ -484,12 +484,12 @@ def chunked(name, array, rows=None, progress=False) -> Iterator:
 
 
 def as_numpy(rows) -> np.ndarray:
-    """A CPU tensor as a numpy array over the same memory; bfloat16, which numpy lacks, as int16."""
+    """View a CPU tensor as a numpy array of the same memory; bfloat16, which numpy lacks, as int16."""
     return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
 def as_rows(name, rows) -> Tensor:
-    """Rows as a tensor, in this machine's byte order; booleans as uint8."""
+    """Convert rows to a tensor, in native byte order; bool becomes uint8."""
     with reading(name):
         if isinstance(rows, np.ndarray):
             rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
@@ -498,7 +498,7 @@ def as_rows(name, rows) -> Tensor:
 
 
 def array_like(name, values):
-    """`values` if they have shape, dtype and slices (arrays, tensors, `Rows`), a list as an array; else StoreError."""
+    """Return `values` that have shape and dtype (array, tensor, `Rows`), a list as an array; StoreError for others."""
     with reading(name):
         values = np.asarray(values) if type(values) in (list, tuple, range) else values
         _ = values.shape, values.dtype
@@ -508,7 +508,7 @@ def array_like(name, values):
 
 
 def integers(name, values) -> np.ndarray:
-    """`values` as int64, refusing what is not a whole number."""
+    """Convert `values` to int64; StoreError for another kind of dtype."""
     with reading(name):
         values = np.asarray(array_like(name, values))
     if values.size and values.dtype.kind not in "iu":
@@ -519,7 +519,7 @@ def integers(name, values) -> np.ndarray:
 
 
 def shaped(name, array, *shape):
-    """`array` if it has this shape, in which a letter stands for any number; else StoreError."""
+    """Return `array` if its shape matches `shape`, where a str matches any size; else raise StoreError."""
     fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
     if len(array.shape) != len(shape) or not fits:
         needed = ", ".join(map(str, shape))
@@ -528,7 +528,7 @@ def shaped(name, array, *shape):
 
 
 def part_ids(name, values, count) -> np.ndarray:
-    """A part of a split of `count` nodes or graphs as int64 ids [n]; it may be a mask of booleans."""
+    """Convert a part of a split of `count` nodes or graphs, ids or a bool mask [count], to int64 ids [n]."""
     values = array_like(name, values)
     if values.dtype in (np.bool_, torch.bool):
         return np.flatnonzero(shaped(f"{name}, a mask,", values, count))
@@ -536,7 +536,7 @@ def part_ids(name, values, count) -> np.ndarray:
 
 
 def row_dtype(name, rows) -> str:
-    """The dtype in which rows are stored, by name; StoreError where it is none of DTYPES."""
+    """Return the name of the dtype in which rows are stored; StoreError unless it is one of DTYPES."""
     dtype = rows.dtype if isinstance(rows.dtype, torch.dtype) else np.dtype(rows.dtype).name
     dtype = str(dtype).removeprefix("torch.").replace("bool", "uint8")
     if dtype not in DTYPES:
@@ -545,7 +545,7 @@ def row_dtype(name, rows) -> str:
 
 
 def refuse(bad, name, values, why, first=0):
-    """Raise StoreError for the first of `values` where `bad` holds; the first of them is number `first` of `name`."""
+    """Raise StoreError for the first value where the mask `bad` is true; values[0] is at index `first` of `name`."""
     if bad.any():
         at = torch.as_tensor(bad).nonzero()[0].tolist()
         place = ", ".join(map(str, [first + at[0], *at[1:]]))
@@ -553,13 +553,13 @@ def refuse(bad, name, values, why, first=0):
 
 
 def check_finite(name, rows, first=0):
-    """Raise StoreError for NaN or infinity in rows [r, F], the first of which is row `first` of `name`."""
+    """Raise StoreError for NaN or infinity in rows [r, F]; rows[0] is row `first` of `name`."""
     if rows.is_floating_point():
         refuse(~torch.isfinite(rows), name, rows, "every value must be finite", first)
 
 
 def largest_of(rows) -> float:
-    """The largest absolute value of a tensor of numbers, 0 without any."""
+    """Return the largest absolute value of a tensor, 0 if it is empty."""
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
 
 
@@ -571,7 +571,7 @@ def check_ids(ids, count):
 
 
 def gather_target(features, ids, out, name="out") -> Tensor:
-    """`out`, or a tensor for it, after checking both it and the ids."""
+    """Check the ids [n] and `out` [n, F] of a gather -> `out`, or a new tensor if it is None."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
         raise StoreError(f"ids is {_kind(ids)}: an int32 or int64 tensor [n] is needed")
     check_ids(ids, features.shape[0])
