@@ -55,7 +55,7 @@ class KeptPages:
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
 
     def plan(self):
-        """Plan the oldest batch of the window -> ascending (pages to read for it, pages to drop once it is gathered)."""
+        """Plan the oldest batch of the window -> (pages to read for it, pages to drop once it is gathered), sorted."""
         if self.code.pages_plan(self.state):
             raise StoreError("no memory to plan what the page cache keeps")
         planned, plan = self.code.pages_planned, []

@@ -24,7 +24,7 @@ def check_features(features, kept_as=None) -> tuple[int, int, str]:
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Check labels -> (int64 [V] or, multi-label, int8 [V, C] of 0 and 1; C, counted if None). None: -1 for all nodes."""
+    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). None: all -1."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)

@@ -35,33 +35,33 @@ GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("
 
 
 class GraphBatch(NamedTuple):
-    """Graphs side by side as one graph, block-diagonal: no edge leads from one to another."""
+    """A batch of graphs as one block-diagonal graph: no edge joins two of them."""
 
     indptr: Tensor  # int32 [N+1]: the edges into node v are indices[indptr[v]:indptr[v+1]]
     indices: Tensor  # int32 [E] sources, positions among the N nodes
-    graph_ids: Tensor  # int64 [N] which of the graphs a node belongs to, in ascending order
+    graph_ids: Tensor  # int64 [N] the graph that each node belongs to, ascending
     x: Tensor  # [N, F] node features
     e: Tensor  # [E, D] edge features, in the order of indices
     y: Tensor  # [G, T] targets
 
     def to(self, device, non_blocking=False):
-        """The same batch on a device."""
+        """Copy the batch to a device."""
         return GraphBatch(*(t.to(device, non_blocking=non_blocking) for t in self))
 
     def record_stream(self, stream):
-        """Keep the memory until what the CUDA stream has been given is done."""
+        """Keep the memory until the work queued on the CUDA stream is done."""
         for tensor in self:
             tensor.record_stream(stream)
 
 
 def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
-    """Put graphs given by their edge lists side by side, the edges sorted by destination, then source; StoreError for
-    shapes that do not fit, or an edge that leaves its graph.
+    """Batch graphs that are given as edge lists, the edges sorted by destination, then source; StoreError for shapes
+    that do not fit or an edge that leaves its graph.
 
     Args:
-        num_nodes, num_edges: integers [G], at least one node each.
-        edge_index: integers [2, E], sources over destinations, graph after graph, counted from 0 in each graph.
-        x: [N, F], e: [E, D] features of nodes and edges, graph after graph. y: [G, T].
+        num_nodes, num_edges: integers [G], sizes of the graphs, each with at least one node.
+        edge_index: integers [2, E], row 0 the sources, graph after graph; node ids start at 0 in each graph.
+        x: [N, F] node features, e: [E, D] edge features, graph after graph. y: [G, T] targets.
     """
     num_nodes = shaped("num_nodes", integers("num_nodes", num_nodes), "G")
     num_edges = shaped("num_edges", integers("num_edges", num_edges), "G")
@@ -89,20 +89,20 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
 
 
 def _must_fit(nodes_of_each, **sizes):
-    """Raise StoreError unless arrays tell of the same sizes, and every graph has a node."""
-    if any(len(set(told)) > 1 for told in sizes.values()) or (nodes_of_each < 1).any():
-        told = ", ".join(f"{name} {' or '.join(map(str, sizes[name]))}" for name in sizes)
-        raise StoreError(f"the arrays of the graphs do not fit ({told}), or a graph has no node")
+    """Raise StoreError unless all arrays imply the same sizes, {name: counts}, and every graph has a node."""
+    if any(len(set(counts)) > 1 for counts in sizes.values()) or (nodes_of_each < 1).any():
+        counts = ", ".join(f"{name} {' or '.join(map(str, sizes[name]))}" for name in sizes)
+        raise StoreError(f"the arrays of the graphs do not fit ({counts}), or a graph has no node")
 
 
 def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
-    """Write many small graphs to disk as a `GraphDataset`; complete, or not there at all -> its path; StoreError for
-    input that makes no sense, a target that exists, a full disk.
+    """Write many small graphs to disk as a `GraphDataset`, atomically -> its path; StoreError for invalid input, a path
+    that exists, a full disk.
 
     Args:
         path: directory to create; its parents are created as well.
         batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
-        split: dict with graph numbers for "train", "valid" and "test", disjoint; each may be missing.
+        split: dict of graph ids for "train", "valid" and "test", disjoint; each may be missing.
         source, progress: as for `build_store`.
     """
     path, batches = Path(path), iter(batches)
@@ -128,7 +128,7 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         split = check_split(split or {}, np.zeros(count, np.int64), "graph")
         size = graphs.file.path.stat().st_size
         record = {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}
-        # of the graphs in the split, which `append` leaves as they are
+        # identifies the graphs of the split, which `append` leaves as they are
         record["built"] = files.sha256_of(graphs.file.path).hexdigest()
         files.write_meta(building, meta, {"graphs.lmdb": record, **write_arrays(building, split)})
         GraphDataset.open(building)
@@ -136,10 +136,10 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
 
 
 class GraphDataset:
-    """Many small graphs in one LMDB file, a graph a value, read at random and appended to.
+    """Many small graphs in one LMDB file, one value per graph, for random reads and appends.
 
     Attributes:
-        split: dict of int64 graph numbers for "train", "valid" and "test".
+        split: dict of int64 graph ids for "train", "valid" and "test".
         node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
         path: the directory. meta: the contents of meta.json.
     """
@@ -155,7 +155,7 @@ class GraphDataset:
     @classmethod
     def open(cls, path) -> "GraphDataset":
         """Open a data set that `build_graphs` made, after checking its meta.json and the size and header of every file;
-        StoreError if it is none, of another format version, incomplete or damaged."""
+        StoreError if it is no data set, incomplete, damaged or of another format version."""
         meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the data set"):
             check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
@@ -168,23 +168,23 @@ class GraphDataset:
         return GraphDataset.open, (self.path,)
 
     def check_split(self):
-        """Raise StoreError unless the split holds graphs alone: what training starts from."""
+        """Raise StoreError unless the split is valid; training calls this first."""
         check_stored(self.path, self.split, np.zeros(len(self), np.int64), "graph")
 
     def append(self, batch):
-        """Add the graphs of a GraphBatch behind the last one: all of them or none, after a crash as well; StoreError for
-        another width or dtype than this data set has, an edge between two graphs, NaN or infinity, a full disk."""
+        """Append the graphs of a GraphBatch: all of them or none, after a crash as well; StoreError for a width or
+        dtype that is not this data set's, an edge between two graphs, NaN or infinity, a full disk."""
         self.file.append(self._values(batch))
 
     def batch(self, ids) -> GraphBatch:
         """Read graphs as one block-diagonal graph.
 
         Args:
-            ids: int [G] numbers of graphs, in any order, repeats allowed.
+            ids: int [G] graph ids, in any order, repeats allowed.
 
         Raises:
-            IndexError: for a number that is no graph.
-            StoreError: for a graph that is missing, whose bytes differ from their checksum or make no graph.
+            IndexError: for an id out of range.
+            StoreError: for a graph that is missing, differs from its checksum or is invalid.
         """
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
@@ -200,19 +200,19 @@ class GraphDataset:
         return self.file.read(read)
 
     def verify(self):
-        """Raise StoreError for the first graph whose bytes differ from their checksum or make no graph."""
+        """Raise StoreError for the first graph that differs from its checksum or is invalid."""
         count = len(self)
         for first in range(0, count, 1024):
             self._values(self.batch(range(first, min(first + 1024, count))))
 
     def _values(self, batch) -> list[bytes]:
-        """The LMDB value of every graph of a batch: header, then indptr, indices, x, e, y of that graph alone."""
+        """Serialise each graph of a batch as an LMDB value: header, then its own indptr, indices, x, e and y."""
         if not len(batch.y):
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
             if rows.shape[1:] != (width,) or rows.dtype != dtype:
-                found = f"{list(rows.shape)} {rows.dtype}"
-                raise StoreError(f"{name} rows are {found}, not {width} {dtype}")
+                actual = f"{list(rows.shape)} {rows.dtype}"
+                raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
             files.check_finite(f"{name} rows", rows)
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
@@ -229,7 +229,7 @@ class GraphDataset:
         local = None if falls else indices - np.repeat(first, edges)
         if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
             raise StoreError("graph_ids or an indptr that falls, or an edge between two graphs")
-        # indptr of each graph alone, from 0
+        # each graph's own indptr, which starts at 0, one after the other
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
         views, cuts = [], []
@@ -244,7 +244,7 @@ class GraphDataset:
         return values
 
     def _joined(self, ids, values) -> GraphBatch:
-        """Values side by side: each field of all graphs is joined as bytes, so that no graph costs a torch call."""
+        """Decode LMDB values as one batch: each field is joined as bytes, without torch calls per graph."""
         size = GRAPH_HEADER.itemsize
         heads = b"".join([value[:size] for value in values]).ljust(size * len(values))
         heads = np.frombuffer(heads, GRAPH_HEADER)
@@ -252,12 +252,12 @@ class GraphDataset:
         counts = [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
         widths = [4, 4, *(width * dtype.itemsize for width, dtype in self._kinds)]
         ends = size + np.cumsum([count * width for count, width in zip(counts, widths)], 0)
-        fine = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
-        fine &= heads["crc"] == [zlib.crc32(value[size:]) for value in values]
-        if not fine.all():
-            bad = f"graph {ids[int(fine.argmin())]} differs from its checksum"
+        intact = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
+        intact &= heads["crc"] == [zlib.crc32(value[size:]) for value in values]
+        if not intact.all():
+            bad = f"graph {ids[int(intact.argmin())]} differs from its checksum"
             raise StoreError(f"{self.file.path}: {bad}; rebuild it")
-        # without each indptr's 0
+        # skip the 0 at the start of each indptr
         starts = np.concatenate([np.full_like(ends[:1], size + 4), ends[:-1]]).tolist()
         indptr, indices, *rows = (
             bytearray().join([value[a:b] for value, a, b in zip(values, first, last)])
@@ -265,9 +265,9 @@ class GraphDataset:
         )
         indptr, local = (np.frombuffer(data, "<i4") for data in (indptr, indices))
         indptr = np.concatenate([[0], indptr + np.repeat(np.cumsum(edges) - edges, nodes)])
-        whole = np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges))
-        whole = whole and (np.diff(indptr) >= 0).all() and nodes.all()
-        if not (whole and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
+        valid = np.array_equal(indptr[np.cumsum(nodes)], np.cumsum(edges))
+        valid = valid and (np.diff(indptr) >= 0).all() and nodes.all()
+        if not (valid and ((local >= 0) & (local < np.repeat(nodes, edges))).all()):
             bad = f"among {len(ids)} graphs from {ids[0]} on, one has lists or edges that leave it"
             raise StoreError(f"{self.file.path}: {bad}; rebuild it")
         indices = local + np.repeat(np.cumsum(nodes) - nodes, edges)
@@ -284,7 +284,7 @@ class GraphDataset:
 
 
 def verify(path) -> list[str]:
-    """Read a whole data set and compare it with its checksums; see `verify_directory`."""
+    """Compare a whole data set with its checksums -> list of problems; see `verify_directory`."""
     return verify_directory(path, LAYOUT, _contents)
 
 
@@ -295,7 +295,7 @@ def _contents(path):
 
 
 def info(path) -> str:
-    """Number of graphs, widths and dtypes, a line each."""
+    """Describe a data set: number of graphs, widths and dtypes, one per line."""
     graphs = GraphDataset.open(path)
     lines = {"graphs": f"{len(graphs):,}"}
     for part in PARTS:

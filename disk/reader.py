@@ -21,25 +21,25 @@ from disk.files import StoreError, check_ids, reading
 from native import build
 
 DEPTH = 64  # requests in flight
-ENDED = 100000  # as in C
+ENDED = 100000  # as in native/rows.c: the file ends before the row does
 FLAGS = ["-O2", "-fPIC", "-shared", "-pthread"]
 
 
 @functools.cache
 def library(name="rows"):
-    """The C code of native/NAME.c; None where this is not Linux or, after a warning, it cannot be compiled."""
+    """Load the C code of native/NAME.c; None if this is not Linux or, after a warning, if it cannot be compiled."""
     if sys.platform != "linux":
         return None
     return build.load_c(name, build.read_source(f"{name}.c"), FLAGS)
 
 
 class RowReader:
-    """Reads rows of a table of `rows` rows that begins at byte `offset` of a file; any number of threads may read at once,
-    and a process that was forked. Where `library` gives None there is none.
+    """Reads rows of a table of `rows` rows that starts at byte `offset` of a file. Any number of threads may read at
+    once, and forked processes. Needs `library()`, where it is not None.
 
     Attributes:
-        file: the descriptor. bytes_read: asked of the file so far. direct: whether the page cache is left alone.
-        block: requests are multiples of as many bytes.
+        file: descriptor. bytes_read: bytes requested from the file so far. direct: whether the page cache is bypassed.
+        block: requests are multiples of this many bytes.
     """
 
     def __init__(self, path, offset, row_bytes, rows, direct=True):
@@ -62,13 +62,13 @@ class RowReader:
         return file, 1, False
 
     def read(self, ids, out, places=None):
-        """Read rows -> `out`; IndexError for a number that is no row, StoreError where the disk fails or the file ends
-        too soon.
+        """Read rows -> `out`; IndexError for an id out of range, StoreError if the disk fails or the file ends too
+        soon.
 
         Args:
-            ids: int32 or int64 [n] numbers of rows, in any order, repeats allowed.
+            ids: int32 or int64 [n] row ids, in any order, repeats allowed.
             out: contiguous CPU tensor whose rows have row_bytes bytes.
-            places: int64 [n], where in `out` each row goes; row i of ids to row i of out when None.
+            places: int64 [n], the row of `out` for each of ids; None: 0 to n - 1.
         """
         check_ids(ids, self.rows)
         ids, at = ids.to(torch.int64).contiguous(), torch.empty(1, dtype=torch.int64)
@@ -80,8 +80,8 @@ class RowReader:
         table = self.file, self.offset, self.row_bytes, self.block, depth
         code = library("rows").rows_read(*table, ids, places, len(ids), out, at)
         if code < 0:
-            said = "it was cut short after it was opened" if code == -ENDED else os.strerror(-code)
-            raise StoreError(f"{self.path} cannot be read at byte {at.item():,}: {said}")
+            why = "it was cut short after it was opened" if code == -ENDED else os.strerror(-code)
+            raise StoreError(f"{self.path} cannot be read at byte {at.item():,}: {why}")
         with self.lock:
             self.bytes_read += code
         return out
