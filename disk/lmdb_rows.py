@@ -28,60 +28,60 @@ from torch import Tensor
 from disk import files
 from disk.files import StoreError, reading
 
-READ_THREADS = 32  # that wait for a disk; the processor has little to do with it
-EMPTY = (1 << 64) - 1  # the root of a tree without pages
-# magic, rows, row width, bytes per element, CRC-32 of the rows behind it
+READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
+EMPTY = (1 << 64) - 1  # root page of an empty tree
+# magic, rows, row width, bytes per element, CRC-32 of the rows that follow
 BLOCK_HEADER = struct.Struct("<4sIIII")
-PATIENCE = 30  # seconds in which a reader that a writer overtakes tries again
-MAP = 1 << 42  # bytes of address space of an LMDB file: no memory, and the file may grow up to it
-MAP_ROOM = 1 << 30  # the same beyond the end of the file, where address space is limited
+PATIENCE = 30  # seconds for which a reader overtaken by a writer tries again
+MAP = 1 << 42  # bytes of address space (not memory) to map an LMDB file to, which bound its size
+MAP_ROOM = 1 << 30  # bytes to map beyond the file's end instead if address space is limited
 
 
 class LmdbFile:
-    """An LMDB file whose keys are 0, 1, 2, ...: LMDB allows one environment for each file and process. So the objects on
-    one file share it, the process is forked between transactions only, and a child closes what it inherited."""
+    """An LMDB file with the keys 0, 1, 2, ... LMDB allows one environment per file and process. So objects on the same
+    file share it, forks wait until no transaction is open, and a child closes the environments that it inherited."""
 
-    # transactions of this process, and forks that wait for their end
+    # open transactions of this process, and forks that wait for them to end
     _turn, _running, _wanted = threading.Condition(), 0, 0
     _open = weakref.WeakValueDictionary()
 
     def __init__(self, path, sync=True):
         self.path, self.sync, self._env, self._pid = Path(path), sync, None, None
-        if not sync:  # a build: nobody else reads it, and it is brought to the disk as a whole
+        if not sync:  # a build: there are no readers yet, and the whole file is fsynced at the end
             self.path.touch()
 
     @contextlib.contextmanager
     def transaction(self, write=False):
-        """A transaction at one state of the file; what is written becomes part of it at the end, or never. StoreError
-        where the file cannot be read or written, OSError where a build cannot write."""
+        """Context manager: a transaction on a snapshot of the file, whose writes are committed at the end, all or none.
+        StoreError if the file cannot be read or written, OSError if a build cannot write."""
         lmdb = import_lmdb()
         with self._turn:
             self._turn.wait_for(lambda: not self._wanted)
             env = self._environment(lmdb)
             LmdbFile._running += 1
         try:
-            if write:  # a reader that was killed holds on to pages that could be used again
+            if write:  # free the pages that killed readers still hold
                 env.reader_check()
             with env.begin(write=write, buffers=True) as txn:
                 yield txn
         except lmdb.Error as error:
             if not write:
                 raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
-            said = os.strerror(code := self._errno(error.code))
+            message = os.strerror(code := self._errno(error.code))
             if not self.sync:
-                raise OSError(code, said) from error
-            raise StoreError(f"{self.path}: {said}; what is in it is as it was") from error
+                raise OSError(code, message) from error
+            raise StoreError(f"{self.path}: {message}; its content is unchanged") from error
         finally:
             with self._turn:
                 LmdbFile._running -= 1
                 self._turn.notify_all()
 
     def read(self, work):
-        """work(txn) at one state of the file -> what it returns, which must not point into the file.
+        """Run work(txn) on a snapshot of the file -> its result, which must not point into the file.
 
-        A process that may not write takes no part in LMDB's locking: pages of a state that it reads can be overwritten by
-        the third commit after it, which begins when the second is there. So the work is done again, damage it met
-        included, when there was a second; for PATIENCE seconds, then it is a StoreError.
+        A process that may not write takes no part in LMDB's locking: pages of its snapshot can be overwritten by the
+        third commit after it, which may begin once the second is done. So if there was a second, the work is repeated,
+        also if it failed on damaged pages; after PATIENCE seconds of that StoreError is raised.
         """
         end = time.monotonic() + PATIENCE
         while time.monotonic() <= end:
@@ -101,17 +101,17 @@ class LmdbFile:
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
 
     def _errno(self, code):
-        """The system's error behind the code of an error of LMDB: its own are below 0."""
+        """Turn the code of an LMDB error into an errno; LMDB's own codes are negative."""
         code = code if code > 0 else errno.EIO
-        # a file that this user may write is opened read-only where its lock file has no room
+        # a writable file is opened read-only if there is no room for its lock file
         no_lock = code == errno.EACCES and self._writable()
-        # a write that the disk takes in part is reported as an input/output error
+        # LMDB reports a write that the disk took in part as an I/O error
         room = shutil.disk_usage(self.path.parent).free
         cut = code == errno.EIO and room < 4 * files.ROW_BYTES
         return errno.ENOSPC if no_lock or cut else code
 
     def count(self, txn):
-        """How many values there are, as LMDB has counted them and as the last key says."""
+        """Return the number of values; StoreError if LMDB's count and the last key disagree."""
         entries = txn.stat()["entries"]
         with txn.cursor() as cursor:  # closed, or an error's traceback would keep the file open
             last = bytes(cursor.key()) if cursor.last() else None
@@ -120,16 +120,16 @@ class LmdbFile:
         return entries
 
     def append(self, values):
-        """Add values behind the last key, all of them or none."""
+        """Append values after the last key, all of them or none."""
         with self.transaction(write=True) as txn:
             for number, value in enumerate(values, self.count(txn)):
                 txn.put(key(number), value, append=True)
 
     def close(self):
-        """Close the environment, which nobody else may be using."""
+        """Close the environment, which no other object may be using."""
         if self._env is not None:
             for key in [key for key, env in self._open.items() if env is self._env]:
-                # its number may be that of another file, once this one is removed
+                # once this file is removed, another may get its inode number
                 del self._open[key]
             self._env.close()
 
@@ -138,7 +138,7 @@ class LmdbFile:
             return self._env
         for (pid, *_), env in list(self._open.items()):
             if pid != os.getpid():
-                env.close()  # inherited over a fork
+                env.close()  # inherited through a fork
         files.refuse_irregular(self.path.parent)
         with reading(self.path):
             stat = os.stat(self.path)
@@ -150,7 +150,7 @@ class LmdbFile:
             self._env = self._open.get(key)
             try:
                 self._env = self._env or lmdb.open(map_size=MAP, **options)
-            except lmdb.MemoryError:  # a limit of address space, ulimit -v say
+            except lmdb.MemoryError:  # limited address space, as by ulimit -v
                 self._env = lmdb.open(map_size=stat.st_size + MAP_ROOM, **options)
         self._open[key], self._pid = self._env, os.getpid()
         return self._env
@@ -159,10 +159,10 @@ class LmdbFile:
         return all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
 
     def _room_for_locks(self):
-        """Allocate LMDB's lock file, which it maps: a hole would kill the process on a full disk -> whether there is
-        room."""
+        """Allocate LMDB's memory-mapped lock file, as a hole in it would kill the process on a full disk -> whether
+        there was room."""
         lock = Path(f"{self.path}-lock")
-        there = lock.exists()
+        existed = lock.exists()
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with open(handle, "r+b") as file:
@@ -172,13 +172,13 @@ class LmdbFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            if not there:
+            if not existed:
                 lock.unlink(missing_ok=True)
             return False
 
     @classmethod
     def _hold(cls):
-        """Before a fork: wait until no transaction is under way, and let none begin before `_release`."""
+        """Before a fork: wait until no transaction is open, and let none begin before `_release`."""
         cls._turn.acquire()
         cls._wanted += 1
         cls._turn.wait_for(lambda: not cls._running)
@@ -191,7 +191,7 @@ class LmdbFile:
 
     @classmethod
     def _begin_in_child(cls):
-        """A fork: whoever waited in the parent does not here."""
+        """After a fork, in the child: forget the parent's threads that ran or awaited a transaction."""
         cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
 
 
@@ -203,44 +203,44 @@ os.register_at_fork(
 
 
 def key(number) -> bytes:
-    """The key of value `number`."""
+    """Return the key of value `number`, big-endian: keys sort by number."""
     return number.to_bytes(8, "big")
 
 
 def check_lmdb(path, name, record) -> Path:
-    """Check that an LMDB file is there and not cut, and that the two states that it keeps follow one another -> path:
-    LMDB takes the later, or the earlier without a word where the number of the later was damaged."""
+    """Check that an LMDB file exists, is not truncated and that its two meta pages are of successive commits -> path:
+    LMDB opens the later one, or silently the earlier if the number of the later was damaged."""
     file = files.check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
             head, size = data.read(1 << 17), os.fstat(data.fileno()).st_size
-        page = struct.unpack_from("<I", head, 40)[0]  # its size
-        # flags of the file and of its tree, the tree's root, the last page, the number of the transaction
-        states = [struct.unpack_from("<H46xH34xQQQ", head, at + 44) for at in (0, page)]
-        (*_, was, before), (*_, last, number) = older, newer = sorted(states, key=lambda s: s[-1])
-        sound = all(s[:2] == (0x4008, 0) and (s[2] == EMPTY or 1 < s[2] <= s[3]) for s in states)
-        in_turn = number == before + 1 and states[number % 2] is newer
-        # a file grows, and begins empty
-        if not (sound and in_turn and was <= last and (before > 0 or older[2] == EMPTY)):
+        page_size = struct.unpack_from("<I", head, 40)[0]
+        # flags of the file and of its tree, the tree's root page, the last page, the transaction number
+        metas = [struct.unpack_from("<H46xH34xQQQ", head, at + 44) for at in (0, page_size)]
+        (*_, old_last, old_txn), (*_, last, txn) = older, newer = sorted(metas, key=lambda m: m[-1])
+        sound = all(m[:2] == (0x4008, 0) and (m[2] == EMPTY or 1 < m[2] <= m[3]) for m in metas)
+        in_turn = txn == old_txn + 1 and metas[txn % 2] is newer
+        # a file starts empty and only grows
+        if not (sound and in_turn and old_last <= last and (old_txn > 0 or older[2] == EMPTY)):
             raise ValueError("its header makes no sense")
-        # the last pages may be free and never written
-        wanted = (last + 1) * page
+        # free pages at the end may never have been written
+        wanted = (last + 1) * page_size
         if wanted > size and structure_problems(file):
             raise ValueError(f"it is truncated: it has {size} bytes and should have {wanted}")
     return file
 
 
 def structure_problems(file) -> list[str]:
-    """What is wrong with the structure of an LMDB file, found without giving it to LMDB."""
+    """Return the faults in the structure of an LMDB file, found without opening it in LMDB."""
     verify_lmdb = import_lmdb().verify
     try:
         return verify_lmdb.verify(str(file), subdir=False)
-    except Exception as error:  # whatever damaged bytes make of a reader written in Python
+    except Exception as error:  # damaged bytes make the Python parser raise anything
         return [str(error) or repr(error)]
 
 
 def import_lmdb():
-    """The lmdb package; StoreError that names the pip line where it is not installed."""
+    """Import the lmdb package; StoreError with the pip command if it is not installed."""
     try:
         import lmdb.verify
     except ImportError as error:
@@ -263,13 +263,13 @@ def _block_value(rows) -> bytes:
 
 
 def _regroup(chunks, rows) -> Iterator[np.ndarray]:
-    """The same rows, `rows` at a time; fewer at the end."""
+    """Yield the rows of all chunks, `rows` at a time, fewer at the end."""
     held = None
     for chunk in chunks:
         held = chunk if held is None else np.concatenate([held, chunk])
-        whole = len(held) - len(held) % rows
-        yield from (held[a : a + rows] for a in range(0, whole, rows))
-        held = held[whole:]
+        full = len(held) - len(held) % rows
+        yield from (held[a : a + rows] for a in range(0, full, rows))
+        held = held[full:]
     if len(held):
         yield held
 
@@ -278,7 +278,7 @@ class LmdbFeatures:
     """Feature rows in an LMDB file, `block_rows` consecutive rows per value; many threads and processes may use it.
 
     Attributes:
-        shape, dtype: (V, F), torch dtype. large: True when all rows together are more than the memory that is free.
+        shape, dtype: (V, F), torch dtype. large: whether all rows together exceed the free memory.
     """
 
     def __init__(self, path, shape, dtype, block_rows, large=False):
@@ -290,10 +290,10 @@ class LmdbFeatures:
         return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
 
     def gather(self, ids, out=None) -> Tensor:
-        """Copy rows, each block looked up once and all at one moment; see `MmapFeatures.gather`."""
+        """Copy rows of one snapshot, looking up each block once; see `MmapFeatures.gather`."""
         out = files.gather_target(self, ids, out)
         target = files.as_numpy(out)
-        if self.large:  # many threads wait for the disk first: py-lmdb reads a page of each value
+        if self.large:  # many threads wait for the disk first: get() reads a page of each value
             blocks = np.unique(ids.numpy() // self.block_rows)
 
             def touch(blocks):
@@ -310,13 +310,13 @@ class LmdbFeatures:
         return out
 
     def put_rows(self, ids, rows):
-        """Replace rows, all at one moment: whoever reads sees all of them or none, after a crash as well.
+        """Replace rows atomically: readers see all of them or none, after a crash as well.
 
         Args:
-            ids: int32 or int64 [n] node ids; of one that repeats, the last row counts.
-            rows: [n, F] of this dtype, finite. The blocks they are in are held in memory.
+            ids: int32 or int64 [n] node ids; of an id that repeats, the last row counts.
+            rows: [n, F] of this dtype, finite. All blocks to be changed are held in memory.
 
-        Raises IndexError for an id that is no row, StoreError for bad rows or a full disk; the rows are as they were.
+        Raises IndexError for an id out of range, StoreError for invalid rows or a full disk; then nothing is changed.
         """
         ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
         source = files.as_numpy(files.gather_target(self, ids, rows, "rows"))
@@ -329,7 +329,7 @@ class LmdbFeatures:
                 txn.put(key(number), _block_value(block))
 
     def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(block, positions in ids, rows inside the block) for every block that ids touch, in order."""
+        """Yield (block, positions in ids, rows inside the block) for every block that ids touch, in order."""
         order = np.argsort(ids.numpy(), kind="stable")
         blocks, rows = np.divmod(ids.numpy()[order], self.block_rows)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
@@ -337,7 +337,7 @@ class LmdbFeatures:
             yield int(blocks[a]), order[a:b], rows[a:b]
 
     def _block(self, txn, number, check=False) -> np.ndarray:
-        """Block `number` as [rows, F], without a copy, valid inside the transaction; `check` compares its checksum."""
+        """View block `number` as [rows, F], valid inside the transaction; check: compare its checksum as well."""
         value, rows = txn.get(key(number)), self.block_rows
         shape = min(rows, self.shape[0] - number * rows), self.shape[1]
         size = shape[0] * shape[1] * self._storage.itemsize
@@ -356,7 +356,7 @@ class LmdbFeatures:
 
 
 def _forget_sha256(file):
-    """Take the checksum of an LMDB file out of meta.json before the file changes; its values have their own."""
+    """Remove an LMDB file's checksum and largest value from meta.json before the file changes."""
     meta = files.read_meta(file.parent)
     record = meta["files"][file.name]
     record.pop("largest", None)
@@ -366,16 +366,16 @@ def _forget_sha256(file):
 
 
 def verify_directory(path, layout, contents) -> list[str]:
-    """Compare every file of a directory, to which nothing may be written meanwhile, with its checksum, and look at what
-    the files hold together -> a sentence per problem, "FILE: ..."; StoreError if there is no store.
+    """Compare every file of a directory with its checksum, then check the contents -> a list of problems, "FILE: ...";
+    StoreError if there is no store. Nothing may be written to the directory meanwhile.
 
     Args:
         layout: format, specification and file names, as `read_meta` takes them.
-        contents: function of the path -> iterator over (file, function that raises StoreError where that is wrong).
+        contents: function of the path -> iterator over (file, function that raises StoreError if its content is wrong).
     """
     path, problems = Path(path), []
-    if path.is_dir() and (found := files.irregular(path)):
-        return [f"{name}: {problem}" for name, problem in found.items()]
+    if path.is_dir() and (irregular := files.irregular(path)):
+        return [f"{name}: {problem}" for name, problem in irregular.items()]
     try:
         meta = files.read_meta(path, *layout)
     except StoreError as error:
@@ -394,7 +394,7 @@ def verify_directory(path, layout, contents) -> list[str]:
             problems.append(f"{name}: its sha256 is {digest[:12]}, not {record['sha256'][:12]}")
         elif digest is None:
             problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
-    if problems:  # what differs from its checksum is not worth interpreting
+    if problems:  # bytes that differ from their checksum are not interpreted
         return problems
     try:
         checks = list(contents(path))

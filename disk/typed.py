@@ -25,13 +25,13 @@ BY_TYPE = ("features", "labels", "node_time", "edge_weight", "edge_time", "edge_
 
 
 def flatten(given):
-    """A graph given by type -> keyword arguments of `build_store` for one graph, in which node_types is {name: (nodes,
-    width of their features, 0 without)}, in the order of the ids, and edge_types the names of its types.
+    """Turn a graph given by type into keyword arguments of `build_store` for one graph, where node_types is {name:
+    (nodes, feature width or 0)}, in the order of their ids, and edge_types a list of names.
 
-    given: the arguments of `build_store`. Features {type: [V_t, F_t]} may be None or missing for a type, narrower rows are
-    filled up with zeros; labels are those of one type, of which `split` holds ids, or masks; columns of edges are {type:
-    [M_r, ...]}; a type without node_time {type: [V_t]} has the latest of the others. A reverse of symmetrize has the type
-    of its edge where both ends have one type, else a type `rev_NAME`.
+    given: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
+    are padded with zeros; labels are those of one type, and `split` holds ids of that type, or masks; edge columns are
+    {type: [M_r, ...]}; nodes of a type without node_time {type: [V_t]} have the latest of the others. With symmetrize
+    the reverse of an edge has the edge's type if both ends are of one type, else the type `rev_NAME`.
     """
     node_types, edge_index, split = given["node_types"] or {}, given["edge_index"], given["split"]
     columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
@@ -86,7 +86,7 @@ def flatten(given):
 
 
 def _check_names(node_types, edge_index):
-    """Raise StoreError for no types of edges, or a type that cannot be called by its name."""
+    """Raise StoreError if there are no types of edges, or for a type without a usable name."""
     if not edge_index:
         raise StoreError("edge_index is empty: there are no types of edges")
     for kind in edge_index:
@@ -99,11 +99,11 @@ def _check_names(node_types, edge_index):
 
 
 def _check_columns(columns, edges):
-    """Raise StoreError unless {column: {type: values}} have a row for each edge of each type."""
+    """Raise StoreError unless each column {type: values} has a row for each edge of each type."""
     for name, of in columns.items():
         if different := of.keys() ^ edges.keys():
             what = f"{name} is there for some types of edges and not for {','.join(min(different))}"
-            raise StoreError(f"{what}: it is for all of them, or for none")
+            raise StoreError(f"{what}: give it for all of them, or for none")
         for kind, pairs in edges.items():
             if (count := len(array_like(name, of[kind]))) != pairs.shape[1]:
                 needed = f"{pairs.shape[1]} are needed, one for each edge"
@@ -111,7 +111,7 @@ def _check_columns(columns, edges):
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
-    """The edges of a type as int64 [2, M_r], checked."""
+    """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
         known = ", ".join(node_types)
@@ -126,7 +126,7 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
 
 
 def _add_reverses(edges, columns):
-    """Add the reverse of each edge to {type: edges} and {column: {type: values}}."""
+    """Add the reverse of each edge to {type: edges} and {column: {type: values}}, in place."""
     for kind, pairs in list(edges.items()):
         source, name, destination = kind
         reverse = kind if source == destination else (destination, f"rev_{name}", source)
@@ -140,7 +140,7 @@ def _add_reverses(edges, columns):
 
 
 def _joined(tables, node_types):
-    """The tables of features [V_t, F_t] of {type: table} as one, as wide as the widest; a single zero where there are none."""
+    """Join feature tables {type: [V_t, F_t]} to one, padded to the width of the widest; a single zero without any."""
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
@@ -157,11 +157,11 @@ def _joined(tables, node_types):
 
 
 def _spread(first, node_types, name, values, rest) -> np.ndarray:
-    """Values [V_t] or [V_t, C] of {type: values} as those of all nodes, `rest` for nodes of other types."""
+    """Join {type: integers [V_t] or [V_t, C]} to an array over all nodes, `rest` for nodes of other types."""
     values = {kind: integers(f"{name} of {kind}", v) for kind, v in values.items()}
     shape = next(iter(values.values())).shape[1:]
-    whole = np.full((sum(node_types.values()), *shape), rest)
+    joined = np.full((sum(node_types.values()), *shape), rest)
     for kind, part in values.items():
         shaped(f"{name} of {kind}", part, node_types[kind], *shape)
-        whole[first[kind] : first[kind] + len(part)] = part
-    return whole
+        joined[first[kind] : first[kind] + len(part)] = part
+    return joined

@@ -529,7 +529,7 @@ def test_store_full_disk_while_it_changes(tmp_path):
         fill(small)
         full = "No space left on device"
         _refuses(full, features.put_rows, everything, torch.ones(4000, 20))
-        _refuses(f"graphs.lmdb: {full}; what is in it is as it was", graphs.append, _graphs(1000))
+        _refuses(f"graphs.lmdb: {full}; its content is unchanged", graphs.append, _graphs(1000))
         # nor is there room for the lock file of LMDB, where it was removed
         (path / "features.lmdb-lock").unlink()
         os.truncate(small / "rest", 0)
