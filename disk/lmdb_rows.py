@@ -356,7 +356,7 @@ class LmdbFeatures:
 
 
 def _forget_sha256(file):
-    """Remove an LMDB file's checksum and largest value from meta.json before the file changes."""
+    """Remove an LMDB file's checksum and largest value from meta.json before it changes; its blocks have CRCs."""
     meta = files.read_meta(file.parent)
     record = meta["files"][file.name]
     record.pop("largest", None)

@@ -22,21 +22,21 @@ from sources.tables import MISSING, like_number, short
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels")
-OF_EDGES = {  # a column of a store: the names it may have; DGL's have "edata." before them
+OF_EDGES = {  # column of a store: names that its array may have, with "edata." before those of DGL
     "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
     "edge_type": ("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
 }
-OF_NODES = {"node_time": ("node_time", "time")}  # the second where no edges are beside them
+OF_NODES = {"node_time": ("node_time", "time")}  # for nodes of a type; else "time" is that of edges
 OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
 KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_GRAPH.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
-PIECE = 1 << 22  # numbers of a CSR matrix made dense at a time
+PIECE = 1 << 22  # dense values of a CSR matrix to make at a time
 
 
 def open_npz(file, ignore=()) -> "Arrays":
-    """The arrays of an .npz file, which are read when they are asked for."""
+    """Open an .npz file, whose arrays are read on access."""
     if not os.path.isfile(file):
         raise StoreError(f"cannot read {file}: there is no regular file of that name")
     with reading(file):
@@ -52,37 +52,37 @@ def _read(archive, member):
         raise ValueError(f"{size:,} bytes unpacked, and {free:,} are free")
     with archive.open(member) as stream:
         array = np.lib.format.read_array(stream, allow_pickle=False)
-        if stream.read(1):  # at its end zipfile compares the member with its checksum
+        if stream.read(1):  # zipfile checks the CRC when the end is read
             raise ValueError("it is longer than its header says")
         return array
 
 
 def of_object(graph, own, ignore=()) -> "Arrays":
-    """The arrays of a DGLGraph or a PyG Data by the names that an .npz file has for them, `own` in place of theirs."""
+    """Get the arrays of a DGLGraph or PyG Data under the names of an .npz file; `own` {name: array} replaces theirs."""
     kind = type(graph).__name__
     if hasattr(graph, "ndata"):
         arrays, single = {}, len(graph.ntypes) == len(graph.canonical_etypes) == 1
-        # a graph may be there in some of them only
+        # a graph may be restricted to some formats
         graph = graph.formats(["coo", "csr", "csc"])
         for name in graph.ntypes:
-            of = "" if single else f":{name}"
-            arrays[f"num_nodes{of}"] = graph.num_nodes(name)
+            suffix = "" if single else f":{name}"
+            arrays[f"num_nodes{suffix}"] = graph.num_nodes(name)
             for column, value in graph.nodes[name].data.items():
-                arrays[("node_time" if column == "time" else column) + of] = value
+                arrays[("node_time" if column == "time" else column) + suffix] = value
         for ends in graph.canonical_etypes:
-            of = "" if single else f":{','.join(ends)}"
-            arrays[f"edge_index{of}"] = torch.stack(graph.edges(etype=ends))
-            # without DGL's own numbers
+            suffix = "" if single else f":{','.join(ends)}"
+            arrays[f"edge_index{suffix}"] = torch.stack(graph.edges(etype=ends))
+            # without the ids that DGL adds
             columns = {n: v for n, v in graph.edges[ends].data.items() if n != "_ID"}
-            arrays |= {f"edata.{name}{of}": value for name, value in columns.items()}
+            arrays |= {f"edata.{name}{suffix}": value for name, value in columns.items()}
     elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
-        arrays = dict(graph.to_dict().get("_global_store", {}))  # of no type: refused
+        arrays = dict(graph.to_dict().get("_global_store", {}))  # arrays without a type: refused
         arrays |= {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
         for name in (*graph.node_types, *map(tuple, graph.edge_types)):
             values = _with_edge_index(dict(graph[name].items()))
             values.pop("num_nodes", None)
-            of = name if isinstance(name, str) else ",".join(name)
-            arrays |= {f"{column}:{of}": value for column, value in values.items()}
+            type_name = name if isinstance(name, str) else ",".join(name)
+            arrays |= {f"{column}:{type_name}": value for column, value in values.items()}
     elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
         arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
         arrays = _with_edge_index(dict(arrays))
@@ -101,8 +101,8 @@ def of_object(graph, own, ignore=()) -> "Arrays":
 
 
 def _with_edge_index(arrays) -> dict:
-    """Arrays with edge_index in place of adj_t, a SparseTensor of torch_sparse or of torch, whose row v holds the sources of
-    the edges into v."""
+    """Replace adj_t, a SparseTensor of torch_sparse or a sparse tensor of torch, by edge_index: its row v holds the
+    sources of the edges into v."""
     if arrays.get("adj_t") is None or arrays.get("edge_index") is not None:
         return arrays
     matrix, weights = arrays.pop("adj_t"), arrays.get("edge_weight")
@@ -120,12 +120,12 @@ def _with_edge_index(arrays) -> dict:
 
 
 class Arrays:
-    """Arrays by name; what is asked for counts as taken, and `close` looks at the rest.
+    """Arrays by name; those that are read are marked as used, and `close` reports or refuses the others.
 
     Args:
-        source: what messages call the file or object. ignore: names of arrays to do without.
-        values: {name: array, tensor, or function that reads an array}; one that is None is not there.
-        suffix: of the names of a type's arrays.
+        source: name of the file or object in messages. ignore: names of arrays to leave out.
+        values: {name: array, tensor, or function that reads an array}; None stands for a missing one.
+        suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
     """
 
     def __init__(self, source, values, ignore=(), suffix=""):
@@ -137,22 +137,22 @@ class Arrays:
         self.of_types = any(name.startswith("edge_index:") for name in self._values)
 
     def by_type(self) -> dict:
-        """{type: `Arrays`} of arrays called `x:author` or `edge_index:author,writes,paper`, each of which a type has."""
-        found = {}
+        """Group arrays called `x:author` or `edge_index:author,writes,paper` by type -> {type: `Arrays`}."""
+        types = {}
         for name, value in self._values.items():
             base, colon, kind = name.partition(":")
             if not colon or kind.count(",") not in (0, 2):
                 how = "NAME:TYPE for nodes and NAME:SOURCE,RELATION,DESTINATION for edges"
                 raise self.error(f"{name} has no type: beside edge_index:... arrays are {how}")
-            found.setdefault(kind, {})[base] = value
-        return {k: Arrays(f"{self.source}: {k}", of, suffix=f":{k}") for k, of in found.items()}
+            types.setdefault(kind, {})[base] = value
+        return {k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}") for k, v in types.items()}
 
     def error(self, text) -> StoreError:
-        """An error that names the source."""
+        """Make a StoreError that names the source."""
         return StoreError(f"{self.source}: {text}")
 
     def say(self, text):
-        """Print in a line what was decided."""
+        """Print a line, after the name of the source."""
         print(f"{os.path.basename(self.source)}: {text}")
 
     def _do_without(self, name):
@@ -162,18 +162,18 @@ class Arrays:
         return f"go on without it: {how}"
 
     def find(self, *names, needed=False):
-        """That one of several names which is there, or None."""
+        """Return the one of several names that has an array, or None; two are an error, with `needed` none as well."""
         found = [name for name in names if name in self._values]
         if len(found) > 1:
             what = f"which mean the same: keep one, or {self._do_without(found[1])}"
             raise self.error(f"it has {found[0]} and {found[1]}, {what}")
         if needed and not found:
-            there = ", ".join(self._values) or "none"
-            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {there}")
+            known = ", ".join(self._values) or "none"
+            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {known}")
         return found[0] if found else None
 
     def _array(self, name):
-        """An array of anything, which counts as taken: numpy, or a tensor of bfloat16."""
+        """Read an array of any dtype and mark it as used -> numpy array, or a tensor if bfloat16."""
         self.find(name, needed=True)
         self._taken.add(name)
         with reading(f"{self.source}: {name}"):
@@ -186,29 +186,29 @@ class Arrays:
             return array.astype(array.dtype.newbyteorder("="), copy=False)
 
     def __getitem__(self, name):
-        """An array of numbers, which counts as taken."""
+        """Read a numeric array and mark it as used."""
         array = self._array(name)
         if not isinstance(array, torch.Tensor) and array.dtype.kind not in "biuf":
             raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
         return array
 
     def shaped(self, name, *shape):
-        """An array of numbers of a shape, in which a letter stands for any number."""
+        """Read a numeric array of this shape, where a str matches any size."""
         return shaped(f"{self.source}: {name}", self[name], *shape)
 
     def integers(self, name, values=None):
-        """An array of whole numbers as int64, or `values` of that name."""
+        """Read array `name`, or take `values` instead, as int64."""
         return integers(f"{self.source}: {name}", self[name] if values is None else values)
 
     def edge_index(self):
-        """Numbers [2, M], sources over destinations: of `edge_index`, or of `edges` [M, 2]."""
+        """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
         name = self.find(*EDGES, needed=True)
         return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
 
     def columns(self):
-        """What edges carry and `node_time`, of a type one of the two, by the names that a store has for it."""
-        words = OF_EDGES if "," in self.suffix else OF_NODES if self.suffix else OF_GRAPH
-        names = {column: name for column in words if (name := self.find(*words[column]))}
+        """Return {column of a store: array} of edge columns and `node_time`; for one type, of those that fit it."""
+        known = OF_EDGES if "," in self.suffix else OF_NODES if self.suffix else OF_GRAPH
+        names = {column: name for column in known if (name := self.find(*known[column]))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
@@ -219,8 +219,8 @@ class Arrays:
         return columns
 
     def labels(self):
-        """Classes int64 [V], or several a node [V, C] of 0 and 1; None where there is no such array. -1 (of several a
-        row) or NaN is no label; classes may come as [V, 1], or as text, whose names then are in `classes`."""
+        """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 (multi-label: a
+        row of them) or NaN stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`."""
         name = self.find(*LABELS)
         if name is None:
             return None
@@ -242,30 +242,30 @@ class Arrays:
         why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
         refuse(bad, f"{self.source}: {name}", values, why)
         if missing.any():
-            few, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
-            self.say(f"{few} in {name} are NaN{empty}: these nodes have no label (-1)")
+            count, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
+            self.say(f"{count} in {name} are NaN{empty}: these nodes have no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)
 
     def _numbered(self, name, values):
-        """Text labels as numbers, NaN for none: those that were written, or the places of the sorted classes."""
+        """Turn text labels into floats, NaN for none: the numbers they spell, or indices of the sorted class names."""
         cells = np.char.strip(values.astype(str))
-        some = ~np.isin(cells, MISSING)
-        found, place = np.unique(cells[some], return_inverse=True)
-        numbers = list(map(like_number, found.tolist()))
+        labelled = ~np.isin(cells, MISSING)
+        names, index = np.unique(cells[labelled], return_inverse=True)
+        numbers = list(map(like_number, names.tolist()))
         if any(numbers) and not all(numbers):
-            text = short(str(found[numbers.index(False)]))
+            text = short(str(names[numbers.index(False)]))
             raise self.error(f"{name} holds numbers, and text such as {text}: give one of the two")
         y = np.full(cells.shape, np.nan)
         with reading(f"{self.source}: {name}"):
-            y[some] = found.astype(float)[place] if any(numbers) else place
+            y[labelled] = names.astype(float)[index] if any(numbers) else index
         if not any(numbers):
-            self.classes = found.tolist()
-            self.say(f"{name} is text: {len(found)} classes, numbered in the order of their names")
+            self.classes = names.tolist()
+            self.say(f"{name} is text: {len(names)} classes, numbered in the order of their names")
         return y
 
     def features(self, row_normalize=None):
-        """[V, F]: a dense array as it is, or the `Rows` of a CSR matrix, each divided by its sum with `row_normalize`
-        (None: if it holds counts); None where there are none."""
+        """Return features [V, F]: a dense array as it is, or `Rows` of a CSR matrix, each divided by its sum if
+        row_normalize (None: if the values are counts); None if there are no features."""
         name = self.find(*FEATURES)
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
@@ -275,7 +275,7 @@ class Arrays:
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):
-        """Dense rows of feat_indptr, feat_indices, feat_data (ones) and feat_shape; equal places are added up."""
+        """Make dense rows of feat_indptr, feat_indices, feat_data (or ones) and feat_shape; repeated entries add up."""
         indptr, indices = self.integers("feat_indptr"), self.integers("feat_indices")
         data = self.find("feat_data")
         values = self[data] if data else np.ones(indices.shape, np.int8)
@@ -317,16 +317,16 @@ class Arrays:
         return Rows(shape, dtype, map(rows, range(0, num_nodes, step)))
 
     def close(self, num_nodes=None, num_edges=None):
-        """Name what was not taken; what seems to say something of edges, splits, features or labels is refused."""
+        """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""
         rest = [name for name in self._values if name not in self._taken]
         for name in rest:
             shape = ()
-            with contextlib.suppress(StoreError):  # what cannot be read and is not needed
+            with contextlib.suppress(StoreError):  # unreadable, but not needed either
                 shape = self._array(name).shape
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
                 why = "no array of that name is known (docs/data.md has those that are)"
-                if name in KNOWN and not of_edges:  # in its place it would have been taken
+                if name in KNOWN and not of_edges:  # a known name, which does not apply here
                     place = self.suffix[1:] or "many small graphs"
                     of_split = name in sum(PARTS.values(), [])
                     needs = "a split is of the nodes whose labels are learned, not of"

@@ -16,43 +16,43 @@ import numpy as np
 from disk.files import StoreError, plural
 from sources.tables import opened, short, spool, stacked
 
-NEEDED = {  # of the tables of nodes that are no ids
+NEEDED = {  # columns of a table of nodes other than one of ids alone
     "labels": "one of labels, perhaps one of ids, or several of 0 and 1 are",
     "node_time": "one of times, perhaps one of ids, are",
 }
 
 
 def read_tables(file, own, more, folder) -> dict:
-    """The arrays of a graph in tables, by the names that an .npz file has for them, and `node_names`.
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`.
 
     Args:
-        file: the table of edges. own: {name of an array: file of a table}, with "features" among them.
+        file: the table of edges. own: {name of an array: file of a table}; "features" is required.
         more: {name of a column of a store: file of a table, or columns of the table of edges}.
-        folder: where some of the arrays are kept.
+        folder: for files that large arrays are mapped from.
     """
     if "features" not in own:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
     arrays, keep = {}, {}
     arrays["features"], nodes = features(own.pop("features"), folder / "features")
-    for name, given in {**own, **more}.items():
+    for name, source in {**own, **more}.items():
         if not name.startswith("edge_"):
-            arrays[name] = of_nodes(given, nodes, name)
-        elif os.path.isfile(given):
-            arrays |= edge_rows(given, folder / name, name)
+            arrays[name] = of_nodes(source, nodes, name)
+        elif os.path.isfile(source):
+            arrays |= edge_rows(source, folder / name, name)
         else:
-            keep[name] = given.split(",") if name == "edge_features" else [given]
+            keep[name] = source.split(",") if name == "edge_features" else [source]
     arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
     return {**arrays, **columns, "node_names": nodes.names}
 
 
 class Nodes:
-    """How tables name the V nodes that are the rows of the table `source`: by their numbers, or by `names` [V], integers
+    """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
     or strings. by_row: whether row i of a table without ids is node i."""
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count, self.source, self.names, self.by_row = count, source, names, by_row
         self._numbers = {name: i for i, name in enumerate(names or ())}
-        self.kind = str if names and type(names[0]) is str else int  # of the cells that name nodes
+        self.kind = str if names and type(names[0]) is str else int  # of cells that refer to nodes
 
     def check_header(self, table, columns):
         """Refuse a header that names nodes in these columns, as a row does: it may be one."""
@@ -62,7 +62,7 @@ class Nodes:
             raise StoreError(f"{table.name}: {what}: write another above it, such as id or src,dst")
 
     def numbers(self, table, first, cells) -> np.ndarray:
-        """The nodes int64 [r] that the cells of a column name, from row `first` on."""
+        """Look up the nodes that cells refer to -> int64 [r]. first: row of the first cell, for messages."""
         nodes = cells
         if self.names:
             nodes = np.array([self._numbers.get(name, -1) for name in cells], np.int64)
@@ -76,36 +76,36 @@ class Nodes:
 
 
 def features(file, target) -> tuple[np.ndarray, Nodes]:
-    """Spool a table with a row for each node into the file `target` -> (memmap of float32 [V, F], how nodes are named).
+    """Spool a table with one row per node to the file `target` -> (memmap float32 [V, F], its `Nodes`).
 
-    A column of ids never becomes a feature. It is known by its name (id, node, index, ..., or for the first column
-    anything that ends in id), or is the first one and holds text; a first one of another name that holds the numbers
-    0 to V-1 or 1 to V in any order is refused.
+    A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
+    anything that ends in id), or is the first column if that holds text; a first column of another name that holds the
+    numbers 0 to V-1 or 1 to V in any order is refused.
     """
     with opened(file) as table:
         text = [0] if table.kinds[0] == "text" else []
         node = (*table.named("id"), *text, None)[0]
-        real = [j for j in range(table.width) if j != node]
+        kept = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
             what = f"{file} has a column {table.column(j)}, and features must not tell the label"
             raise StoreError(f"{what}: leave it out, or rename it")
-        if not real:
+        if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        kinds, found = dict.fromkeys(real, float), []
+        kinds, firsts = dict.fromkeys(kept, float), []
         if node is not None:
             kinds[node] = str if table.kinds[node] in ("text", "mixed") else int
 
         def rows():
             for _, columns in table.read(kinds):
-                found.append(columns[node or 0])
-                yield stacked(columns, real, np.float32)
+                firsts.append(columns[node or 0])
+                yield stacked(columns, kept, np.float32)
 
-        x = spool(target, rows(), np.float32, len(real))
-        first = [*itertools.chain(*found)] if kinds[node or 0] is str else np.concatenate(found)
+        x = spool(target, rows(), np.float32, len(kept))
+        first = [*itertools.chain(*firsts)] if kinds[node or 0] is str else np.concatenate(firsts)
         nodes = Nodes(len(x), file)
         if node is not None:
             x, nodes = _name(table, target, x, first, node)
-        elif len(real) > 1 and len(x) > 1 and first.min() in (0, 1):
+        elif len(kept) > 1 and len(x) > 1 and first.min() in (0, 1):
             if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
                 what = f"{file}: {table.column(0)} counts the rows"
                 raise StoreError(f"{what}: call it id in a header, or put a feature before it")
@@ -114,7 +114,7 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
 
 
 def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
-    """Name the nodes by the ids of the rows, or put the rows in the order of their numbers."""
+    """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column, different = table.column(node), np.unique(ids)
     if len(different) < len(ids) or different[0] == "":
         what = "but one is empty or there more than once; rename it if it holds no ids"
@@ -127,14 +127,14 @@ def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     table.notes.append(f"{column} numbers the nodes{note}")
     if not in_order:
         rows = np.array_split(np.argsort(ids), len(x) // 4096 + 1)
-        x = spool(f"{target}-ordered", (x[some] for some in rows), np.float32, x.shape[1])
+        x = spool(f"{target}-ordered", (x[part] for part in rows), np.float32, x.shape[1])
         os.remove(target)
     return x, Nodes(len(x), table.name, by_row=in_order)
 
 
 def _rows_of_nodes(table, nodes, node, kinds, missing=False):
-    """Read a table with a row for each node, or with ids in column `node` for some -> (nodes int64 [n], each once,
-    {column: values})."""
+    """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
+    {column: values [n]})."""
     if node is None and not nodes.by_row:
         what = f"it needs one, as those of {nodes.source} are not 0 to V-1 in order"
         raise StoreError(f"{table.name} has no column of ids: {what}")
@@ -166,9 +166,9 @@ def of_nodes(file, nodes, name) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
-        name: "labels": a column of numbers or text, or of several labels a node columns of 0 and 1 -> float64 [V] or
-            [V, C], NaN: no label, or text [V]; "node_time": a column of times -> int64 [V]; both may have a column of
-            ids beside them, labels then for some nodes alone. Another: a column that names nodes, each once -> int64 [n].
+        name: "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
+            no label, or text [V]; "node_time": a column of times -> int64 [V]; both may have a column of ids as well,
+            with which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file) as table:
         node, is_labels = (*table.named("id"), None)[0], name == "labels"
@@ -180,32 +180,32 @@ def of_nodes(file, nodes, name) -> np.ndarray:
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] == "whole" for j in columns)
         if len(columns) != (name in NEEDED) and not (columns and several):
-            found = short(", ".join(map(table.column, range(table.width))), "")
+            actual = short(", ".join(map(table.column, range(table.width))), "")
             needed = NEEDED.get(name, "ids alone are")
-            raise StoreError(f"{file} has the columns {found}: {needed} needed")
+            raise StoreError(f"{file} has the columns {actual}: {needed} needed")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
         text = is_labels and len(columns) == 1 and table.kinds[columns[0]] == "text"
         kind = str if text else float if is_labels else int
-        rows, found = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind), is_labels)
+        rows, cells = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind), is_labels)
         table.say()
     if not columns:
         return rows
-    found = np.stack([found[j] for j in columns], 1)
+    cells = np.stack([cells[j] for j in columns], 1)
     if not is_labels and len(missing := np.setdiff1d(np.arange(nodes.count), rows)):
         raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
-    y = np.full((nodes.count, len(columns)), {str: "", float: np.nan, int: 0}[kind], found.dtype)
-    y[rows] = found
+    y = np.full((nodes.count, len(columns)), {str: "", float: np.nan, int: 0}[kind], cells.dtype)
+    y[rows] = cells
     return y if len(columns) > 1 else y[:, 0]
 
 
 def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Spool a table with a row for each edge into the file `target` -> (int64 [2, M] over that file; {name: what was
-    kept, as `edge_rows` has it}).
+    """Spool a table with one row per edge to the file `target` -> (edge_index int64 [2, M], mapped; {name in `keep`:
+    values as in `edge_rows`}).
 
     Source and destination are the columns of these names (or src, from, u, head; dst, to, v, tail; ...), else the first two.
-    keep: {name of a column of a store: names or numbers from 1 of columns}; any other column is refused.
+    keep: {name of a column of a store: columns of the table, by name or number from 1}; other columns are refused.
     """
     with opened(file) as table:
         ends = _end_columns(table)
@@ -218,26 +218,25 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
             what = "leave them out, or name them by --weights, --times, --types, --edge-features"
             extra = short(", ".join(extra), "")
             raise StoreError(f"{file} has more columns than are understood, {extra}: {what}")
-        found = _spooled(table, target, {"ends": ends, **more}, nodes)
+        arrays = _spooled(table, target, {"ends": ends, **more}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in more.items()))
-    return found.pop("ends").T, found
+    return arrays.pop("ends").T, arrays
 
 
 def edge_rows(file, target, name) -> dict[str, np.ndarray]:
-    """Spool a table of its own with a row for each edge -> {name: over that file edge_features float32 [M, D], edge_time
-    int64 [M] or, if the first are no integers, float64 [M], edge_weight float64 [M], edge_type int64 [M]}, with the names
-    of types that are text as edge_types."""
+    """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
+    edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
     with opened(file) as table:
         if name != "edge_features" and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
-        found = _spooled(table, target, {name: list(range(table.width))})
+        arrays = _spooled(table, target, {name: list(range(table.width))})
         table.say(f"taken as {name}")
-        return found
+        return arrays
 
 
 def _spooled(table, target, fields, nodes=None):
-    """Spool {name: columns} of a table of edges as records, in one file -> {name: its part of them}. Types that are text
-    are numbered as they come; their names are edge_types."""
+    """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field}. Types that
+    are text are numbered in the order of their first rows; "edge_types" then holds their names."""
     dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64, edge_type=np.int64)
     if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
         dtypes["edge_time"] = np.int64
@@ -262,14 +261,14 @@ def _spooled(table, target, fields, nodes=None):
                 chunk[name] = stacked(columns, which, record[name].base)
             yield chunk
 
-    found = spool(target, chunks(), record)
-    several = ("ends", "edge_features")
-    found = {name: found[name] if name in several else found[name][:, 0] for name in fields}
-    return {**found, "edge_types": [*numbers]} if texts else found
+    rows = spool(target, chunks(), record)
+    matrices = ("ends", "edge_features")
+    arrays = {name: rows[name] if name in matrices else rows[name][:, 0] for name in fields}
+    return {**arrays, "edge_types": [*numbers]} if texts else arrays
 
 
 def _column(table, word) -> int:
-    """The column of a name, or of a number from 1."""
+    """Find the column with a name, or with a number from 1."""
     if table.names and word in table.names:
         return table.names.index(word)
     if word.isdecimal() and 1 <= int(word) <= table.width:
@@ -280,7 +279,7 @@ def _column(table, word) -> int:
 
 
 def _end_columns(table) -> list[int]:
-    """The columns of sources and destinations."""
+    """Find the columns of sources and of destinations."""
     sources, destinations = table.named("source"), table.named("destination")
     if table.width < 2:
         what = "two are needed, with a comma, a semicolon, a tab or a space between them"

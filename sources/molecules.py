@@ -13,15 +13,15 @@ import torch
 from disk.files import check_finite, refuse, shaped
 from features import prefetch
 
-MOST_CANDIDATES = 1 << 14  # atoms and images among which neighbours in a crystal are searched
+MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal
 
 
 def molecules(arrays):
-    """Molecules, or any graphs in the same layout -> (batches, G, what to tell of them).
+    """Read molecules, or any graphs in the same layout -> (iterator of batches, G, entries for `source` of the store).
 
     Args:
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
-            `bond_index_local` [2, B] (each bond once, atoms counted from 0 in each graph; the reverse is added),
+            `bond_index_local` [2, B] (each bond once, atoms numbered from 0 in each graph; the reverse is added),
             `targets` or `labels` [G] or [G, T].
     """
     x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
@@ -46,12 +46,12 @@ def molecules(arrays):
 
 
 def crystals(arrays, radius=4.0):
-    """Periodic cells, to learn the energy per atom from atomic numbers and distances -> as `molecules`.
+    """Read periodic cells, to learn the energy per atom from atomic numbers and distances -> as `molecules` returns.
 
     Args:
         arrays: `Arrays`: `atom_offsets` [G+1], atomic numbers `Z` [N], `frac_coords` [N, 3], `lattice`
             [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell).
-        radius: of the neighbourhoods, angstrom.
+        radius: cutoff for neighbours, angstrom.
     """
     numbers = arrays.integers("Z")
     arrays.shaped("Z", "N")
@@ -77,10 +77,10 @@ def crystals(arrays, radius=4.0):
     def batch(first, _):
         cells = range(first, min(first + 16, len(y)))
         parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
-        found = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
-        edge_index, distance = (np.concatenate(part, -1) for part in zip(*found))
+        pairs = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
+        edge_index, distance = (np.concatenate(part, -1) for part in zip(*pairs))
         x = numbers[offsets[first] : offsets[cells[-1] + 1], None].astype(np.uint8)
-        counts, e = [len(d) for _, d in found], distance[:, None].astype(np.float32)
+        counts, e = [len(d) for _, d in pairs], distance[:, None].astype(np.float32)
         return atoms[cells], counts, edge_index, x, e, y[cells]
 
     batches = prefetch(batch, range(0, len(y), 16), depth=4, threads=4)
@@ -88,19 +88,19 @@ def crystals(arrays, radius=4.0):
 
 
 def _heights(lattice) -> np.ndarray:
-    """Distances of opposite faces, [..., 3], of cells [..., 3, 3]."""
+    """Return the distances between opposite faces, [..., 3], of cells [..., 3, 3]."""
     return 1 / np.linalg.norm(np.linalg.inv(lattice), axis=-2)
 
 
 def periodic_neighbours(coords, lattice, radius):
-    """Pairs of atoms of a crystal that are at most `radius` apart, over the borders of the cell as well, of fractional
-    coordinates float64 [n, 3] and a lattice float64 [3, 3] -> (edge_index int64 [2, E], distance float64 [E]); a pair
-    occurs once for each image within the radius, an atom among the neighbours of itself only as an image."""
+    """Find the pairs of atoms at most `radius` apart in a periodic crystal of fractional coordinates float64 [n, 3] and
+    lattice float64 [3, 3] -> (edge_index int64 [2, E], distance float64 [E]). A pair occurs once per image within the
+    radius; an atom is its own neighbour only by an image."""
     coords = coords - np.floor(coords)
     reach = radius / _heights(lattice)  # in cells
     images = [np.arange(-n, n + 1) for n in np.ceil(reach).astype(int)]
     images = np.stack(np.meshgrid(*images, indexing="ij"), -1).reshape(-1, 3)
-    # [images, n, 3]: what is near the cell
+    # [images, n, 3]: near enough to the cell
     apart = np.abs(coords + images[:, None] - 0.5) <= 0.5 + reach + 1e-6
     image, atom = apart.all(2).nonzero()
     place = coords @ lattice
@@ -112,28 +112,28 @@ def periodic_neighbours(coords, lattice, radius):
         src, dst = (squared <= radius**2 + 1e-6).nonzero()
         pairs.append((src + a, dst))
     src, dst = (np.concatenate(ends) for ends in zip(*pairs))
-    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above has lost digits
+    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above lost digits
     keep = (distance <= radius) & ((atom[src] != dst) | images[image[src]].any(1))
     return np.stack([atom[src[keep]], dst[keep]]), distance[keep]
 
 
 def _offsets(arrays, name, count, least) -> np.ndarray:
-    """int64 [G+1]: where each graph's rows begin among `count`; a graph has `least` rows or more."""
+    """Read where each graph's rows begin among `count` -> int64 [G+1]; each graph needs at least `least` rows."""
     offsets = arrays.integers(name)
-    whole = offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
-    if not whole or (np.diff(offsets) < least).any():
+    valid = offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
+    if not valid or (np.diff(offsets) < least).any():
         each = ", each with a row at least" * least
         raise arrays.error(f"{name} must rise from 0 to the {count} rows of the graphs{each}")
     return offsets
 
 
 def _targets(arrays, name, count, atoms=1) -> np.ndarray:
-    """float32 [G, T], divided by the number of atoms."""
+    """Read the targets of graphs, divided by their numbers of atoms -> float32 [G, T]."""
     values = arrays[name]
     shaped(f"{arrays.source}: {name}", values, count, *["T"] * (values.ndim > 1))
     if not values.size:
         raise arrays.error(f"{name} has shape {list(values.shape)}: no graph has a target")
-    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused
         values = (values.reshape(count, -1).T / atoms).T.astype(np.float32)
     check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))
     return values
