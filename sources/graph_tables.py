@@ -55,7 +55,7 @@ class Nodes:
         self.kind = str if names and type(names[0]) is str else int  # of cells that refer to nodes
 
     def check_header(self, table, columns):
-        """Refuse a header that names nodes in these columns, as a row does: it may be one."""
+        """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
         if table.names and all(table.names[j] in self._numbers for j in columns):
             header = short(",".join(table.names), "")
             what = f"its first row is {header}, a header and the names of nodes"
