@@ -36,12 +36,12 @@ from store import BACKENDS, build_store, command
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
 NPZ = dict(
-    # 1: divide each row of a CSR matrix by its sum, 0: leave it; by default counts are divided
+    # 1: divide each row of a CSR matrix by its sum; 0: do not; default: only if the values are counts
     row_normalize=int,
-    radius=float,  # of the neighbourhood of an atom in a crystal, angstrom
-    split=int,  # keep one of several splits alone, from 0
-    target=str,  # the type of nodes whose labels are learned, where several have some
-    ignore=lambda names: names.split("+"),  # arrays to do without
+    radius=float,  # cutoff for the neighbours of an atom in a crystal, angstrom
+    split=int,  # the number, from 0, of the only split to keep
+    target=str,  # the node type whose labels are learned, if several types have labels
+    ignore=lambda names: names.split("+"),  # arrays to leave out
 )
 DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
 NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
@@ -58,35 +58,35 @@ def prepare(
     feature_dtype=None,
     progress=True,
 ) -> Path:
-    """Find the store of a data set, building it (and downloading what it is made of) when it is not there yet.
+    """Return the path of a data set's store, which is built, after downloads if necessary, if it does not exist yet.
 
     Args:
         dataset: a store directory; `synthetic` with optional parameters (`synthetic:nodes=1000000,degree=50`, see
             `SYNTHETIC`); the path of an .npz file (see `build`), with parameters of `NPZ`; or one of NAMES.
         root: directory for downloads and for the stores built here.
-        seed: draws what an .npz file leaves open, except the split of a graph (`choose_split` draws that); a synthetic
-            graph has its own seed parameter.
+        seed: for what is drawn because an .npz file lacks it, except the split of one graph (see `choose_split`); a
+            synthetic graph has its own seed parameter.
         symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: as for `build_store`.
     """
     name, root = str(dataset), Path(root)
     options = {"symmetrize": bool(symmetrize), "drop_duplicates": bool(drop_duplicates)}
     features = {"backend": backend, "feature_dtype": feature_dtype}
     asked = {option: value for option, value in features.items() if value not in (None, "mmap")}
-    spelled = lambda option: f"--{option.replace('_', '-')}"  # noqa: E731
-    flags = [spelled(option) for option, on in options.items() if on]
+    flag_of = lambda option: f"--{option.replace('_', '-')}"  # noqa: E731
+    flags = [flag_of(option) for option, on in options.items() if on]
     if os.path.isfile(os.path.join(name, "meta.json")):
         meta = files.read_meta(name)
-        flags += [spelled(o) + f" {value}" for o, value in asked.items() if meta.get(o) != value]
+        flags += [flag_of(o) + f" {value}" for o, value in asked.items() if meta.get(o) != value]
         if flags:
             raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
         return Path(dataset)
     word, key, make = _recipe(name, root, int(seed), options, flags)
-    # the oldest format of a store that can still be read is part of its name
+    # the oldest readable store format is part of the name: stores of older ones are built anew
     content = json.dumps([files.READABLE[0], key], sort_keys=True).encode()
     digest = hashlib.sha256(content).hexdigest()[:8]
     target = root / "-".join([word, digest, *asked.values()])
     if not (target / "meta.json").is_file():
-        # of several processes one builds, the others wait
+        # one process builds, the others wait for the lock
         with reading(root), files.made_folder(root.absolute()), files.locked(root.resolve()):
             if not (target / "meta.json").is_file():
                 with reading(dataset):
@@ -95,14 +95,14 @@ def prepare(
 
 
 def _recipe(name, root, seed, options, flags):
-    """(what the store's folder is called, a JSON value that stands for its content, function that builds it)."""
+    """Return (name for the store's folder, JSON value that identifies its content, function that builds it)."""
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
-        file, given = npz
+        file, values = npz
         # the split of one graph is drawn when it is opened
-        drawn = seed if _draws(open_npz(file, given.get("ignore", ()))) else None
+        drawn = seed if _draws(open_npz(file, values.get("ignore", ()))) else None
         # a changed file is another data set
-        key = [files.sha256_of(file).hexdigest(), given, drawn, options["symmetrize"]]
+        key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"]]
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
@@ -117,8 +117,8 @@ def _recipe(name, root, seed, options, flags):
     if flags:
         raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
-    given = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
-    key = word if word not in DRAWN_GRAPHS else {**defaults, **given}
+    values = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
+    key = word if word not in DRAWN_GRAPHS else {**defaults, **values}
 
     def make(path, **options):
         if word in OGB:
@@ -131,13 +131,13 @@ def _recipe(name, root, seed, options, flags):
 
 
 def npz_file(text):
-    """(file, its parameters) of `mine.npz:split=3`; None for what is no .npz file."""
+    """Split `mine.npz:split=3` -> (file, its parameters); None if it is no .npz file."""
     parts = re.fullmatch(r"(.*\.npz)(?::(.*))?", text, re.DOTALL)
     return parts and (parts[1], parse(parts[2] or "", NPZ, parts[1]))
 
 
 def parse(text, types, name) -> dict:
-    """`a=1,b=2` -> the values that are given, each of its type."""
+    """Parse `a=1,b=2` -> {key: value of its type in `types`}; name: what takes them, for messages."""
     values = {}
     for item in filter(None, text.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -172,16 +172,16 @@ def build(
     node_times=None,
     **options,
 ):
-    """Build a store at a path of your own -> its path.
+    """Build a store at `path` -> that path.
 
-    docs/data.md lists the names that arrays may have, and what is drawn where there is no split or no feature.
+    docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
 
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
-        features, labels: [V, F] and [V] instead of the graph's, of one type of nodes; for tables of edges the files of such tables.
-        split: dict of node ids or masks instead of the graph's, for tables of files of ids; or the number, from 0, of
-            the one of the graph's splits that is kept.
-        ignore: names of arrays to do without. seed: draws the split where there is none; 0 when None.
+        features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
+        split: dict of node ids or masks in place of the graph's, for tables of files of ids; or the number, from 0, of
+            the only one of the graph's splits to keep.
+        ignore: names of arrays to leave out. seed: for drawing the split if there is none; None: 0.
         weights, times, types, edge_features: for tables, columns of the table of edges, by name or by number from 1
             (several, with commas between them, for features), or the file of a table with a row for each edge.
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
@@ -189,12 +189,12 @@ def build(
     path, is_file = Path(path), isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
     files.refuse_existing(path)
-    given = {"ignore": list(ignore)} if ignore else {}
+    params = {"ignore": list(ignore)} if ignore else {}
     own = dict(features=features, labels=labels)
     if isinstance(split, dict):
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
-        given["split"] = int(split)
+        params["split"] = int(split)
     columns = dict(edge_weight=weights, edge_time=times, edge_type=types)
     columns |= dict(edge_features=edge_features, node_time=node_times)
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
@@ -207,9 +207,9 @@ def build(
     elif not is_file and len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1:
         idle, why = own, "nodes of several types hold features, labels and split themselves"
     else:
-        idle, why = given if tables else {}, "tables have no parameters"
+        idle, why = params if tables else {}, "tables have no parameters"
     if idle:
-        raise StoreError(f"{kind}: {why}: {min(idle)} beside it has no effect")
+        raise StoreError(f"{kind}: {why}: {min(idle)} has no effect")
     with reading(f"cannot build {path}: {kind}"), files.scratch_folder(path) as folder:
         if tables:
             arrays = read_tables(kind, own, columns, folder)
@@ -217,16 +217,16 @@ def build(
             options |= {name: arrays.pop(name) for name in names}
             arrays = Arrays(kind, arrays)
         elif npz:
-            given = {**npz[1], **given}
-            arrays = open_npz(npz[0], given.get("ignore", ()))
+            params = {**npz[1], **params}
+            arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
             arrays = of_object(source, own, ignore)
-        return _build_arrays(path, arrays, given, seed, **options)
+        return _build_arrays(path, arrays, params, seed, **options)
 
 
 def _draws(arrays, split=False) -> bool:
-    """Whether a seed decides on what is in a store: a part of the split of many graphs, which training nodes of a graph
-    show their label or, with `split`, the split of one graph."""
+    """Whether the content of a store depends on a seed: a part of the split of many graphs, the training nodes whose
+    labels become features or, with `split`, the split of one graph."""
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
@@ -235,43 +235,43 @@ def _draws(arrays, split=False) -> bool:
     return not arrays.find(*FEATURES) or split and not train
 
 
-def _build_arrays(path, arrays, given, seed, *, backend="mmap", progress=False, **options) -> Path:
+def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False, **options) -> Path:
     """Build a store of `Arrays`, of one graph or of many small ones.
 
     Args:
-        given: dict, parameters of `NPZ`. seed: draws what is left open; None: the split of a graph is drawn when it is
-            opened. options: of `build_store`.
+        params: dict, parameters of `NPZ`. seed: for what is drawn; None: 0, and the split of one graph is drawn when
+            its store is opened. options: of `build_store`.
     """
     drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: "row_normalize", "atom_offsets": "radius"}.get(many)
     understood = "target" if arrays.of_types else understood
-    idle = given.keys() - {"split", "ignore", understood}
+    idle = params.keys() - {"split", "ignore", understood}
     idle |= {name for name, value in options.items() if many and value}
     if idle:
         what = "many small graphs" if many else "one graph"
         what += ", with types" if arrays.of_types else ""
         raise arrays.error(f"{min(idle)} has no effect: it holds {what}")
-    source = {"dataset": Path(arrays.source).name, **given}
+    source = {"dataset": Path(arrays.source).name, **params}
     if drawn:
         source["seed"] = seed or 0
     if many:
-        of_cells = {name: value for name, value in given.items() if name == "radius"}
+        of_cells = {name: value for name, value in params.items() if name == "radius"}
         make = molecules if many == "node_offsets" else crystals
-        batches, count, more = make(arrays, **of_cells)
-        graphs, source = (block_diagonal(*batch) for batch in batches), source | more
-        split = of_graphs(arrays, count, given.get("split"), seed or 0)
+        batches, count, entries = make(arrays, **of_cells)
+        graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
+        split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()
         return build_graphs(path, graphs, split=split, progress=progress, source=source)
     options |= {"backend": backend, "progress": progress}
     if arrays.of_types:
-        return _build_typed(path, arrays, given, source, **options)
-    return _build_graph(path, arrays, given, source, **options)
+        return _build_typed(path, arrays, params, source, **options)
+    return _build_graph(path, arrays, params, source, **options)
 
 
 def _drawn_split(arrays, labels, source, random, of=""):
-    """A split that is drawn; without a seed in `source` each run draws another, which `source` then says."""
+    """Draw a split and print that; without a seed in `source` each run draws its own, which `source` then notes."""
     split, by = drawn_per_class(labels, random), "by --seed of train.py"
     if "seed" in source:
         by = f"seed {source['seed']}"
@@ -281,9 +281,9 @@ def _drawn_split(arrays, labels, source, random, of=""):
     return split
 
 
-def _build_graph(path, arrays, given, source, *, num_classes=None, **options) -> Path:
-    """Build a store of the `Arrays` of one graph, and say what was drawn and what messages cannot do."""
-    labels, features = arrays.labels(), arrays.features(given.get("row_normalize"))
+def _build_graph(path, arrays, params, source, *, num_classes=None, **options) -> Path:
+    """Build a store of the `Arrays` of one graph; print what was drawn, and how many edges lack a reverse."""
+    labels, features = arrays.labels(), arrays.features(params.get("row_normalize"))
     if labels is None and features is None:
         arrays.find(*FEATURES, needed=True)
     what, rows = ("rows of features", features) if labels is None else ("labels", labels)
@@ -291,7 +291,7 @@ def _build_graph(path, arrays, given, source, *, num_classes=None, **options) ->
     num_classes, edges = check_labels(labels, num_nodes, num_classes)[1], arrays.edge_index()
     if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
         raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} {what}")
-    split = found(arrays, num_nodes, given.get("split"))
+    split = found(arrays, num_nodes, params.get("split"))
     if labels is not None and labels.ndim == 1:
         empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
         if len(empty):
@@ -314,15 +314,15 @@ def _build_graph(path, arrays, given, source, *, num_classes=None, **options) ->
     build_store(path, edge_index=edges, source=source, **of_graph, **columns, **options)
     counts = files.read_meta(path)["edges"]
     if counts["one_way"]:
-        some = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
-        arrays.say(f"{some} have no reverse: messages go one way; --symmetrize adds the reverses")
+        share = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
+        arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     return path
 
 
-def _build_typed(path, arrays, given, source, **options) -> Path:
+def _build_typed(path, arrays, params, source, **options) -> Path:
     """Build a store of the `Arrays` of one graph whose nodes and edges have types."""
     graph = {"node_types": {}, "features": {}, "labels": {}, "edge_index": {}, "split": None}
-    target, labelled, columns = given.get("target"), [], {}
+    target, labelled, columns = params.get("target"), [], {}
     for kind, of in arrays.by_type().items():
         if "," in kind:
             kind = tuple(kind.split(","))
@@ -338,7 +338,7 @@ def _build_typed(path, arrays, given, source, **options) -> Path:
             labelled += [kind] if labels is not None else []
             if labels is not None and target in (None, kind):
                 graph["labels"] = {kind: labels}
-                graph["split"] = found(of, counts[0], given.get("split"))
+                graph["split"] = found(of, counts[0], params.get("split"))
                 source |= {"classes": of.classes} if of.classes else {}
         for name, values in of.columns().items():
             columns.setdefault(name, {})[kind] = values
@@ -358,7 +358,7 @@ def _build_typed(path, arrays, given, source, **options) -> Path:
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):
-    """(split, one-hot labels of half of the training nodes, which are taken out of it)."""
+    """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C])."""
     if labels.ndim == 2 or isinstance(split, list):
         what = "labels stand for them only with one label a node and one split"
         raise arrays.error(f"it has no features, and {what}")

@@ -41,10 +41,10 @@ PLANETOID = ("cora", "citeseer", "pubmed")
 
 @contextlib.contextmanager
 def ogb(name, root, progress=False):
-    """A context of one of OGB's node-property graphs (arXiv 2005.00687), as `build_store` takes it.
+    """Context manager: one of OGB's node-property graphs (arXiv 2005.00687) as arguments of `build_store`.
 
-    The archive is downloaded into `root`, where temporary files are meanwhile; RINGBLOCK_OGB_URL names a mirror. As in
-    OGB's reference examples every edge gets its reverse; for arxiv and papers100M duplicates are then dropped.
+    The archive is downloaded into `root`, which also gets temporary files; RINGBLOCK_OGB_URL names a mirror. As in
+    OGB's reference examples every edge gets its reverse; duplicates are then dropped where `OGB` says so.
     """
     archive, kind, classes, drop_duplicates = OGB[name]
     file = Path(root) / archive
@@ -63,7 +63,7 @@ def ogb(name, root, progress=False):
 
 
 class _Archive:
-    """The tables of an open archive of OGB's, and what messages call it."""
+    """The tables of an open OGB archive; called: its name in messages."""
 
     def __init__(self, called, outer):
         self.called, self.outer = called, outer
@@ -73,13 +73,13 @@ class _Archive:
         return self.outer.open(self.members[name])
 
     def table(self, name, kind=int):
-        """Chunks [n, columns] of a table of numbers."""
+        """Yield chunks [n, columns] of a table of numbers."""
         rows = Table(self.open(f"{name}.csv.gz"), f"{self.called}: {name}.csv.gz")
         for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
             yield np.stack(list(columns.values()), 1)
 
     def words(self, name):
-        """The lines of a small table of words, each a list."""
+        """Read the lines of a small table of words -> list of lists."""
         text = gzip.decompress(self.open(f"{name}.csv.gz").read()).decode()
         return [line.split(",") for line in text.split()]
 
@@ -92,7 +92,7 @@ class _Archive:
         return Rows((count, width), np.float32, rows)
 
     def array(self, member, name) -> Rows:
-        """An array in an .npz file of it; a row of more than 2^22 numbers comes in pieces."""
+        """Stream a 2-D array of an .npz file in the archive; rows of more than 2^22 values come in pieces."""
         data = zipfile.ZipFile(self.open(f"raw/{member}.npz")).open(f"{name}.npy")
         version = np.lib.format.read_magic(data)[0]
         read = getattr(np.lib.format, f"read_array_header_{version}_0")
@@ -109,7 +109,7 @@ class _Archive:
 
 
 def _arrays(archive, kind, spooled) -> dict:
-    """The graph of an archive, with a split of this kind; edges are spooled into a file."""
+    """Read the graph of an archive, with the split `kind`; edges go to the file `spooled`."""
     if "raw/triplet-type-list.csv.gz" in archive.members:
         return _typed_arrays(archive, kind)
     if "raw/data.npz" in archive.members:
@@ -130,7 +130,7 @@ def _arrays(archive, kind, spooled) -> dict:
 
 
 def _typed_arrays(archive, kind) -> dict:
-    """The same of a graph with types, by type."""
+    """Read a graph with node and edge types -> the same arguments, as dicts by type."""
     names, counts = archive.words("raw/num-node-dict")
     counts, edges = dict(zip(names, map(int, counts))), {}
     for ends in map(tuple, archive.words("raw/triplet-type-list")):
@@ -151,9 +151,9 @@ def _typed_arrays(archive, kind) -> dict:
 
 
 def planetoid(name, root) -> dict:
-    """One of PLANETOID from the original files, with the public split (arXiv 1603.08861), as `build_store` takes it.
+    """Read one of PLANETOID, original files and public split (arXiv 1603.08861) -> arguments of `build_store`.
 
-    The files `ind.NAME.*` are looked for in root and in root/planetoid, else downloaded into the latter;
+    The files `ind.NAME.*` are looked for in root and in root/planetoid, else downloaded to the latter;
     RINGBLOCK_PLANETOID_URL names a mirror.
     """
     parts = {}
@@ -199,21 +199,21 @@ def planetoid(name, root) -> dict:
 
 
 def _number(name, *_):
-    """A dtype of numpy's own, which no state in the pickle changes."""
+    """Return a built-in dtype of numpy, which no state in the pickle can change."""
     if name not in ("f4", "f8", "i4", "i8"):
         raise ValueError(f"it holds an array of type {name!r}, which is not Planetoid's")
     return np.dtype(name)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what the Planetoid files hold and nothing else: a name stands for what is admitted under it, whatever the
+    """Unpickles what the Planetoid files hold and nothing else: names are looked up in `admitted`, whatever their
     module, which differs between versions of Python, numpy and scipy."""
 
     admitted = {
         "ndarray": np.ndarray,
         "dtype": _number,
         "_reconstruct": np.empty(0).__reduce__()[0],
-        "csr_matrix": types.SimpleNamespace,  # its attributes
+        "csr_matrix": types.SimpleNamespace,  # holds the attributes
         "_reconstructor": lambda *_: types.SimpleNamespace(),
         "defaultdict": collections.defaultdict,
         "list": list,
@@ -228,7 +228,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickled(file):
-    """A Planetoid file: a dense array, the dense array of a sparse matrix, or a dict of lists."""
+    """Unpickle a Planetoid file -> an array, dense also for a sparse matrix, or a dict of lists."""
     with open(file, "rb") as data:
         value = _Unpickler(data, encoding="latin1").load()
     if not isinstance(value, types.SimpleNamespace):
@@ -242,10 +242,10 @@ def _unpickled(file):
 
 
 def download(url, target, progress=False):
-    """Fetch a URL into a file, resuming what an earlier try left in target.part; does nothing if it is there.
+    """Download a URL to the file `target`, resuming from target.part of an earlier try; does nothing if target exists.
 
-    A part is resumed only while the server's file is the one it was begun with, by its ETag or date in
-    target.part.tag. What has arrived when it fails stays for the next try.
+    A part is resumed only if the server's file is still the same, by its ETag or date in target.part.tag. If the
+    download fails, what has arrived is kept for the next try.
     """
     part, tag = Path(f"{target}.part"), Path(f"{target}.part.tag")
     if target.is_file():
@@ -253,7 +253,7 @@ def download(url, target, progress=False):
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for file in filter(os.path.lexists, (part, tag)):
-            status = file.lstat()  # another user may have put something in its place
+            status = file.lstat()  # another user may have planted it
             own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not own or status.st_nlink > 1:
                 raise StoreError(f"{file} is no regular file of yours: remove it")
@@ -273,20 +273,20 @@ def download(url, target, progress=False):
 
 
 def _fetch(url, part, tag, have, progress) -> tuple[int, int | None]:
-    """Append to a part what is missing behind its first `have` bytes -> (its size, that of the whole)."""
+    """Download what follows the first `have` bytes of a part -> (size of the part, expected size or None)."""
     ranges = {"Range": f"bytes={have}-", "If-Range": tag.read_text()} if have else {}
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=ranges), timeout=60)
     except urllib.error.HTTPError as error:
-        # 416: nothing is left to send, because the part is all of it
+        # 416: nothing is left to send if the part is complete
         if error.code != 416 or error.headers.get("Content-Range", "").split("/")[-1] != str(have):
             raise
         return have, have
     with response:
-        # a server without ranges, or with another file than before, sends everything
+        # without range support, or if the file has changed, the server sends all of it
         have = have if response.status == 206 else 0
         version = response.headers.get("ETag", "W/")
-        if version.startswith("W/"):  # weak: not of bytes
+        if version.startswith("W/"):  # weak: it does not identify the bytes
             version = response.headers.get("Last-Modified")
         tag.unlink(missing_ok=True)
         if version:

@@ -13,11 +13,11 @@ DRAWN = "20 nodes of each class for training, 30 for validation, the rest for te
 
 
 def found(arrays, count, choice=None):
-    """The split of `count` nodes or graphs among `Arrays`, {part: ids}; a list of them where there are several and none
-    is chosen by `choice`, from 0; empty where there is none.
+    """Find the split of `count` nodes or graphs among `Arrays` -> {part: ids}, empty if there is none; of several
+    splits the one numbered `choice`, from 0, or with None a list of all.
 
-    Ids are [n], of several splits [K, n], short rows filled up with -1. Masks
-    are [count], of several splits [K, count] or [count, K], and hold nothing but 0 and 1.
+    Ids are [n], of several splits [K, n], short rows padded with -1. Masks
+    are [count], of several splits [K, count] or [count, K], and hold only 0 and 1.
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
     if names and "train" not in names:
@@ -45,7 +45,7 @@ def found(arrays, count, choice=None):
 
 
 def _rows(arrays, name, values, count):
-    """A part of one split or of K as [K, n]: ids, or bool where they are masks."""
+    """Reshape a part of one split or of K to [K, n]: ids, or bool for masks."""
     shape = list(values.shape)
     if "mask" not in name and values.dtype != bool:
         if values.ndim == 2 and min(shape) > 1:
@@ -63,7 +63,7 @@ def _rows(arrays, name, values, count):
 
 
 def drawn_per_class(labels, random) -> dict:
-    """20 nodes per class for train, 30 for valid, the rest of those with a label for test."""
+    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test."""
     if labels.ndim == 2:
         raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
     order = np.argsort(labels, kind="stable")
@@ -75,7 +75,7 @@ def drawn_per_class(labels, random) -> dict:
 
 
 def of_graphs(arrays, count, choice, seed) -> dict:
-    """The split of small graphs that is there; where there is none (or no valid part), a tenth of them is drawn."""
+    """Find the split of small graphs; a missing valid part is drawn, a tenth of them; without a split also test."""
     split, random = found(arrays, count, choice), np.random.default_rng(seed)
     if isinstance(split, list):
         arrays.say(f"it has {len(split)} splits, and takes split=0, the first; split=1 is the next")
@@ -92,13 +92,13 @@ def of_graphs(arrays, count, choice, seed) -> dict:
 
 
 def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
-    """Have an open GraphStore hold the split to train with.
+    """Set the split of an open GraphStore to the one to train with.
 
     Args:
-        number: which of the splits it came with, from 0; None: the one whose turn it is.
-        seed: draws the split of a graph that came without one.
-        turn: the number of the run, from 0: each takes another of the splits, the first again after the last.
-        say: function of a line that says what was taken, where there was a choice.
+        number: of one of the graph's splits, from 0; None: `turn` decides.
+        seed: for drawing the split of a graph that came without one.
+        turn: the number of the run, from 0: runs take the splits in turn, starting over after the last.
+        say: prints a line; called with the split that was taken if there was a choice.
     """
     source = graph.meta.get("source")
     drawn = isinstance(source, dict) and source.get("split") == DRAWN
@@ -118,7 +118,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
 
 
 def say_empty_parts(split, things, say):
-    """Say which part of a split is empty, and what a run cannot do without it."""
+    """Print which part of a split is empty, and what a run cannot do without it."""
     if not len(split["valid"]):
         say(f"split   it has no valid {things}: no epoch can be chosen by its score")
     if not len(split["test"]):

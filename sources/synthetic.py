@@ -24,14 +24,14 @@ SYNTHETIC = dict(
     local=0.5,  # share of edges from the same community
     sigma=0.6,  # spread of the logarithm of the in-degree
     noise=0.6,  # standard deviation per feature; centroids have length 1
-    mixed=0.04,  # share of nodes whose class is drawn anew instead of being that of their community
-    # nodes per community; 0: 1,000, or less where that leaves fewer than four per class
+    mixed=0.04,  # share of nodes with a random class instead of their community's
+    # nodes per community; 0: 1,000, or fewer so that each class has at least four communities
     community=0,
 )
 
 MAG = dict(
     scale=0.02,  # 1: as large as ogbn-mag, 1.9 million nodes and 42 million edges
-    features=128,  # F, of papers alone
+    features=128,  # F, of papers only
     classes=16,  # C
     seed=0,
     local=0.5,  # share of edges within a class
@@ -54,9 +54,9 @@ MAG_EDGES = {
 
 
 def synthetic_mag(parameters) -> dict:
-    """A graph with the types of ogbn-mag (arXiv 2005.00687) and as many nodes and edges of each, times `scale` -> arguments
-    of `build_store`. Classes are ranges of ids in every type, and papers' features are too noisy to classify alone;
-    parameters: a dict with every key of `MAG`."""
+    """Draw a graph with the types of ogbn-mag (arXiv 2005.00687) and its numbers of nodes and edges times `scale` ->
+    arguments of `build_store`. Classes are ranges of ids within each type, and papers' features alone are too noisy to
+    classify by. parameters: a dict with every key of `MAG`."""
     p = checked("synthetic-mag", parameters)
     random = np.random.Generator(np.random.SFC64(p.seed))
     counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
@@ -88,7 +88,7 @@ def synthetic_mag(parameters) -> dict:
 
 
 def checked(name, parameters):
-    """The parameters as attributes; StoreError for one that is not in its range."""
+    """Return the parameters as attributes; StoreError for one out of its range."""
     for key, value in parameters.items():
         low, high = RANGES[key]
         if not low <= value <= high:
@@ -97,13 +97,13 @@ def checked(name, parameters):
 
 
 def synthetic(parameters) -> dict:
-    """A graph with planted communities, log-normal in-degrees and features too noisy to classify alone -> arguments of
-    `build_store`.
+    """Draw a graph with planted communities, log-normal in-degrees and features too noisy to classify by alone ->
+    arguments of `build_store`.
 
-    Nodes with consecutive ids form a community, which has a class. Half of the edges come from the community of their
-    destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
-    Chunks of nodes are drawn from random streams of their own, on several threads: the bytes depend on the parameters
-    alone, a dict with every key of `SYNTHETIC`.
+    Nodes with consecutive ids form a community, which has a class. A share `local` of the edges come from the community
+    of their destination; the others from the whole graph, node V u^3 for u uniform in [0, 1), so that low ids are hubs.
+    Each chunk of nodes has its own random stream and is drawn on one of several threads: the bytes depend only on the
+    parameters, a dict with every key of `SYNTHETIC`.
     """
     p = checked("synthetic", parameters)
     counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]

@@ -23,7 +23,7 @@ import numpy as np
 
 from disk.files import StoreError, plural, reading
 
-# bytes of text parsed at once: the longest line, and what the layout is guessed from
+# bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
 BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
@@ -32,24 +32,24 @@ WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
-LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # in no header
-MEANINGS = {  # what a column's name says that it holds
+LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # never in a header
+MEANINGS = {  # what a column holds: the names by which it is recognised
     "source": "source src from u head subject",
     "destination": "destination dest dst target to v tail object",
     "label": "label labels class category target y",
-    "leak": "label labels class",  # a feature of that name would tell what is to be learnt
+    "leak": "label labels class",  # a feature of that name would leak the label
     "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'
     "more of an edge": "weight w time timestamp t",
 }
 
 
 class Table:
-    """A table in a seekable binary file, whose rows are read once.
+    """A table in a seekable binary file, whose rows can be read once.
 
     Attributes:
         names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
-        kinds: [width] "whole", "real", "text" (no cell is like a number) or "mixed", in the first rows.
-        notes: what was guessed, in words.
+        kinds: [width] "whole", "real", "text" (no cell is like a number) or "mixed", judged by the first rows.
+        notes: phrases on what was guessed, for `say`.
     """
 
     def __init__(self, stream, name):
@@ -68,12 +68,11 @@ class Table:
         self.kinds = list(map(kind_of, zip(*rows or [[""] * self.width])))
 
     def read(self, kinds, missing=False):
-        """Read the rows, a batch at a time -> iterator over (number of the first row, {column: int64, float64 or list of
-        str [r]}).
+        """Read the rows in batches -> yields (number of the first row, {column: [r] int64, float64 or list of str}).
 
         Args:
             kinds: {column: int, float or str}, each column of the table once.
-            missing: read an empty cell or `nan` as NaN among numbers and as "" in text; else it is an error.
+            missing: allow empty cells and `nan`, read as NaN among numbers and as "" in text; else they are errors.
         """
         # whole numbers may be written as floats
         real = {j: float for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
@@ -87,7 +86,7 @@ class Table:
             raise StoreError(f"{self.name} has a header and no rows")
 
     def _values(self, first, j, kind, cells, missing):
-        """A column of a batch as `read` yields it."""
+        """Convert a column of a batch to what `read` yields, checking it."""
         import pyarrow.compute as compute
 
         if kind is str:
@@ -95,10 +94,10 @@ class Table:
             broken = compute.match_substring_regex(cells, "[\r\n]").to_numpy(zero_copy_only=False)
             self._refuse(first, j, broken, "has a quote that does not end in its line")
             cells = [cell.strip() for cell in cells.to_pylist()]
-            if self._separator:  # pyarrow keeps quotes behind a space
+            if self._separator:  # pyarrow keeps quotes that follow a space
                 cells = [re.sub('^"(.*)"$', r"\1", cell) for cell in cells]
             return cells
-        values = cells.to_numpy(zero_copy_only=False)  # of a missing cell NaN
+        values = cells.to_numpy(zero_copy_only=False)  # missing cells become NaN
         bad = ~np.isfinite(values) & (not missing)
         self._refuse(first, j, bad, "is empty, nan or infinite: a number is needed")
         if kind is int and values.dtype.kind == "f":
@@ -114,24 +113,24 @@ class Table:
             raise self.error(first + row, f"{self.column(j)} {what}")
 
     def column(self, j) -> str:
-        """What messages call a column."""
+        """Name a column for messages."""
         return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
 
     def named(self, what) -> list[int]:
-        """The columns whose names say that they hold one of MEANINGS."""
+        """List the columns whose names have the meaning `what`, one of MEANINGS."""
         return [j for j, name in enumerate(self.names or ()) if what in meanings(name, j)]
 
     def error(self, row, what) -> StoreError:
-        """An error to raise, which names the file and the line of a row."""
+        """Make a StoreError that names the file and the line of a row."""
         return StoreError(f"{self.name}, line {self._skipped + row + 1}: {what}")
 
     def say(self, *more):
-        """Print in one line what was guessed and found."""
+        """Print one line: what was guessed, the number of rows, and `more`."""
         rows = plural(self.rows, "row")
         print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *more])}")
 
     def _batches(self, types):
-        """Columns of each batch; what pyarrow says of a cell or a row, with its line and the column's name."""
+        """Yield the columns of each batch; pyarrow's errors are reworded with the line and the column's name."""
         import pyarrow.csv
 
         try:
@@ -149,15 +148,15 @@ class Table:
             ):
                 yield batch.columns
         except ValueError as error:
-            said = re.sub(
+            message = re.sub(
                 r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)",
                 lambda at: f"line {at[2]}: {self.column(int(at[1]))} is no {WORDS.get(at[3])}",
                 str(error),
             ).replace("CSV parse error: Row #", "line ")
-            raise StoreError(f"{self.name}, {said[:300]}") from error
+            raise StoreError(f"{self.name}, {message[:300]}") from error
 
     def _guess_parquet(self) -> list[list[str]]:
-        """Take the names; return some rows as text."""
+        """Set names, width and notes -> the first rows as text."""
         import pyarrow.parquet
 
         self._file = pyarrow.parquet.ParquetFile(self._stream)
@@ -169,7 +168,7 @@ class Table:
         return list(zip(*(c.cast(pyarrow.string()).fill_null("").to_pylist() for c in batch)))
 
     def _guess_text(self) -> list[list[str]]:
-        """Find comments, separator, header and width; return the first rows."""
+        """Skip comments and guess separator, width and header -> cells of the first rows."""
         head, above = self._stream.read(BLOCK), ""
         if len(head) == BLOCK and not (head := head[: head.rfind(b"\n") + 1]):
             raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
@@ -182,16 +181,16 @@ class Table:
         lines = [line for line in lines if line.strip(" ")][:SAMPLE]
         if not lines:
             raise StoreError(f"{self.name} is empty: it has no rows")
-        # the first that the first line has
+        # the first separator that splits the first line
         self._separator = next((s for s in "\t;, " if len(cells_of(lines[0], s)) > 1), ",")
         self.width = len(cells_of(lines[0], self._separator))
         if self._separator == " " and any(line.split() != line.split(" ") for line in lines):
-            self._stream.seek(0)  # columns that are aligned
+            self._stream.seek(0)  # columns aligned by several spaces: collapse them
             text = re.sub(rb"(?m)^ +| +(?=\r?$)| +(?= )", b"", self._stream.read())
             self._stream = io.BytesIO(text)
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
-        rows = [row for row in cells if len(row) == self.width]  # others are refused when read
+        rows = [row for row in cells if len(row) == self.width]  # `read` refuses the others
         if is_header(rows):
             self.names = rows.pop(0)
             self._skipped += 1
@@ -211,8 +210,8 @@ class Table:
 
 
 def is_header(rows) -> bool:
-    """Whether the first row has names: no number where others have numbers, or else names that are known; ValueError
-    where it may count the columns, which pandas does for columns without names."""
+    """Whether the first row is a header: it has no numbers and a column below is numeric, or its names are known;
+    ValueError if it may number the columns, as pandas does for columns without names."""
     first, rest = rows[0], rows[1:]
     width, counted = len(first), [str(j) for j in range(len(first))]
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
@@ -220,10 +219,10 @@ def is_header(rows) -> bool:
     if rest and (index or counts and first == counted):
         what = "write names in its place, such as src,dst or id,a,b"
         raise ValueError(f"its first row is {short(','.join(first), '')}: {what}")
-    # "" for the index
+    # pandas leaves the name of the index empty
     named = first[1:] if width > 1 and not first[0] else first
-    damaged = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers
-    if damaged or any(map(like_number, named)):
+    digits = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers, perhaps damaged
+    if digits or any(map(like_number, named)):
         return False
     if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
         return True
@@ -232,17 +231,17 @@ def is_header(rows) -> bool:
 
 
 def meanings(name, j) -> set[str]:
-    """Those of MEANINGS that the name of column j may have, perhaps with "id" or "node" behind it: `from_node_id`. The
-    first column's name means ids if it is empty or ends in id, too."""
+    """Return those of MEANINGS that fit the name of column j, also if "node" or "id" follow: `from_node_id`. The first
+    column holds ids, too, if its name is empty or ends in id."""
     word = re.sub(r"[\W_]", "", name.lower())
     forms = {word, word.removesuffix("id").removesuffix("node")}
-    found = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
-    ends = word == "" or word.endswith("id") and "label" not in found
-    return found | {"id"} if j == 0 and ends else found
+    fitting = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
+    like_id = word == "" or word.endswith("id") and "label" not in fitting
+    return fitting | {"id"} if j == 0 and like_id else fitting
 
 
 def cells_of(line, separator) -> list[str]:
-    """The cells of one line."""
+    """Split one line into cells."""
     if separator == " " and '"' not in line:
         return line.split()
     row = next(csv.reader([line], delimiter=separator, skipinitialspace=separator != " "), [])
@@ -250,7 +249,7 @@ def cells_of(line, separator) -> list[str]:
 
 
 def kind_of(cells) -> str:
-    """What the cells of a column are."""
+    """Classify the cells of a column: "whole", "real", "mixed" or "text"."""
     cells = [cell for cell in cells if cell not in MISSING]
     if all(map(NUMBER.fullmatch, cells)):
         return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
@@ -264,7 +263,7 @@ def like_number(cell) -> bool:
 
 @contextlib.contextmanager
 def opened(file):
-    """The `Table` in the file at a path."""
+    """Context manager: the `Table` in a file."""
     with reading(file):
         if os.path.exists(file) and not os.path.isfile(file):
             raise ValueError("it is no regular file")
@@ -274,7 +273,7 @@ def opened(file):
 
 
 def spool(file, chunks, dtype, *row) -> np.memmap:
-    """Put chunks [r, *row] into a file, for what is read several times -> [rows, *row]."""
+    """Write chunks [r, *row] to a file, to be read several times -> memmap [rows, *row]."""
     with open(file, "wb") as out:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
     rows = os.path.getsize(file) // (int(np.prod(row)) * np.dtype(dtype).itemsize)
@@ -282,11 +281,11 @@ def spool(file, chunks, dtype, *row) -> np.memmap:
 
 
 def stacked(columns, which, dtype) -> np.ndarray:
-    """Columns as [r, n]; beyond float32 they become infinite, which a store refuses."""
+    """Stack n of the columns to [r, n]; what float32 cannot hold becomes infinite, which a store refuses."""
     with np.errstate(over="ignore"):
         return np.stack([columns[j] for j in which], 1).astype(dtype, copy=False)
 
 
 def short(text, quote="'") -> str:
-    """The beginning of a text, in quotes."""
+    """Shorten a text to 60 characters and quote it."""
     return f"{quote}{text if len(text) <= 60 else text[:57] + '...'}{quote}"
