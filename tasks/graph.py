@@ -18,9 +18,9 @@ from tasks.task import OF_LINKS, Task
 
 
 class EdgeGatedConv(nn.Module):
-    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it. An edge's gate
-    is made of its own features and those of its ends; a node adds up its neighbours' messages, each channel weighed by
-    the gates. LayerNorm stands for BatchNorm: a graph's output does not depend on its batch."""
+    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it. An edge's
+    gate is computed from its features and those of its two ends; a node averages its neighbours' messages, each channel
+    weighted by the gates. LayerNorm replaces BatchNorm, so that a graph's output does not depend on its batch."""
 
     def __init__(self, width, last=False):
         super().__init__()
@@ -28,7 +28,7 @@ class EdgeGatedConv(nn.Module):
         self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
 
     def forward(self, src, dst, h, e):
-        """h [N, W], e [E, W] of the edges src [E] -> dst [E] -> both after the layer; the last one needs no e."""
+        """Update node features h [N, W] and features e [E, W] of edges src [E] -> dst [E]; the last layer leaves e."""
         own, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
         gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
         weight = gate.sigmoid()
@@ -40,7 +40,7 @@ class EdgeGatedConv(nn.Module):
 
 
 class Categories(nn.Module):
-    """uint8 [n, columns] -> [n, width]: the sum of an embedding for each column."""
+    """Embeds categories: uint8 [n, columns] -> [n, width], the sum of an embedding per column."""
 
     def __init__(self, columns, width):
         super().__init__()
@@ -52,10 +52,10 @@ class Categories(nn.Module):
 
 
 class Regressor(nn.Module):
-    """Edge-gated convolutions, the mean over the nodes of each graph, and a small head.
+    """Edge-gated convolutions, mean pooling over the nodes of each graph, and a two-layer head.
 
-    node_dim, edge_dim: F, D; their dtypes uint8 for categories, otherwise numbers. hidden: width W. out_dim: T. dropout:
-    before the head. Buffers mean and std, float [T], of the targets: the network itself works on standardised ones.
+    node_dim, edge_dim: F, D; a dtype of uint8 stands for categories, others for numbers. hidden: width W. out_dim: T.
+    dropout: in the head. Buffers mean and std, float [T]: of the targets; the layers predict standardised ones.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Regressor(nn.Module):
         self.register_buffer("std", torch.ones(out_dim))
 
     def forward(self, graph):
-        """Targets [G, T] of the graphs of a batch with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
+        """Predict targets [G, T] for a batch of graphs with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
         dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
         x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
         h, e = self.nodes(x), self.edges(e)
@@ -87,8 +87,8 @@ class Regressor(nn.Module):
 
 
 class GraphTask(Task):
-    """Learn numbers, or 0 and 1 where every training target is (`binary`), for whole graphs: a batch of seeds is a batch
-    of graphs. mean, std: [T] of the training targets, which losses are measured in."""
+    """Regression on whole graphs, or classification if every training target is 0 or 1 (`binary`); seeds are graph ids.
+    mean, std: float [T] of the training targets, which the regression loss is scaled by."""
 
     name, examples, placed = "graph", "graphs", False
     widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"
@@ -113,7 +113,7 @@ class GraphTask(Task):
         return Regressor(*sizes, num_layers=args.num_layers, dropout=args.dropout, **dtypes)
 
     def attach(self, ranks, args, *_):
-        """Learn the scale of the targets; on a GPU prepare to copy batches there."""
+        """Compute mean and std of the training targets; on a GPU, prepare to copy batches to it."""
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
         graphs = self.store
         y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
@@ -125,7 +125,7 @@ class GraphTask(Task):
             network.mean.copy_(self.mean), network.std.copy_(self.std)
 
     def load(self, batch, slot):
-        """The graphs numbered batch.seeds, on the training device -> Fetched; nothing is drawn."""
+        """Read the graphs with ids batch.seeds to the training device -> Fetched; there is no sampling."""
         graph = self.store.batch(batch.seeds)
         if not self.copies:
             return Fetched([graph], graph.x, graph.y)
@@ -134,11 +134,11 @@ class GraphTask(Task):
             return Fetched([graph], graph.x, graph.y, self.copies.event())
 
     def output(self, run, network, batch, key):
-        """Targets, or logits, of a batch's graphs [G, T]."""
+        """Compute targets, or logits if `binary`, of a batch's graphs [G, T]."""
         return network(batch.blocks[0])
 
     def loss(self, network, output, y):
-        """Summed over the graphs, a mean over the targets of each: cross-entropy, or squared error in units of the
+        """Sum over graphs of the mean over targets of the binary cross-entropy or the squared error, in units of the
         targets' standard deviation."""
         if self.binary:
             return binary_cross_entropy(output, y)
@@ -146,7 +146,7 @@ class GraphTask(Task):
 
     @torch.no_grad()
     def scores(self, run, part):
-        """Figures for the graphs of a part, on rank 0 -> {name: value}; None without graphs."""
+        """Compute the metrics of a part on rank 0 -> {name: value}; None on other ranks and without graphs."""
         ids = self.store.split[part]
         if not ids.numel() or not run.ranks.leads:
             return None
@@ -155,8 +155,8 @@ class GraphTask(Task):
         pairs = [(run.model(batch.blocks[0]).cpu(), batch.y.cpu()) for batch in loader]
         output, y = (torch.cat(part).float() for part in zip(*pairs))
         if self.binary:
-            found = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
-            return None if found is None else {"roc_auc": found}
+            auc = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
+            return None if auc is None else {"roc_auc": auc}
         return errors(output, y, self.mean)
 
     def validate(self, run):

@@ -26,12 +26,12 @@ def check_scores(scores, what="scores"):
 
 
 def score(metric, logits, y):
-    """A figure from 0 to 1 for logits [n, C] and y: int64 [n] classes, or [n, C] of 0 and 1; None without examples, and for
-    a ROC-AUC of examples of one class. NotFinite for a logit that is NaN or infinite.
+    """Compute a metric, from 0 to 1, of logits [n, C] for y: classes int64 [n], or multi-labels [n, C] of 0 and 1. None
+    without examples, and for the ROC-AUC of one class alone; NotFinite for a logit that is NaN or infinite.
 
-    metric: "accuracy": the share of right classes, of several labels a node the share of right entries. "f1": of
-    classes the mean of each one's F1 (macro), of labels that of all entries together (micro). "roc_auc": the mean over
-    labels, or over classes of one against the rest; those that are the same in all of y are left out.
+    metric: "accuracy": the share of right classes, or of right entries if multi-label. "f1": macro F1 over classes, or
+    micro F1 over all entries if multi-label. "roc_auc": the mean over labels, or over classes one against the rest,
+    without those that are the same in all of y.
     """
     if metric not in ("accuracy", "f1", "roc_auc"):
         raise ValueError(f"metric {metric!r} is unknown: choose accuracy, f1 or roc_auc")
@@ -46,25 +46,25 @@ def score(metric, logits, y):
         values = map(roc_auc, logits.unbind(1), y.unbind(1))
         values = [value for value in values if not math.isnan(value)]
         return sum(values) / len(values) if values else None
-    found = logits.argmax(1) if y.dim() == 1 else logits > 0
-    return (found == y).double().mean().item() if metric == "accuracy" else f1(found, y)
+    pred = logits.argmax(1) if y.dim() == 1 else logits > 0
+    return (pred == y).double().mean().item() if metric == "accuracy" else f1(pred, y)
 
 
-def f1(found, y):
-    """F1 = 2 TP / (2 TP + FP + FN): of classes [n] the mean over those that occur in either; of 0 and 1 [n, C] one of
-    all entries, 0 where there is no 1 in either."""
+def f1(pred, y):
+    """Compute F1 = 2 TP / (2 TP + FP + FN): for classes [n] macro, over those in `pred` or y; for 0 and 1 [n, C] micro,
+    and 0 if neither has a 1."""
     if y.dim() == 2:
-        hit, ones = (found.bool() & y.bool()).sum(), found.bool().sum() + y.bool().sum()
+        hit, ones = (pred.bool() & y.bool()).sum(), pred.bool().sum() + y.bool().sum()
         return (2 * hit / ones.clamp(min=1)).item()
-    size = int(max(found.max(), y.max())) + 1
-    columns = y[found == y], found, y
-    hit, ours, theirs = (torch.bincount(ids, minlength=size).double() for ids in columns)
-    there = ours + theirs > 0
-    return (2 * hit / (ours + theirs))[there].mean().item()
+    size = int(max(pred.max(), y.max())) + 1
+    columns = y[pred == y], pred, y
+    hits, predicted, actual = (torch.bincount(ids, minlength=size).double() for ids in columns)
+    present = predicted + actual > 0
+    return (2 * hits / (predicted + actual))[present].mean().item()
 
 
 def _counts(score, y):
-    """Counts of targets 1 and 0 at each distinct score, ascending -> two float64 tensors."""
+    """Count the targets 1 and 0 at each distinct score, ascending -> two float64 tensors."""
     check_scores(score)
     values, rank = score.double().unique(return_inverse=True)
     ones = values.new_zeros(len(values)).index_add_(0, rank, y.double())
@@ -72,42 +72,42 @@ def _counts(score, y):
 
 
 def roc_auc(score, y):
-    """Chance that an example with target 1 in y [n] has a higher score [n] than one with 0, ties half; nan without both."""
+    """Compute the chance that a target 1 in y [n] has a higher score [n] than a 0, ties half; nan without both."""
     ones, zeros = _counts(score, y)
     below = zeros.cumsum(0) - zeros / 2
     return ((ones * below).sum() / (ones.sum() * zeros.sum())).item()
 
 
 def average_precision(score, y):
-    """Precision at each distinct score [n], weighed by how much recall of y [n] rises there; nan without a target 1."""
+    """Compute the precision at each distinct score [n] weighted by the rise in recall of y [n]; nan without a 1."""
     ones, zeros = (counts.flip(0) for counts in _counts(score, y))
     hit = ones.cumsum(0)
     return ((ones * hit / (hit + zeros.cumsum(0))).sum() / ones.sum()).item()
 
 
 def binary_cross_entropy(logits, y):
-    """Cross-entropy of logits [n, C] and targets 0 and 1 [n, C], a mean over C, summed over n."""
+    """Compute the cross-entropy of logits [n, C] and targets 0 and 1 [n, C], averaged over C, summed over n."""
     y = y.to(logits.dtype)
     return F.binary_cross_entropy_with_logits(logits, y, reduction="none").mean(1).sum()
 
 
 def ranking(ranks):
-    """Mean reciprocal rank and Hits@K for ranks [n], counted from 1 -> {name: figure}; nan without ranks."""
+    """Compute MRR, Hits@1 and Hits@10 of ranks [n], counted from 1 -> {name: value}; nan without ranks."""
     check_scores(ranks)
-    found = {"mrr": ranks.double().reciprocal().mean().item()}
-    return found | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
+    mrr = {"mrr": ranks.double().reciprocal().mean().item()}
+    return mrr | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
 
 
 def errors(output, y, mean):
-    """RMSE and MAE of numbers [n, T], and the RMSE of predicting the mean [T] instead -> {name: figure}."""
+    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T] -> {name: value}."""
     check_scores(output)
     y = y.double()  # squares of float32 may be infinite
-    rmse, plain = (x.square().mean().sqrt().item() for x in (output - y, mean - y))
-    return {"rmse": rmse, "mae": (output - y).abs().mean().item(), "rmse_of_the_mean": plain}
+    rmse, baseline = (x.square().mean().sqrt().item() for x in (output - y, mean - y))
+    return {"rmse": rmse, "mae": (output - y).abs().mean().item(), "rmse_of_the_mean": baseline}
 
 
 def scores_line(scores):
-    """{'rmse': 0.71, 'hits@1': 0.5} -> 'RMSE 0.7100  Hits@1 0.5000'; None -> 'n/a'."""
+    """Format {'rmse': 0.71, 'hits@1': 0.5} as 'RMSE 0.7100  Hits@1 0.5000', None as 'n/a'."""
     if scores is None:
         return "n/a"
     line = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())

@@ -11,7 +11,7 @@ from tasks.task import OF_LINKS, Task, described, gnn, open_graph
 
 
 class NodeTask(Task):
-    """Learn the classes of the training nodes of a store."""
+    """Node classification, with one or several labels per node."""
 
     name, examples, weights, prior = "node", "nodes", "best", 0.07
     metrics = "accuracy", "roc_auc", "f1"
@@ -24,11 +24,11 @@ class NodeTask(Task):
         if not store.labelled and args.trains:
             instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
             raise StoreError(f"{path} has no labels to learn from: {instead}")
-        # that of a checkpoint is of its graph, perhaps not of this one
+        # a checkpoint's --split is of the graph it was trained on, perhaps another
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
         choose_split(store, None if idle else args.split, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        # labels of a node; the checkpoint says so for a graph without any
+        # multi-label; for a graph without labels set from the checkpoint
         store.several = store.labels.dim() == 2
         self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")
         self.title = self.metric.replace("_", " ")
@@ -46,25 +46,25 @@ class NodeTask(Task):
         self.draw = None if self.times is None else seeds_at(self.times)
 
     def loss(self, network, output, y):
-        """Summed over the seeds: cross-entropy of classes [S], or of 0 and 1 [S, C] averaged over C."""
+        """Sum over the seeds of the cross-entropy: of classes [S], or of 0 and 1 [S, C] averaged over C."""
         return cross_entropy(output, y) if y.dim() == 1 else binary_cross_entropy(output, y)
 
     def validate(self, run):
-        nodes, found = self.store.split["valid"], None
+        nodes, result = self.store.split["valid"], None
         if nodes.numel():
             logits = run.sampled(nodes, None if self.times is None else self.times[nodes])
-            found = score(self.metric, logits, self.store.labels[nodes])
-        figures, features = {"valid_sampled": found}, run.ring.features
+            result = score(self.metric, logits, self.store.labels[nodes])
+        figures, features = {"valid_sampled": result}, run.ring.features
         if hasattr(features, "hit_rate"):
             figures["cache_hit_rate"] = features.hit_rate
         if hasattr(features, "counts"):
             figures.update(features.counts())
-        return figures, found
+        return figures, result
 
     def finish(self, run, report):
         args, store = run.args, self.store
         name = f"{'exact layer-wise' if run.by_layers else 'exact'} {self.title}"
-        # on any rank: each saw what was free at its start
+        # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
             why = "the features do not fit into memory; --predict computes it"
             report.tell(f"{name}  n/a: {why}", {"exact": None})
