@@ -35,27 +35,27 @@ from sources.splits import say_empty_parts
 from tasks.metrics import average_precision, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
 
-RANKED_AGAINST = 100  # fixed negatives of a pair, where the graph has more than SMALL nodes
-SMALL = 1 << 14  # with no more nodes a pair is ranked against all of them
-MOST = 1 << 17  # pairs of a part that are evaluated
-MOST_TIMED = 1 << 13  # where they have times, and each needs embeddings of its own
-CHUNK = 1 << 22  # numbers of scores, or of what they are made of, held at a time
-TRIES = 64  # draws of a negative before the nodes after the last one are tried in turn
-EVALUATION = mix(0xE7A1)  # the key of fixed negatives, the same in every run
+RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
+SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
+MOST = 1 << 17  # most pairs of a part to evaluate
+MOST_TIMED = 1 << 13  # the same for pairs with times, which need separate embeddings
+CHUNK = 1 << 22  # most scores, or elements of their embeddings, to hold at a time
+TRIES = 64  # draws of a negative before the nodes that follow the last draw are tried in turn
+EVALUATION = mix(0xE7A1)  # key of the fixed negatives, the same in every run
 EDGE_COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features")
-# bits(key, numbers, which): 53 random bits for draw `which` of each item in `numbers`, int64 of one shape
+# bits(key, numbers, which): 53 random bits for draw `which` of each item in `numbers`, int64 of the same shape
 bits = functools.partial(random_bits, bits=53)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# which edges there are
+# looking up edges
 
 
 class Edges:
-    """Look-ups of many edges at once in a CSC graph, by binary search in its neighbour lists.
+    """Batched look-up of edges in a CSC graph, by binary search in its neighbour lists.
 
-    indptr: int64 [V+1], indices: [M], on one device. sources: [M], `indices` ascending in each list: a sorted copy where
-    they are not (edges sorted by time, say). order: [M], where each of them is in `indices`; None without a copy.
+    indptr: int64 [V+1], indices: [M], on the same device. sources: [M], `indices` if ascending within each list, else a
+    sorted copy (of edges sorted by time, say). order: [M], index of each of `sources` in `indices`; None without copy.
     """
 
     def __init__(self, indptr, indices):
@@ -67,29 +67,29 @@ class Edges:
             self.sources = indices[self.order]
 
     def first(self, source, destination):
-        """Look up edges source -> destination, int64 of one shape -> (where each is, or would be, among the sorted
-        edges; whether it is there), of that shape."""
+        """Look up edges source -> destination, int64 of the same shape -> (index of each in `sources`, or where it
+        would be; bool, whether it exists), of that shape."""
         low, wanted = self.indptr[destination].flatten(), source.flatten()
         degree = self.indptr[destination + 1].flatten() - low
         below = number_before(self.sources, low, degree, wanted, strict=True)
-        found, place = below < degree, low + below
-        found[found.clone()] = self.sources[place[found]] == wanted[found]
-        return place.view_as(source), found.view_as(source)
+        exists, place = below < degree, low + below
+        exists[exists.clone()] = self.sources[place[exists]] == wanted[exists]
+        return place.view_as(source), exists.view_as(source)
 
     def has(self, source, destination):
-        """Whether there are edges source -> destination, int64 of one shape -> bool of that shape."""
+        """Check which edges source -> destination exist, int64 of the same shape -> bool of that shape."""
         return self.first(source, destination)[1]
 
     def between(self, pairs):
-        """The places in `indices` of all edges between the nodes of each pair [n, 2], in either direction, and of each
-        place which of the n it is for."""
+        """Find all edges between the nodes of each pair [n, 2], in either direction -> (their indices in `indices`; for
+        each the row of its pair)."""
         source, destination = torch.cat([pairs, pairs.flip(1)]).unbind(1)
-        first, found = self.first(source, destination)
-        first, source, past = first[found], source[found], self.indptr[destination[found] + 1]
+        first, exists = self.first(source, destination)
+        first, source, past = first[exists], source[exists], self.indptr[destination[exists] + 1]
         counts = number_before(self.sources, first, past - first, source, strict=False)
         places = expand(first, counts)
-        which = torch.repeat_interleave(found.nonzero().squeeze(1) % len(pairs), counts)
-        return places if self.order is None else self.order[places], which
+        rows = torch.repeat_interleave(exists.nonzero().squeeze(1) % len(pairs), counts)
+        return places if self.order is None else self.order[places], rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Edges:
 
 
 def split_type(text):
-    """The argparse type of --edge-split -> the text, checked."""
+    """Check the value of --edge-split, as an argparse type -> the text."""
     if text != "none" and not text.endswith(".npz") and not shares(text):
         forms = "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
         raise argparse.ArgumentTypeError(f"{text!r}: write the percent of {forms}")
@@ -105,14 +105,15 @@ def split_type(text):
 
 
 def shares(text):
-    """'time:85/5/10' -> [85, 5, 10]; None for what has not this form or does not add up to 100."""
-    found = re.fullmatch(r"(?:time:)?(\d{1,3})/(\d{1,3})/(\d{1,3})", text, re.ASCII)
-    numbers = [int(number) for number in found.groups()] if found else [0]
-    return numbers if sum(numbers) == 100 and numbers[0] else None
+    """Parse '85/5/10' or 'time:85/5/10' -> [85, 5, 10]; None for another form, no train, or another sum than 100."""
+    match = re.fullmatch(r"(?:time:)?(\d{1,3})/(\d{1,3})/(\d{1,3})", text, re.ASCII)
+    percent = [int(number) for number in match.groups()] if match else [0]
+    return percent if sum(percent) == 100 and percent[0] else None
 
 
 def split_edges(store, how, seed=0, timed=False, edge_type=None):
-    """A view of a store for link prediction: a part of its edges to train on, the others to be predicted.
+    """Split the edges of a store for link prediction -> a view of it. Takes about 60 bytes of memory per edge;
+    DamagedGraph for an indptr that falls or a node id outside the graph.
 
     Args:
         store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
@@ -120,14 +121,13 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
             for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
             integers [n, 2], source and destination; "none": all pairs are for training.
         timed: give each pair the time of the first edge between its nodes, in either direction.
-        edge_type: number of the type whose edges are the pairs; None: all edges are. Messages go along all types.
+        edge_type: number of the type whose edges are the pairs; None: of all types. Messages go along all types.
 
     Returns:
-        A copy of the store with: indptr, indices, num_edges (and edge columns) of the edges that carry messages:
-        without the pairs of valid and test and their reverses. pairs: {part: int64 [n, 2], source and destination}.
-        pair_times: {part: int64 [n]}, or None. split: {part: the numbers of its pairs}. known: `Edges` of the whole
-        graph. node_counts: nodes of each type, [] without. It takes about 60 bytes of memory for each edge. DamagedGraph
-        for a list or a node outside of the graph.
+        A shallow copy of the store, where indptr, indices, num_edges and the edge columns lack the pairs of valid and
+        test and their reverses: messages go along the rest. pairs: {part: int64 [n, 2], source and destination}.
+        pair_times: {part: int64 [n]}, or None. split: {part: ids of its pairs}. known: `Edges` of the whole graph, and
+        of pairs given that are not in it. node_counts: nodes of each type, [] without types.
     """
     name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
     if edge_time is None and (timed or how.startswith("time:")):
@@ -142,7 +142,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(held)[0]] = False
     graph.known = edges
-    # given, and not in the graph: no negative is to be one of them
+    # pairs of a file that are no edges of the graph: negatives must avoid them, too
     if not edges.has(*held.unbind(1)).all():
         both = torch.stack([edges.sources.long(), torch.repeat_interleave(store.indptr.diff())])
         graph.known = Edges(*from_edge_index(torch.cat([both, held.t()], 1), store.num_nodes))
@@ -153,10 +153,10 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         for column in EDGE_COLUMNS:
             if getattr(store, column, None) is not None:
                 setattr(graph, column, getattr(store, column)[keep])
-    left = edges_of(graph, edge_type)
+    rest = edges_of(graph, edge_type)
     if "train" not in pairs:
-        pairs["train"] = positives(left, seed)
-    elif not left.has(*pairs["train"].unbind(1)).all():
+        pairs["train"] = positives(rest, seed)
+    elif not rest.has(*pairs["train"].unbind(1)).all():
         raise StoreError(f"--edge-split {how}: `train` has pairs that are not edges, or held out")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
@@ -169,33 +169,33 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
 
 
 def edges_of(graph, edge_type):
-    """The `Edges` of a type in a graph, or all with None."""
+    """Return the `Edges` of one type in a graph; edge_type None: of all."""
     if edge_type is None:
         return Edges(graph.indptr, graph.indices)
     return Edges(*lists_of(graph, graph.edge_type.to(torch.int32) == edge_type))
 
 
 def lists_of(graph, keep):
-    """Neighbour lists of the edges of a graph where keep [M] is True -> indptr, indices."""
+    """Keep the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
     before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])
     return before[graph.indptr], graph.indices[keep]
 
 
 def positives(edges, seed):
-    """Every pair of different nodes with an edge, once -> int64 [P, 2]; where its reverse is an edge too, a coin is
-    tossed."""
+    """List every pair of different nodes with an edge once -> int64 [P, 2], source and destination; if its reverse is
+    an edge, too, the direction is drawn."""
     destination, source = torch.repeat_interleave(edges.indptr.diff()), edges.sources.long()
     both = edges.has(destination, source)
     keep = (source < destination) | ((source > destination) & ~both)
-    # of equal edges the first
+    # keep the first of equal edges
     keep[1:] &= (source[1:] != source[:-1]) | (destination[1:] != destination[:-1])
     pairs = torch.stack([source, destination], 1)[keep]
-    turn = both[keep] & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
-    return torch.where(turn.unsqueeze(1), pairs.flip(1), pairs)
+    flip = both[keep] & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
+    return torch.where(flip.unsqueeze(1), pairs.flip(1), pairs)
 
 
 def times_of(edges, edge_time, pairs, how):
-    """The time of the first edge between the two nodes of each pair [P, 2], in either direction -> int64 [P]."""
+    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]."""
     never = torch.iinfo(torch.int64).max
     places, which = edges.between(pairs)
     times = torch.full((len(pairs),), never)
@@ -207,17 +207,17 @@ def times_of(edges, edge_time, pairs, how):
 
 
 def bits_of(pairs, key):
-    """53 random bits for each pair [P, 2], the same for a pair and its reverse -> int64 [P]."""
+    """Draw 53 random bits for each pair [P, 2], the same for a pair and its reverse -> int64 [P]."""
     return bits(mix(key), pairs.amin(1), pairs.amax(1))
 
 
 def pairs_of(store, edges, among, how, seed):
-    """Split the pairs of `among` as `split_edges` says -> {part: int64 [n, 2]} in the order drawn; without "train" for
-    "none", and for a file without it."""
+    """Split the pairs of the Edges `among` by `how` (see `split_edges`) -> {part: int64 [n, 2]} in the order drawn; no
+    "train" if `how` is "none" or a file without it."""
     if how.endswith(".npz"):
-        name, none = f"--edge-split {how}", np.zeros((0, 2), np.int64)
+        name, empty = f"--edge-split {how}", np.zeros((0, 2), np.int64)
         with reading(name), np.load(how, allow_pickle=False) as content:
-            arrays = {"valid": none, "test": none, **content}
+            arrays = {"valid": empty, "test": empty, **content}
         if unknown := set(arrays) - set(SPLITS):
             names = ", ".join(SPLITS)
             raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
@@ -241,11 +241,11 @@ def pairs_of(store, edges, among, how, seed):
 
 
 def checked_pairs(name, pairs, num_nodes):
-    """Integers [n, 2] below V as an int64 tensor; StoreError for anything else."""
+    """Convert node ids [n, 2] to an int64 tensor; StoreError for another shape, dtype or range."""
     pairs = np.asarray(pairs)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
-        found = f"{list(pairs.shape)} {pairs.dtype}"
-        raise StoreError(f"{name} is {found}: integers [n, 2] are needed, source and destination")
+        actual = f"{list(pairs.shape)} {pairs.dtype}"
+        raise StoreError(f"{name} is {actual}: integers [n, 2] are needed, source and destination")
     pairs = torch.from_numpy(pairs.astype(np.int64))
     if (bad := outside(pairs, num_nodes)) is not None:
         raise StoreError(f"{name} has node {bad}: node ids lie in [0, {num_nodes})")
@@ -257,31 +257,31 @@ def checked_pairs(name, pairs, num_nodes):
 
 
 class Negatives:
-    """Nodes for pairs that are no edges, each a function of a key, the number of its pair and its own number, of the type
-    of the node in whose place it is.
+    """Draws negatives: nodes that replace the destination of a pair and have its type. Each is a function of a key, the
+    number of its pair and its own number.
 
     Args:
-        edges: Edges in which no negative occurs; None: a node is not paired with itself, and that is all.
-        degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: all alike.
-        counts: nodes of each type, in the order of their ids; all are of one type without.
+        edges: Edges to avoid; None: only pairs of a node with itself are avoided.
+        degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: uniformly.
+        counts: nodes of each type, in the order of their ids; None or empty: all are of one type.
     """
 
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
         self.edges, self.num_nodes, self.upto = edges, num_nodes, None
         self.ends = torch.tensor([0, *(counts or [num_nodes])]).cumsum(0)
-        if degrees is not None:  # whole numbers add up to the same sum on every device
+        if degrees is not None:  # integers have the same sum on every device
             self.upto = F.pad((degrees.double().pow(0.75) * 1024).long().cumsum(0), (1, 0))
         if num_nodes < 2 or self.upto is not None and not self.upto[-1]:
             raise StoreError(f"no negatives: the graph has {num_nodes} nodes, or none with an edge")
 
     def same_type(self, nodes):
-        """The first node of the type of each of these, int64, and the one behind the last."""
+        """Look up the range of ids of each node's type -> (first, end), int64 of the shape of nodes."""
         self.ends = self.ends.to(nodes.device)
         kind = torch.bucketize(nodes.contiguous(), self.ends[1:], right=True)
         return self.ends[kind], self.ends[kind + 1]
 
     def _node(self, key, numbers, which, first, end):
-        """The node drawn `which`-th of first .. end - 1, int64, for pairs of these numbers, int64; all of one shape."""
+        """Draw nodes in [first, end), draw `which` of the pairs with these numbers; all int64 of the same shape."""
         drawn = bits(key, numbers, which)
         if self.upto is None:
             return first + ((drawn >> 21) * (end - first) >> 32)
@@ -293,9 +293,9 @@ class Negatives:
         return source == node if not self.edges else (source == node) | self.edges.has(source, node)
 
     def draw(self, key, numbers, pairs, count):
-        """Destinations for `count` negatives of each pair -> int64 [P, count]: from its source there is no edge to any of
-        them. key: int of 64 bits. numbers: int64 [P]. pairs: int64 [P, 2]. StoreError for a source that has an edge to
-        every node."""
+        """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
+        int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
+        to every node."""
         which = torch.arange(count, device=pairs.device).expand(len(pairs), count)
         columns = numbers, pairs[:, 0], *self.same_type(pairs[:, 1])
         numbers, source, first, end = (ids.unsqueeze(1).expand_as(which) for ids in columns)
@@ -310,7 +310,7 @@ class Negatives:
                 draws = which[places] + attempt * count
                 node[places] = self._node(key, numbers[places], draws, low, high)
             else:
-                # those of the type in turn, then, if the source has an edge to each, all nodes
+                # the nodes of the type in turn, then, if the source has edges to all of them, any node
                 tried, after = attempt < TRIES + high - low, node[places] + 1
                 of_type = low + (after - low) % (high - low)
                 node[places] = torch.where(tried, of_type, after % self.num_nodes)
@@ -319,7 +319,7 @@ class Negatives:
         raise StoreError(f"{full}, so it has no negative: --unchecked-negatives takes any")
 
     def pairs(self, key, pairs):
-        """As many pairs of nodes without an edge between them as `pairs` [P, 2]; the sources are drawn, too."""
+        """Draw a pair without an edge for each of `pairs` [P, 2], with a drawn source as well -> int64 [P, 2]."""
         numbers, (first, end) = torch.arange(len(pairs)), self.same_type(pairs[:, 0])
         drawn = bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21
         pairs = torch.stack([first + (drawn * (end - first) >> 32), pairs[:, 1]], 1)
@@ -331,15 +331,15 @@ class Negatives:
 
 
 def at_times(nodes, times, num_nodes):
-    """The distinct pairs of a node and a time, int64 of one shape -> (nodes [S], times [S], where each is, of that shape)."""
+    """Find the distinct (node, time), int64 of one shape -> (nodes [S], times [S], index of each, of that shape)."""
     values, rank = times.unique(return_inverse=True)
     both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
     return both % num_nodes, values[both // num_nodes], place
 
 
 class Scorer(nn.Module):
-    """How likely an edge is between two embeddings, as a logit: "dot", the dot product; "distmult", with a weight for
-    each column (arXiv 1412.6575); "mlp", a network of one hidden layer on their product, column by column."""
+    """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
+    (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product."""
 
     def __init__(self, kind, width):
         super().__init__()
@@ -349,25 +349,25 @@ class Scorer(nn.Module):
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, source, destination):
-        """source [..., D] and destination [..., D], which broadcast -> logits [...]."""
+        """Score source [..., D] with destination [..., D], which broadcast -> logits [...]."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
         return (source * self.relation * destination).sum(-1)
 
     def against_all(self, source, table):
-        """Logits [n, V] of source [n, D] with every row of a table [V, D]."""
+        """Score source [n, D] with every row of table [V, D] -> logits [n, V]."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
         return source * self.relation @ table.t()
 
 
 class Links:
-    """Training pairs as the examples of a `NodeLoader`: which nodes are sampled for a batch of them, and the loss.
+    """Training pairs as the examples of a `NodeLoader`: draws the nodes to sample for a batch, and computes the loss.
 
-    graph: of `split_edges`. indptr, indices: its edges that carry messages, on the device of the sampler. negatives: K,
-    decided on by seed; by_degree: drawn by degree^0.75; checked: against the training edges. softmax: the loss is the
-    cross-entropy of a pair among its negatives; else that of each alone. exclude: leave the positives of the step out of
-    its messages; off for a test that shows what it is for.
+    graph: of `split_edges`. indptr, indices: its edges that carry messages, on the sampler's device. negatives: K per
+    pair, drawn by `seed`; by_degree: in proportion to degree^0.75; checked: avoid the edges that carry messages.
+    softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. exclude: leave the
+    positives of the step out of its messages; False only for the test that shows the leak.
     """
 
     def __init__(
@@ -392,9 +392,9 @@ class Links:
         self.negatives = Negatives(known, graph.num_nodes, degrees, graph.node_counts)
 
     def draw(self, batch):
-        """The `draw` of a `NodeLoader` over the numbers of training pairs -> (nodes: ends of the pairs and their negatives;
-        options of the sampler: edges of the whole step's pairs are excluded; y int64 [P, 2 + K]: where among the nodes
-        the source, the destination and the negatives of each pair are)."""
+        """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
+        the pairs and negatives; options of the sampler, which exclude the edges of the whole step's pairs; y int64
+        [P, 2 + K]: positions among the nodes of each pair's source, destination and negatives)."""
         seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
         pairs, key = self.pairs[seeds], mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
@@ -409,8 +409,8 @@ class Links:
         return nodes, options, y
 
     def loss(self, scorer, h, y):
-        """Summed over pairs: cross-entropy, of the pair and, averaged, its negatives in equal parts, or of a softmax.
-        h: [S, D] embeddings. y: int64 [P, 2 + K] rows of it."""
+        """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
+        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h."""
         source = h.index_select(0, y[:, 0])
         others = h.index_select(0, y[:, 1:].flatten()).view(len(y), -1, h.shape[1])
         logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
@@ -424,26 +424,26 @@ class Links:
 
 
 class Evaluation:
-    """What embeddings and a scorer say of the pairs of a part: MRR and Hits@K of each pair's rank among others with the
+    """Scores of embeddings and a scorer on the pairs of a part: MRR and Hits@K of each pair's rank among pairs with the
     same source, ROC-AUC and average precision against as many random pairs without an edge. graph: of `split_edges`.
 
-    A pair is ranked against all nodes of its destination's type where there are at most SMALL nodes, leaving out other
-    edges of the source, else against RANKED_AGAINST fixed ones; of equal scores the mean rank counts. Negatives are
-    checked against the whole graph and are the same in every run. Of more than MOST pairs the first are taken.
+    A pair is ranked against all nodes of its destination's type if the graph has at most SMALL nodes, without other
+    edges of the source, else against RANKED_AGAINST fixed ones; ties get their mean rank. Negatives are checked against
+    the whole graph and are the same in every run. Of more than MOST pairs only the first are evaluated.
 
-    Where pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
-    against fixed nodes in any graph, and of more than MOST_TIMED the first are taken.
+    If pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
+    against fixed nodes in any graph, and of more than MOST_TIMED pairs only the first are evaluated.
 
     Attributes:
-        seen: where pairs have times, {part: (nodes int64 [n], times int64 [n]) of which embeddings are asked for}.
-        examples: {part: (pairs [P, 2], as many random ones [P, 2], what the former are ranked against: [P, K], or None
-            for all nodes)}: nodes, or numbers of what is `seen`.
+        seen: if pairs have times, {part: (nodes int64 [n], times int64 [n]) whose embeddings are needed}.
+        examples: {part: (pairs [P, 2], random pairs [P, 2], nodes to rank the pairs against [P, K], or None for all)},
+            as node ids or, if pairs have times, indices into `seen`.
     """
 
     def __init__(self, graph):
         self.graph, self.timed = graph, graph.pair_times is not None
         self.seen, self.lists = {}, None
-        if graph.num_nodes <= SMALL and not self.timed:  # destinations of each source
+        if graph.num_nodes <= SMALL and not self.timed:  # CSR: destinations of each source
             destinations = torch.repeat_interleave(graph.known.indptr.diff())
             reverse = torch.stack([destinations, graph.known.sources.long()])
             self.lists = from_edge_index(reverse, graph.num_nodes)
@@ -465,8 +465,8 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
-        """Figures {name: number} of "valid" or "test", the same on every rank; None for a part without pairs.
-        h: float [V, D] embeddings of all nodes, on the CPU; where pairs have times, [n, D] of what is `seen`."""
+        """Evaluate part "valid" or "test" -> {metric: value}, the same on every rank; None without pairs.
+        h: float [V, D] embeddings of all nodes, on the CPU; if pairs have times, [n, D] of those in `seen`."""
         pairs, random, others = self.examples[part]
         if not len(pairs):
             return None
@@ -474,16 +474,16 @@ class Evaluation:
         mine = ranks.part(len(pairs)) if ranks else slice(None)
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
-        found = torch.stack([positive, negative, place], 1)
-        every = torch.cat(ranks.gather(found)) if ranks else found
-        positive, negative, place = every.unbind(1)
+        results = torch.stack([positive, negative, place], 1)
+        results = torch.cat(ranks.gather(results)) if ranks else results
+        positive, negative, place = results.unbind(1)
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        both = torch.cat([positive, negative]), y
-        return {**ranking(place), "roc_auc": roc_auc(*both), "ap": average_precision(*both)}
+        scored = torch.cat([positive, negative]), y
+        return {**ranking(place), "roc_auc": roc_auc(*scored), "ap": average_precision(*scored)}
 
     def _ranks(self, scorer, h, pairs, others):
-        """The rank of each pair [n, 2], from 1 -> [n]."""
-        width, found = self.graph.num_nodes if others is None else others.shape[1], []
+        """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
+        width, places = self.graph.num_nodes if others is None else others.shape[1], []
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
         for some in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
@@ -503,12 +503,12 @@ class Evaluation:
                 scores = scorer(h[source].unsqueeze(1), h[others[some]])
                 sums = scores.sum(1)
             place = 1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2
-            # NaN is never above another score: such a pair would come first
-            found.append(torch.where(sums.isfinite(), place, torch.nan))
-        return torch.cat(found) if found else h.new_zeros(0)
+            # NaN compares as not above: a pair with such a score would rank first
+            places.append(torch.where(sums.isfinite(), place, torch.nan))
+        return torch.cat(places) if places else h.new_zeros(0)
 
     def _known(self, source):
-        """(row, node) of what is left out of the ranking of sources [n]: themselves and where they have edges to."""
+        """List what to leave out when ranking for sources [n]: themselves and their destinations -> (rows, nodes)."""
         (indptr, destinations), rows = self.lists, torch.arange(len(source))
         counts = indptr.diff()[source]
         known = destinations[expand(indptr[source], counts)].long()
@@ -517,7 +517,7 @@ class Evaluation:
 
 @torch.no_grad()
 def score_pairs(scorer, h, pairs):
-    """Logits [n] of pairs int64 [n, 2] for embeddings h [V, D] and a scorer, both in host memory."""
+    """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory."""
     parts = [scorer(*(h[ends] for ends in some.unbind(1))) for some in pairs.split(1 << 16)]
     return torch.cat(parts) if parts else h.new_zeros(0)
 
@@ -527,7 +527,7 @@ def score_pairs(scorer, h, pairs):
 
 
 class LinkTask(Task):
-    """Learn embeddings of nodes that tell which pairs are edges."""
+    """Link prediction: learn embeddings of nodes from which a scorer tells edges from other pairs."""
 
     name, examples, temporal = "link", "edges", "off"
     timed_pairs = embeds = True
@@ -551,13 +551,13 @@ class LinkTask(Task):
                 raise StoreError(f"--edge-type {args.edge_type}: {why}")
         timed = args.temporal != "off"
         self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
-        if file.endswith(".npz"):  # by which a checkpoint recognises the graph, too
+        if file.endswith(".npz"):  # part of what identifies the data of a checkpoint
             of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
             self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
-        self.store.num_classes = args.hidden  # the width of embeddings
+        self.store.num_classes = args.hidden  # width of the outputs: embeddings
         if store.edge_type is not None:
             of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
-            nodes = ", negatives nodes of the type of a pair's second" * bool(store.node_types)
+            nodes = ", negatives nodes of the destination's type" * bool(store.node_types)
             say(f"links   pairs are edges {of}{nodes}")
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
@@ -593,7 +593,7 @@ class LinkTask(Task):
         return self.links.loss(network.scorer, output, y)
 
     def scores(self, run, part, h=None):
-        """MRR, ROC-AUC and so on of the pairs of a part; None where there are none. h: exact embeddings [V, D]."""
+        """Compute the metrics of a part -> {metric: value}; None without pairs. h: exact embeddings [V, D]."""
         if not len(self.store.split[part]):
             return None
         if self.evaluation.timed:
@@ -605,7 +605,7 @@ class LinkTask(Task):
         return {"valid": scores}, scores and scores[self.metric]
 
     def finish(self, run, report):
-        """Report scores, write embeddings or the logits of --pairs -> {"part name": score}."""
+        """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
         args = run.args
         h = None if self.evaluation.timed and not args.predict else run.exact()
         exact = report.scores({part: self.scores(run, part, h) for part in ("valid", "test")})
