@@ -29,7 +29,7 @@ from features import CachedFeatures, prefetch
 
 # batches sampled per batch fetched while the window fills, so that training need not wait until it is full
 RAMP = 2
-# the default window uses each page of the table this often, on average: a longer one gains MIN little
+# average uses of each page of the table in a default window: MIN gains little from a longer one
 TOUCHES = 2
 ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
 AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
@@ -91,7 +91,7 @@ class LookaheadCache(CachedFeatures):
     """Features on disk behind two caches: `budget` bytes of host memory for the hottest rows, and the page cache for
     the pages used soonest.
 
-    Beyond `budget` it takes 4 bytes per node and, with planned pages, 20 bytes per 4 KiB page and the window's blocks.
+    Beyond `budget` it takes 4 bytes per node, the window's blocks and, with planned pages, 20 bytes per 4 KiB page.
 
     Args:
         features: `MmapFeatures` of a store. budget: bytes of rows to keep in memory.
@@ -119,7 +119,7 @@ class LookaheadCache(CachedFeatures):
 
         table = types.SimpleNamespace(shape=shape, dtype=dtype, gather=gather)
         super().__init__(table, torch.zeros(shape[0]) if hot is None else hot, budget)
-        # the rows just copied need no pages any more
+        # drop the pages just read: their rows are copied
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.batches, self.share = batches, share
         self.pages = None  # KeptPages, made when the first batch shows how large a window is
@@ -182,7 +182,7 @@ class LookaheadCache(CachedFeatures):
         return batch
 
     def _start(self, batch):
-        """Choose the window and start to fill the page cache; `batch`, the first, stands for the size of all."""
+        """Choose the window and start to fill the page cache; all batches are taken to be as large as the first."""
         self.started = True
         rows, row_bytes = max(1, batch.blocks[0].num_src), self.reader.row_bytes
         # bytes of the table, and of the pages that a batch touches
@@ -198,7 +198,7 @@ class LookaheadCache(CachedFeatures):
             self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if plans else 0
         if not self.room:
             return
-        places = -(-self.room // mmap.PAGESIZE)  # pages that fit, the first of the file
+        places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file
         if plans:
             self.pages = KeptPages(self.reader, places, self.lookahead)
         part = self.reader, places * rank // world, places * (rank + 1) // world, self.ended

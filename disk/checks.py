@@ -24,7 +24,7 @@ def check_features(features, kept_as=None) -> tuple[int, int, str]:
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). None: all -1."""
+    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). No labels: all -1."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
@@ -34,9 +34,9 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     if labels.ndim == 2:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
             shapes = f"labels is {list(labels.shape)} and num_classes {num_classes}"
-            raise StoreError(f"{shapes}: of several labels a node C is from 2 to {MAX_CLASSES:,}")
+            raise StoreError(f"{shapes}: with several labels per node, 2 <= C <= {MAX_CLASSES:,}")
         bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
-        why = "of several labels a node each is 0 or 1, or a whole row is -1 where there are none"
+        why = "several labels per node are each 0 or 1, or a row of -1 for a node without any"
         refuse(bad, "labels", labels, why)
         return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:
@@ -55,7 +55,7 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
 def check_graph(edge_index, indptr, indices, num_nodes):
     """Check the shapes and the indptr of a graph in one of two forms -> ((edge_index, indptr, indices), M)."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
-        raise StoreError("the graph is given either as edge_index or as indptr and indices")
+        raise StoreError("give the graph either as edge_index or as indptr and indices")
     if num_nodes > 1 << 32:
         raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
     if edge_index is not None:
@@ -97,7 +97,7 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
         try:
             checked.append(check_split(split, labels))
         except StoreError as error:
-            raise StoreError(f"of {len(splits)} splits, number {number}: {error}") from error
+            raise StoreError(f"split {number} of {len(splits)}: {error}") from error
     rows = {}
     for name in files.SPLITS:
         rows[name] = np.full((len(checked), max(len(split[name]) for split in checked)), -1)
@@ -107,7 +107,7 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
 
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
-    """Check {part: ids or mask} -> {part of SPLITS: int64 ids}: in range, disjoint, labelled; some nodes must train."""
+    """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty."""
     if unknown := set(split) - set(files.SPLITS):
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
     parts = {name: split.get(name, ()) for name in files.SPLITS}

@@ -32,7 +32,7 @@ def arrays_of(meta) -> dict:
     allowed = {"edge_dtype": files.DTYPES, "num_edge_types": range(MOST_TYPES + 1)}
     for name, value in (("edge_dtype", dtype), ("num_edge_types", types)):
         if type(value) not in (str, int) or value not in allowed[name]:
-            raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
+            raise ValueError(f"it has {name} = {value!r:.200}, which is invalid")
     multi_label = meta["files"]["labels.npy"]["dtype"] == "int8"
     return {
         "indptr": ("int64", [V + 1]),
@@ -57,9 +57,9 @@ def types_of(meta) -> tuple[dict, list | None]:
     featured = [width > 0 for width in widths]
     first = featured == sorted(featured)[::-1]  # types with features come first
     if not (named and counted and first) or max(widths) > meta["feature_dim"]:
-        raise ValueError(f"it has node_types = {entries!r:.200}, which are not those of its nodes")
+        raise ValueError(f"it has node_types = {entries!r:.200}, which do not match its nodes")
     if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
-        raise ValueError(f"it has edge_types = {names!r:.200}, which are no names of its types")
+        raise ValueError(f"it has edge_types = {names!r:.200}, which do not match its types")
     return types, names
 
 
@@ -140,7 +140,7 @@ def _check_names(names, num_nodes):
         if name in seen:
             raise StoreError(f"node_names holds {name!r} more than once")
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
-            raise StoreError(f"node_names: name {node}, {name!r}, is no text of one line")
+            raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
         seen.add(name)
 
 

@@ -52,7 +52,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):
-    """Invalid input or a damaged store, in one sentence; unprintable characters, say of a foreign file, are escaped."""
+    """Invalid input or a damaged store, in one sentence; unprintable characters of foreign files are escaped."""
 
     def __str__(self):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
@@ -63,7 +63,7 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError):  # worded already, or a bug of this code
+    except (StoreError, AssertionError, NameError):  # already worded, or a bug in this code
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -194,8 +194,8 @@ def sync(path):
 
 
 def write_whole(path, write):
-    """Write a file atomically by write(binary file), which must not seek: it has its old content or all of the new.
-    StoreError for a full disk and other errors of the system.
+    """Write a file atomically by write(binary file), which must not seek: readers find its old content or all of the
+    new. StoreError for a full disk and other errors of the system.
 
     A device or a pipe is written in place; a symbolic link is followed if this user or root owns it, else refused.
     """
@@ -312,16 +312,16 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
         for name, allowed in dict(spec).items():
             value, kind = meta.get(name), int if isinstance(allowed, range) else str
             if type(value) is not kind or value not in allowed:
-                raise ValueError(f"it has {name} = {value!r:.200}, which is no sane value")
+                raise ValueError(f"it has {name} = {value!r:.200}, which is invalid")
         for name, record in meta["files"].items():
             # an LMDB file, which may change, need not have a digest
             digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
             sizes = type(record["bytes"]) is int and type(record.get("largest", 0.0)) is float
             known = sizes and (not names or name in names)
             if not known or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError(f"what it describes as {name[:99]!r} is no file of a store")
+                raise ValueError(f"its record of {name[:99]!r} is invalid")
         if data != dump_meta(meta):
-            raise ValueError("it was altered: its checksum does not fit")
+            raise ValueError("it was altered: its checksum does not match")
     return meta
 
 

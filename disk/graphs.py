@@ -89,7 +89,7 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
 
 
 def _must_fit(nodes_of_each, **sizes):
-    """Raise StoreError unless all arrays imply the same sizes, {name: counts}, and every graph has a node."""
+    """Raise StoreError unless the arrays imply equal counts, {name: counts}, and every graph has a node."""
     if any(len(set(counts)) > 1 for counts in sizes.values()) or (nodes_of_each < 1).any():
         counts = ", ".join(f"{name} {' or '.join(map(str, sizes[name]))}" for name in sizes)
         raise StoreError(f"the arrays of the graphs do not fit ({counts}), or a graph has no node")
@@ -228,7 +228,7 @@ class GraphDataset:
         falls = (np.diff(graph_ids) < 0).any() or (np.diff(indptr) < 0).any()
         local = None if falls else indices - np.repeat(first, edges)
         if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
-            raise StoreError("graph_ids or an indptr that falls, or an edge between two graphs")
+            raise StoreError("graph_ids or indptr decrease, or an edge joins two graphs")
         # each graph's own indptr, which starts at 0, one after the other
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]

@@ -33,7 +33,7 @@ EMPTY = (1 << 64) - 1  # root page of an empty tree
 # magic, rows, row width, bytes per element, CRC-32 of the rows that follow
 BLOCK_HEADER = struct.Struct("<4sIIII")
 PATIENCE = 30  # seconds for which a reader overtaken by a writer tries again
-MAP = 1 << 42  # bytes of address space (not memory) to map an LMDB file to, which bound its size
+MAP = 1 << 42  # bytes of address space, not memory, for an LMDB file: the most it can grow to
 MAP_ROOM = 1 << 30  # bytes to map beyond the file's end instead if address space is limited
 
 
@@ -81,7 +81,7 @@ class LmdbFile:
 
         A process that may not write takes no part in LMDB's locking: pages of its snapshot can be overwritten by the
         third commit after it, which may begin once the second is done. So if there was a second, the work is repeated,
-        also if it failed on damaged pages; after PATIENCE seconds of that StoreError is raised.
+        also if it failed on damaged pages, for PATIENCE seconds, and then StoreError is raised.
         """
         end = time.monotonic() + PATIENCE
         while time.monotonic() <= end:
@@ -94,8 +94,8 @@ class LmdbFile:
                 else:
                     if not self._overtaken(txn):
                         return result
-        why = "a writer that cannot see this reader, who may not write to the folder, changes it faster"
-        raise StoreError(f"{self.path} could not be read at one moment in {PATIENCE} s: {why}")
+        why = "a writer keeps changing it, unaware of this reader, which may not write to the folder"
+        raise StoreError(f"{self.path}: no consistent snapshot in {PATIENCE} s: {why}")
 
     def _overtaken(self, txn):
         return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1

@@ -35,7 +35,7 @@ def library(name="rows"):
 
 class RowReader:
     """Reads rows of a table of `rows` rows that starts at byte `offset` of a file. Any number of threads may read at
-    once, and forked processes. Needs `library()`, where it is not None.
+    once, and forked processes. Only where `library()` is not None.
 
     Attributes:
         file: descriptor. bytes_read: bytes requested from the file so far. direct: whether the page cache is bypassed.

@@ -96,8 +96,8 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
 
 
 def _sorted_with_numbers(keys, numbers, num_edges, by, drop_duplicates, bits) -> Iterator[tuple]:
-    for some in _few_destinations(keys, bits):
-        few, number = keys[some], numbers[some]
+    for part in _few_destinations(keys, bits):
+        few, number = keys[part], numbers[part]
         kind, time = ([] if a is None else [np.asarray(a[number % num_edges])] for a in by)
         order = np.lexsort((number, few, *time, *kind, few >> np.uint64(bits)))
         if drop_duplicates:  # the first of each stays

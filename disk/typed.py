@@ -35,29 +35,29 @@ def flatten(given):
     """
     node_types, edge_index, split = given["node_types"] or {}, given["edge_index"], given["split"]
     columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
-    for what, of in columns.items():
-        if not isinstance(of, dict):
+    for name, values in columns.items():
+        if not isinstance(values, dict):
             needed = "{type: values} is needed where edge_index is given by type"
-            raise StoreError(f"{what} is a {type(of).__name__}: {needed}")
+            raise StoreError(f"{name} is a {type(values).__name__}: {needed}")
     features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
     node_types = dict(zip(node_types, integers("node_types", [*node_types.values()]).tolist()))
     _check_names(node_types, edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
-    for what, of in {"features": features, "labels": labels, "node_time": times}.items():
-        if unknown := of.keys() - node_types.keys():
-            raise StoreError(f"{what} of {min(unknown)}: types of nodes are {', '.join(names)}")
+    for name, values in {"features": features, "labels": labels, "node_time": times}.items():
+        if unknown := values.keys() - node_types.keys():
+            raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
     if len(labels) > 1:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
-    columns = {name: dict(of) for name, of in columns.items()}
+    columns = {name: dict(values) for name, values in columns.items()}
     _check_columns(columns, edges)
     if given["symmetrize"]:
         _add_reverses(edges, columns)
     graph = dict.fromkeys([*BY_TYPE, "split"])
-    for name, of in columns.items():
+    for name, values in columns.items():
         with reading(name):
-            graph[name] = torch.cat([files.as_rows(name, of[kind]) for kind in edges])
+            graph[name] = torch.cat([files.as_rows(name, values[kind]) for kind in edges])
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
@@ -78,7 +78,7 @@ def flatten(given):
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
         ids = functools.partial(part_ids, count=len(*labels.values()))
         splits = [split or {}] if isinstance(split or {}, dict) else split
-        moved = [{p: start + ids(f"split {p!r}", v) for p, v in of.items()} for of in splits]
+        moved = [{p: start + ids(f"split {p!r}", v) for p, v in s.items()} for s in splits]
         graph["split"] = moved if splits is split else moved[0]
     elif split:
         raise StoreError("split is of nodes with labels, and no type of nodes has any")
@@ -100,12 +100,12 @@ def _check_names(node_types, edge_index):
 
 def _check_columns(columns, edges):
     """Raise StoreError unless each column {type: values} has a row for each edge of each type."""
-    for name, of in columns.items():
-        if different := of.keys() ^ edges.keys():
+    for name, values in columns.items():
+        if different := values.keys() ^ edges.keys():
             what = f"{name} is there for some types of edges and not for {','.join(min(different))}"
             raise StoreError(f"{what}: give it for all of them, or for none")
         for kind, pairs in edges.items():
-            if (count := len(array_like(name, of[kind]))) != pairs.shape[1]:
+            if (count := len(array_like(name, values[kind]))) != pairs.shape[1]:
                 needed = f"{pairs.shape[1]} are needed, one for each edge"
                 raise StoreError(f"{name} of {','.join(kind)} has {count} rows: {needed}")
 
@@ -135,12 +135,12 @@ def _add_reverses(edges, columns):
             name = ",".join(reverse)
             raise StoreError(f"edges {name} are there already: symmetrize would add them")
         edges[reverse] = np.concatenate(parts, 1)
-        for of in columns.values():
-            of[reverse] = torch.cat([files.as_rows("edges", of[kind])] * len(parts))
+        for values in columns.values():
+            values[reverse] = torch.cat([files.as_rows("edges", values[kind])] * len(parts))
 
 
 def _joined(tables, node_types):
-    """Join feature tables {type: [V_t, F_t]} to one, padded to the width of the widest; a single zero without any."""
+    """Join feature tables {type: [V_t, F_t]} to one, padded to the widest; [[0]] if there are none."""
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]

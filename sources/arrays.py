@@ -163,14 +163,14 @@ class Arrays:
 
     def find(self, *names, needed=False):
         """Return the one of several names that has an array, or None; two are an error, with `needed` none as well."""
-        found = [name for name in names if name in self._values]
-        if len(found) > 1:
-            what = f"which mean the same: keep one, or {self._do_without(found[1])}"
-            raise self.error(f"it has {found[0]} and {found[1]}, {what}")
-        if needed and not found:
+        present = [name for name in names if name in self._values]
+        if len(present) > 1:
+            what = f"which mean the same: keep one, or {self._do_without(present[1])}"
+            raise self.error(f"it has {present[0]} and {present[1]}, {what}")
+        if needed and not present:
             known = ", ".join(self._values) or "none"
             raise self.error(f"it has no array {' or '.join(names)}; its arrays are {known}")
-        return found[0] if found else None
+        return present[0] if present else None
 
     def _array(self, name):
         """Read an array of any dtype and mark it as used -> numpy array, or a tensor if bfloat16."""
@@ -270,8 +270,8 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            given = f"row_normalize={row_normalize}"
-            raise self.error(f"{given} has no effect: it is for a CSR matrix of features")
+            option = f"row_normalize={row_normalize}"
+            raise self.error(f"{option} has no effect: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):

@@ -22,27 +22,27 @@ NEEDED = {  # columns of a table of nodes other than one of ids alone
 }
 
 
-def read_tables(file, own, more, folder) -> dict:
+def read_tables(file, tables, columns, folder) -> dict:
     """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`.
 
     Args:
-        file: the table of edges. own: {name of an array: file of a table}; "features" is required.
-        more: {name of a column of a store: file of a table, or columns of the table of edges}.
+        file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
+        columns: {name of a column of a store: file of a table, or columns of the table of edges}.
         folder: for files that large arrays are mapped from.
     """
-    if "features" not in own:
+    if "features" not in tables:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
     arrays, keep = {}, {}
-    arrays["features"], nodes = features(own.pop("features"), folder / "features")
-    for name, source in {**own, **more}.items():
+    arrays["features"], nodes = features(tables.pop("features"), folder / "features")
+    for name, source in {**tables, **columns}.items():
         if not name.startswith("edge_"):
             arrays[name] = of_nodes(source, nodes, name)
         elif os.path.isfile(source):
             arrays |= edge_rows(source, folder / name, name)
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
-    arrays["edge_index"], columns = edges(file, folder / "edges", nodes, keep)
-    return {**arrays, **columns, "node_names": nodes.names}
+    arrays["edge_index"], kept = edges(file, folder / "edges", nodes, keep)
+    return {**arrays, **kept, "node_names": nodes.names}
 
 
 class Nodes:
@@ -117,7 +117,7 @@ def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column, different = table.column(node), np.unique(ids)
     if len(different) < len(ids) or different[0] == "":
-        what = "but one is empty or there more than once; rename it if it holds no ids"
+        what = "but one is empty or occurs more than once; rename it if it holds no ids"
         raise StoreError(f"{table.name}: {column} holds the ids of the nodes, {what}")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
@@ -155,7 +155,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
-        what = f"node {rows[again[0]]} is there for the second time"
+        what = f"node {rows[again[0]]} occurs a second time"
         if table.width == 1 and not nodes.names and rows.max() <= 1:
             what = "this looks like a mask of 0 and 1: ids of nodes are needed, one a line"
         raise table.error(int(again[0]), what)
@@ -210,16 +210,16 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
     with opened(file) as table:
         ends = _end_columns(table)
         nodes.check_header(table, ends)
-        more = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
-        taken = [*ends, *sum(more.values(), [])]
+        kept = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
+        taken = [*ends, *sum(kept.values(), [])]
         if twice := [j for j in taken if taken.count(j) > 1]:
-            raise StoreError(f"{file}: {table.column(twice[0])} is taken for two things")
+            raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         if extra := [table.column(j) for j in range(table.width) if j not in taken]:
             what = "leave them out, or name them by --weights, --times, --types, --edge-features"
             extra = short(", ".join(extra), "")
             raise StoreError(f"{file} has more columns than are understood, {extra}: {what}")
-        arrays = _spooled(table, target, {"ends": ends, **more}, nodes)
-        table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in more.items()))
+        arrays = _spooled(table, target, {"ends": ends, **kept}, nodes)
+        table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
     return arrays.pop("ends").T, arrays
 
 

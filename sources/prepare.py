@@ -231,7 +231,7 @@ def _draws(arrays, split=False) -> bool:
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
     if arrays.of_types:
-        return split and not any(of.find(*PARTS["train"]) for of in arrays.by_type().values())
+        return split and not any(a.find(*PARTS["train"]) for a in arrays.by_type().values())
     return not arrays.find(*FEATURES) or split and not train
 
 
@@ -270,14 +270,14 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     return _build_graph(path, arrays, params, source, **options)
 
 
-def _drawn_split(arrays, labels, source, random, of=""):
+def _drawn_split(arrays, labels, source, random, where=""):
     """Draw a split and print that; without a seed in `source` each run draws its own, which `source` then notes."""
     split, by = drawn_per_class(labels, random), "by --seed of train.py"
     if "seed" in source:
         by = f"seed {source['seed']}"
     else:
         source["split"] = DRAWN
-    arrays.say(f"it has no split: {DRAWN} are drawn{of} ({by})")
+    arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
     return split
 
 
@@ -348,19 +348,19 @@ def _build_typed(path, arrays, params, source, **options) -> Path:
         how = "keep those of one"
         if arrays.source.endswith(".npz"):
             how = f"{Path(arrays.source).name}:target={' or '.join(labelled)} takes those of one"
-        raise arrays.error(f"labels are there for {which}: {how}")
+        raise arrays.error(f"there are labels of {which}: {how}")
     for kind, labels in graph["labels"].items():
         if not graph["split"]:
             random = np.random.default_rng(source.get("seed", 0))
-            of = f" from nodes of type {kind}"
-            graph["split"] = _drawn_split(arrays, labels, source, random, of)
+            where = f" from nodes of type {kind}"
+            graph["split"] = _drawn_split(arrays, labels, source, random, where)
     return build_store(path, **graph, **columns, source=source, **options)
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):
     """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C])."""
     if labels.ndim == 2 or isinstance(split, list):
-        what = "labels stand for them only with one label a node and one split"
+        what = "labels can replace them only with one label per node and one split"
         raise arrays.error(f"it has no features, and {what}")
     split = check_split(split, labels)
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])

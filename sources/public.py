@@ -254,8 +254,8 @@ def download(url, target, progress=False):
         target.parent.mkdir(parents=True, exist_ok=True)
         for file in filter(os.path.lexists, (part, tag)):
             status = file.lstat()  # another user may have planted it
-            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            if not own or status.st_nlink > 1:
+            ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not ours or status.st_nlink > 1:
                 raise StoreError(f"{file} is no regular file of yours: remove it")
         have = part.stat().st_size if part.is_file() and tag.is_file() else 0
         size, total = _fetch(url, part, tag, have, progress)

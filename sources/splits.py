@@ -31,7 +31,7 @@ def found(arrays, count, choice=None):
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
     if choice is not None and not (several and 0 <= choice < several[0]):
         has = f"it has {plural([*several, int(bool(names))][0], 'split')}"
-        raise arrays.error(f"split={choice} is none: {has}, and of several one is taken, from 0 on")
+        raise arrays.error(f"no split={choice}: {has}, and only several are numbered, from 0")
 
     def ids_of(splits, number):
         row = splits[number % len(splits)]
@@ -78,7 +78,7 @@ def of_graphs(arrays, count, choice, seed) -> dict:
     """Find the split of small graphs; a missing valid part is drawn, a tenth of them; without a split also test."""
     split, random = found(arrays, count, choice), np.random.default_rng(seed)
     if isinstance(split, list):
-        arrays.say(f"it has {len(split)} splits, and takes split=0, the first; split=1 is the next")
+        arrays.say(f"it has {len(split)} splits: split=0, the first, is taken; split=1 is the next")
         split = split[0]
     tenth = f"a tenth of its {count:,} graphs is drawn"
     if not split:
@@ -103,8 +103,8 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     source = graph.meta.get("source")
     drawn = isinstance(source, dict) and source.get("split") == DRAWN
     if number is not None and (drawn or graph.num_splits == 1):
-        few = "no" if drawn else "one"
-        raise StoreError(f"--split {number} has no effect: {graph.path} has {few} split")
+        count = "no" if drawn else "one"
+        raise StoreError(f"--split {number} has no effect: {graph.path} has {count} split")
     if drawn:
         split = drawn_per_class(graph.labels.numpy(), np.random.default_rng(seed))
         graph.split = {part: torch.from_numpy(ids) for part, ids in split.items()}

@@ -29,13 +29,13 @@ class EdgeGatedConv(nn.Module):
 
     def forward(self, src, dst, h, e):
         """Update node features h [N, W] and features e [E, W] of edges src [E] -> dst [E]; the last layer leaves e."""
-        own, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
+        root, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
         gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
         weight = gate.sigmoid()
         both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
         sums = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both)
         total, weights = sums.chunk(2, 1)
-        h = h + F.silu(self.node_norm(own + total / (weights + 1e-6)))
+        h = h + F.silu(self.node_norm(root + total / (weights + 1e-6)))
         return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
 
 

@@ -486,8 +486,8 @@ class Evaluation:
         width, places = self.graph.num_nodes if others is None else others.shape[1], []
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
-        for some in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
-            source, destination = pairs[some].unbind(1)
+        for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
+            source, destination = pairs[rows].unbind(1)
             if others is None:
                 scores = scorer.against_all(h[source], h)
                 sums = scores.sum(1)
@@ -500,7 +500,7 @@ class Evaluation:
                 scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
             else:
                 own = scorer(h[source], h[destination]).unsqueeze(1)
-                scores = scorer(h[source].unsqueeze(1), h[others[some]])
+                scores = scorer(h[source].unsqueeze(1), h[others[rows]])
                 sums = scores.sum(1)
             place = 1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2
             # NaN compares as not above: a pair with such a score would rank first
@@ -518,8 +518,8 @@ class Evaluation:
 @torch.no_grad()
 def score_pairs(scorer, h, pairs):
     """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory."""
-    parts = [scorer(*(h[ends] for ends in some.unbind(1))) for some in pairs.split(1 << 16)]
-    return torch.cat(parts) if parts else h.new_zeros(0)
+    logits = [scorer(*(h[ends] for ends in part.unbind(1))) for part in pairs.split(1 << 16)]
+    return torch.cat(logits) if logits else h.new_zeros(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -572,7 +572,7 @@ class LinkTask(Task):
         network = own or gnn(args, widths, args.hidden)
         if hasattr(network, "scorer"):
             needed = "--task link gives the network one of that name"
-            raise StoreError(f"--model {args.model} has a `scorer`: {needed}, call it otherwise")
+            raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
         network.scorer = Scorer(args.scorer, args.hidden)
         return network
 

@@ -224,7 +224,7 @@ def test_store_a_reader_that_is_always_overtaken_says_so(tmp_path, monkeypatch):
     features = _lmdb(tmp_path / "g", torch.rand(200, 5))
     monkeypatch.setattr(lmdb_rows, "PATIENCE", 0.1)
     monkeypatch.setattr(lmdb_rows.LmdbFile, "_overtaken", lambda self, txn: True)
-    _refuses("could not be read at one moment in 0.1 s: a writer", features.gather, torch.arange(9))
+    _refuses("no consistent snapshot in 0.1 s: a writer", features.gather, torch.arange(9))
 
 
 # many small graphs

@@ -92,15 +92,15 @@ WRITTEN = [
     ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
     ("y", "no\nyes\n" * 3, None),
     ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
-    ("y", "id,label\n5,1\n3,1\n5,1\n", "y.csv, line 4: node 5 is there for the second time"),
+    ("y", "id,label\n5,1\n3,1\n5,1\n", "y.csv, line 4: node 5 occurs a second time"),
     ("y", "topic\n" + "no\nyes\n" * 3, "y.csv, line 7: .*more rows than the 6 .*a header is"),
     ("y", "topic\n" + Y, None),
     ("y", Y[2:], "y.csv has 5 rows, .*x.csv has 6 rows"),
     ("y", Y + Y, "y.csv, line 7: there are more rows than the 6 of"),
     ("y", "0,1,1\n,,\n0,0,0\n-1,-1,-1\n1,1,1\n0,1,0\n", SEVERAL),
     ("y", "art,id,law\n1,5,1\n0,2,1\n", [[-1, -1], [-1, -1], [0, 1], [-1, -1], [-1, -1], [1, 1]]),
-    ("y", "0,1,1\n0,2,0\n" * 3, "labels.1, 1. is .*: of several labels a"),
-    ("y", "0,1,1\n0,,0\n" * 3, "labels.1, 1. is .*: of several labels a"),
+    ("y", "0,1,1\n0,2,0\n" * 3, "labels.1, 1. is .*: several labels per"),
+    ("y", "0,1,1\n0,,0\n" * 3, "labels.1, 1. is .*: several labels per"),
     ("y", "-1\n" * 6, "none of the 6 nodes has a label"),
     ("e", gzip.compress(EDGES.encode()), None),
     ("x", bz2.compress(X[:7].encode()) + bz2.compress(X[7:].encode()), None),
@@ -187,7 +187,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         shutil.rmtree(path, ignore_errors=True)
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
     x = _table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n")
-    said = "ids of the nodes, but one is empty or there more than once"
+    said = "ids of the nodes, but one is empty or occurs more than once"
     _refuses(said, graph_tables.features, x, tmp_path / "x")
 
 
@@ -200,7 +200,7 @@ def test_tables_ids_of_a_split(tmp_path):
         ("", "is empty"),
         ("id\n", "no rows"),
         ("0\n1\n1\n0\n", "this looks like a mask of 0 and 1: ids"),
-        ("0\n2\n2\n0\n", "line 3: node 2 is there for the second time"),
+        ("0\n2\n2\n0\n", "line 3: node 2 occurs a second time"),
         ("9\n", "there is no node 9"),
         ("0,1\n2,3\n", "column 2: ids alone are needed"),
     ):
