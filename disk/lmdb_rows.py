@@ -94,7 +94,7 @@ class LmdbFile:
                 else:
                     if not self._overtaken(txn):
                         return result
-        why = "a writer keeps changing it, unaware of this reader, which may not write to the folder"
+        why = "a writer changes it too fast for a reader that may not write to its folder"
         raise StoreError(f"{self.path}: no consistent snapshot in {PATIENCE} s: {why}")
 
     def _overtaken(self, txn):

@@ -162,7 +162,7 @@ class Arrays:
         return f"go on without it: {how}"
 
     def find(self, *names, needed=False):
-        """Return the one of several names that has an array, or None; two are an error, with `needed` none as well."""
+        """Return the one of several names that has an array, or None; StoreError for two, and for none if `needed`."""
         present = [name for name in names if name in self._values]
         if len(present) > 1:
             what = f"which mean the same: keep one, or {self._do_without(present[1])}"

@@ -16,7 +16,7 @@ import numpy as np
 from disk.files import StoreError, plural
 from sources.tables import opened, short, spool, stacked
 
-NEEDED = {  # columns of a table of nodes other than one of ids alone
+NEEDED = {  # columns of a table of labels or times, for messages; others have ids alone
     "labels": "one of labels, perhaps one of ids, or several of 0 and 1 are",
     "node_time": "one of times, perhaps one of ids, are",
 }

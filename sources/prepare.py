@@ -179,8 +179,8 @@ def build(
     Args:
         source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
-        split: dict of node ids or masks in place of the graph's, for tables of files of ids; or the number, from 0, of
-            the only one of the graph's splits to keep.
+        split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
+            of the only one of the graph's splits to keep.
         ignore: names of arrays to leave out. seed: for drawing the split if there is none; None: 0.
         weights, times, types, edge_features: for tables, columns of the table of edges, by name or by number from 1
             (several, with commas between them, for features), or the file of a table with a row for each edge.
@@ -271,7 +271,7 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
 
 
 def _drawn_split(arrays, labels, source, random, where=""):
-    """Draw a split and print that; without a seed in `source` each run draws its own, which `source` then notes."""
+    """Draw a split and print how; without a seed in `source` each run draws its own, which `source` then notes."""
     split, by = drawn_per_class(labels, random), "by --seed of train.py"
     if "seed" in source:
         by = f"seed {source['seed']}"

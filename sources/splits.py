@@ -16,8 +16,8 @@ def found(arrays, count, choice=None):
     """Find the split of `count` nodes or graphs among `Arrays` -> {part: ids}, empty if there is none; of several
     splits the one numbered `choice`, from 0, or with None a list of all.
 
-    Ids are [n], of several splits [K, n], short rows padded with -1. Masks
-    are [count], of several splits [K, count] or [count, K], and hold only 0 and 1.
+    Ids are [n], of several splits [K, n], short rows padded with -1. Masks are [count], of several splits
+    [K, count] or [count, K], and hold only 0 and 1.
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
     if names and "train" not in names:
@@ -75,7 +75,7 @@ def drawn_per_class(labels, random) -> dict:
 
 
 def of_graphs(arrays, count, choice, seed) -> dict:
-    """Find the split of small graphs; a missing valid part is drawn, a tenth of them; without a split also test."""
+    """Find the split of small graphs; a tenth of them is drawn as valid if that is missing, without a split also as test."""
     split, random = found(arrays, count, choice), np.random.default_rng(seed)
     if isinstance(split, list):
         arrays.say(f"it has {len(split)} splits: split=0, the first, is taken; split=1 is the next")
