@@ -66,7 +66,7 @@ def prepare(
         root: directory for downloads and for the stores built here.
         seed: for what is drawn because an .npz file lacks it, except the split of one graph (see `choose_split`); a
             synthetic graph has its own seed parameter.
-        symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: as for `build_store`.
+        symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: see `build_store`.
     """
     name, root = str(dataset), Path(root)
     options = {"symmetrize": bool(symmetrize), "drop_duplicates": bool(drop_duplicates)}

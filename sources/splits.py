@@ -75,7 +75,7 @@ def drawn_per_class(labels, random) -> dict:
 
 
 def of_graphs(arrays, count, choice, seed) -> dict:
-    """Find the split of small graphs; a tenth of them is drawn as valid if that is missing, without a split also as test."""
+    """Find the split of small graphs; a missing valid part and, without a split, a test part are drawn, a tenth each."""
     split, random = found(arrays, count, choice), np.random.default_rng(seed)
     if isinstance(split, list):
         arrays.say(f"it has {len(split)} splits: split=0, the first, is taken; split=1 is the next")

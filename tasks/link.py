@@ -176,7 +176,7 @@ def edges_of(graph, edge_type):
 
 
 def lists_of(graph, keep):
-    """Keep the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
+    """Select the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
     before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])
     return before[graph.indptr], graph.indices[keep]
 
