@@ -145,7 +145,7 @@ def _part_beside(path, folder=False):
     lock were left by killed writers of `path` and are removed here."""
     start = os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
     name = re.compile(re.escape(start) + r"[0-9a-f]{16}\.part")
-    with contextlib.suppress(OSError):  # a folder that may be written to but not listed
+    with contextlib.suppress(OSError):  # the folder may be writable but not readable
         for left in filter(lambda entry: name.fullmatch(entry.name), list(path.parent.iterdir())):
             with contextlib.suppress(OSError), locked(left, at_once=fcntl.LOCK_NB):
                 _remove(left)
@@ -385,7 +385,7 @@ def check_size(path, name, record) -> Path:
 def check_in_use(store):
     """Raise StoreError if a file of an open store was truncated: reading its memory map would kill the process."""
     for name, record in store.meta["files"].items():
-        with contextlib.suppress(OSError):  # a file that was removed lives on in the maps
+        with contextlib.suppress(OSError):  # a removed file stays readable through its map
             if (size := os.lstat(store.path / name).st_size) < record["bytes"]:
                 raise StoreError(f"{store.path / name} was cut to {size} bytes while it was in use")
 
@@ -397,13 +397,13 @@ def unread() -> int:
 
 
 def readable_size(count) -> str:
-    """1234567 -> '1.23 MB'."""
+    """Format a number of bytes: 1234567 -> '1.23 MB'."""
     power = min(4, max(0, len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
 def plural(number, what) -> str:
-    """1, "row" -> "1 row"; 2000, "row" -> "2,000 rows"."""
+    """Format a count: 1, "row" -> "1 row"; 2000, "row" -> "2,000 rows"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

@@ -350,7 +350,7 @@ class LmdbFeatures:
         raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
 
     def verify(self):
-        """Raise StoreError for the first block whose checksum does not fit."""
+        """Raise StoreError for the first block whose checksum does not match."""
         blocks = range(-(-self.shape[0] // self.block_rows))
         self.file.read(lambda txn: [self._block(txn, n, check=True).size for n in blocks])
 

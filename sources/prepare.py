@@ -177,7 +177,7 @@ def build(
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
 
     Args:
-        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` behind a colon; or a table of edges.
+        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` after a colon; or a table of edges.
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.
@@ -372,7 +372,7 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
 
 
 def main(argv=None) -> int:
-    """The command line: build a data set and print the path of its store."""
+    """Run the command line: build a data set and print the path of its store."""
     about = "Build a data set and print the path of its store."
     parser = argparse.ArgumentParser(prog="sources.prepare", description=about)
     add = parser.add_argument

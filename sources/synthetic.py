@@ -22,7 +22,7 @@ SYNTHETIC = dict(
     train=0.08,
     valid=0.02,
     local=0.5,  # share of edges from the same community
-    sigma=0.6,  # spread of the logarithm of the in-degree
+    sigma=0.6,  # standard deviation of the logarithm of the in-degree
     noise=0.6,  # standard deviation per feature; centroids have length 1
     mixed=0.04,  # share of nodes with a random class instead of their community's
     # nodes per community; 0: 1,000, or fewer so that each class has at least four communities
