@@ -53,21 +53,21 @@ from sampler import DamagedGraph, mix
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
-# the command line, completed by the checkpoint to go on from
+# flags that are not given come from the checkpoint to resume, if any
 parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
-# backward on the calling thread: handing over to another takes 50 us
+# run backward on the calling thread: the hand-over to autograd's own thread takes 50 us
 torch.autograd.set_multithreading_enabled(False)
 
 
 class Eager:
-    """A training step in the shapes of its batch. `StepGraphs` of run/step_graph.py has the same methods. parallel: the
-    model, in DistributedDataParallel if there are several ranks. load: the loader's argument."""
+    """Eager training steps, in the shapes of each batch; `StepGraphs` of run/step_graph.py has the same methods.
+    parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load: as for `NodeLoader`."""
 
     def __init__(self, run, parallel, optimizer):
         self.run, self.parallel, self.optimizer, self.load = run, parallel, optimizer, run.task.load
 
     def begin(self):
-        """Before an epoch: forget the losses -> LossSum."""
+        """Reset the loss before an epoch -> LossSum."""
         self.losses = LossSum(torch.zeros((), dtype=torch.float64, device=self.run.ranks.device))
         return self.losses
 
@@ -79,28 +79,28 @@ class Eager:
             loss = run.task.loss(run.model, output, batch.y)
         sync = nullcontext() if batch.last or world == 1 else self.parallel.no_sync()
         with clock.timed("backward", on_gpu=True), sync:
-            # ranks average their gradients: so each seed weighs 1 / total, whatever rank and pass it is in
+            # DDP averages over ranks: with this factor each seed weighs 1 / total, whatever its rank and pass
             (loss * (world / batch.total)).backward()
         self.losses.total += loss.detach()
         if batch.last:
             with clock.timed("optimizer", on_gpu=True):
                 run.ranks.average_rows(run.model)
-                # a loss that is not finite skips the update: the weights are still those that produced it
+                # skip the update after a non-finite loss: keep the weights that produced it
                 if self.losses.finite(batch.step + 1):
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
 
 
 def train_epoch(run, stepper, stop, save, epoch, first):
-    """Run the steps of one epoch from step `first` -> (next step, stopped early, figures, spans of the stages)."""
+    """Run one epoch from step `first` -> (next step, stopped early, figures, laps of the `Clock`)."""
     ranks, args, count, done = run.ranks, run.args, 0, first
     run.model.train()
     clock, losses = Clock(ranks.gpus), stepper.begin()
     options = {"total": args.steps, "initial": first, "unit": "step", "leave": False}
-    # None: no bar where stderr is no terminal; it is None where it was closed
+    # None: a bar only if stderr is a terminal; sys.stderr is None if it was closed
     options["disable"] = None if ranks.leads and sys.stderr else True
     bar = tqdm(desc=f"epoch {epoch + 1}", **options)
-    # ahead of this loop, on threads: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
+    # its threads run ahead of this loop: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     loader = run.loader(run.store.split["train"], timed=clock.timed, load=stepper.load)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
@@ -131,12 +131,12 @@ def train_epoch(run, stepper, stop, save, epoch, first):
 
 
 def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
-    """Train from step `first` of epoch `start` on, validate and save after each epoch -> exit code where it was
-    stopped, else 0."""
+    """Train from step `first` of epoch `start`, validating and saving after each epoch -> exit code: that of the
+    signal if training was stopped, else 0."""
     ranks, args, model, level = run.ranks, run.args, run.model, 0
 
     def save(epoch, step, loss=0.0):
-        """Write the checkpoint, unless something in it is not finite on any rank -> whether all is finite."""
+        """Write the checkpoint if loss, weights and moments are finite on all ranks -> whether they are."""
         finite = all_finite(ranks, loss, model, optimizer)
         if finite and args.checkpoint and ranks.leads:
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
@@ -148,8 +148,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             ranks.say(f"early   stopped after epoch {epoch}: {since}")
             break
         check_in_use(run.store)
-        falls = (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # to 0 over all of --epochs
-        rate = args.lr * (falls if args.lr_schedule == "cosine" else 1.0)
+        cosine = (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # 1 to 0 over all of --epochs
+        rate = args.lr * (cosine if args.lr_schedule == "cosine" else 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         profiled = epoch == min(start + 1, args.epochs - 1)
@@ -159,18 +159,18 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)
-        at = f"in epoch {epoch + 1}, step {step} of {args.steps}"
+        where = f"in epoch {epoch + 1}, step {step} of {args.steps}"
         if not all_finite(ranks, loss := figures["loss"], model, optimizer):
-            what = "a weight is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-            raise not_finite(f"{what} {at}", run)
+            problem = "a weight is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+            raise not_finite(f"{problem} {where}", run)
         if stopped:
             save(epoch, step)
             report.stopped(epoch + 1, step)
             ranks.barrier()
             return stop.exit_code
-        for buffer in model.buffers() if ranks.world > 1 else ():  # the statistics of batch norm
+        for buffer in model.buffers() if ranks.world > 1 else ():  # batch-norm statistics
             torch.distributed.broadcast(buffer, 0)
-        with finite_scores(run, at):
+        with finite_scores(run, where):
             valid, watched = run.task.validate(run)
         rest = {"lr": rate, **valid, "peak_bytes": peak_memory(ranks)}
         figures = {"epoch": epoch + 1, **figures, **rest}
@@ -186,32 +186,32 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
 
 
 def prepare(args):
-    """The store directory of --dataset, built on first use."""
+    """Build the store of --dataset on first use -> its directory."""
     names = "seed", "backend", "symmetrize", "drop_duplicates", "feature_dtype"
     return datasets.prepare(args.dataset, args.root, **{k: getattr(args, k) for k in names})
 
 
 def train(ranks, args, path):
-    """Open, train, evaluate -> (exit code, {part: exact score}, name of that score); the last two None if stopped."""
+    """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
-    if not path:  # one rank of each machine builds the store, and the others find it
+    if not path:  # local rank 0 builds the store while the other ranks of its machine wait
         with ranks.patience():
             path = prepare(args) if ranks.local_rank == 0 else None
     fits = {"fits": partial(check_graph, state, file)} if state else {}
     run = open_run(ranks, args, path or prepare(args), **fits)
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    best = {"score": -math.inf, "epoch": 0, "model": None}  # of --weights best
+    best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
     del state, fits
-    if args.weights == "last":  # a later run that keeps the best begins anew
+    if args.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
     static = run.task.static_steps and args.trains and start < args.epochs
-    graphs, said = step_graph.build(run, optimizer) if static else (None, "")
+    graphs, message = step_graph.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
     describe(run, file, start, first)
-    ranks.say(said and f"graph   {'' if graphs else 'no CUDA graphs: '}{said}")
+    ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, args)
     with ddp.StopSignal(ranks) as stop:
         code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
@@ -229,25 +229,25 @@ def train(ranks, args, path):
 
 
 def train_many(ranks, args, path):
-    """--runs with seeds one after the other, each with its own split where the data set has none or several -> exit
-    code."""
+    """Train --runs times with consecutive seeds -> exit code. Each has its own split if the data set has none or
+    several."""
     exact = []
     for turn in range(args.runs):
         seed = args.seed + turn
-        own = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
-        own.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        code, scores, title = train(ranks, own, path)
+        one = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
+        one.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
+        code, scores, title = train(ranks, one, path)
         if code:
             return code
         exact.append({name: score for name, score in scores.items() if score is not None})
-        path = None  # with another split the next seed may have another store
-    names = dict.fromkeys(name for scores in exact for name in scores)  # a split may lack a part
+        path = None  # the next seed's split may make it another store
+    names = dict.fromkeys(name for scores in exact for name in scores)  # some runs may lack one
     columns = {name: [scores[name] for scores in exact if name in scores] for name in names}
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    words = {name: "%" if std[name] is None else f" +- {100 * std[name]:.2f}%" for name in names}
-    words |= {n: f"{words[n]} of {len(v)}" for n, v in columns.items() if len(v) < args.runs}
-    line = "  ".join(f"{name} {100 * mean[name]:.2f}{words[name]}" for name in names)
+    spread = {name: "%" if std[name] is None else f" +- {100 * std[name]:.2f}%" for name in names}
+    spread |= {n: f"{spread[n]} of {len(v)}" for n, v in columns.items() if len(v) < args.runs}
+    line = "  ".join(f"{name} {100 * mean[name]:.2f}{spread[name]}" for name in names)
     figures = {"runs": args.runs, "mean": mean, "std": std}
     report = Report(ranks, flags.changed(args, tensorboard=None))
     report.tell(f"exact {title} over {args.runs} seeds  {line}", figures)
@@ -255,12 +255,12 @@ def train_many(ranks, args, path):
 
 
 def worker(ranks, args, path):
-    """One rank's whole work -> exit code; what is wrong with the input is said in one sentence."""
+    """Run one rank -> exit code; bad input ends in a one-line message instead of a traceback."""
     try:
         return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
     except (StoreError, DamagedGraph, NotFinite) as error:
         if not ranks.leads:
-            # rank 0 speaks for all, and 2 s later they end; a rank that fails alone is still here and speaks
+            # if all fail, rank 0 reports and the rest are killed within 2 s; a rank that fails alone reports itself
             time.sleep(3)
         hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
         print(f"train.py: {error}{hint}", file=sys.stderr)
@@ -270,7 +270,7 @@ def worker(ranks, args, path):
 
 
 def main(argv=None):
-    """Run the command line -> exit code; `ddp.launch` exits with that of a rank that fails."""
+    """Run the command line -> exit code; if a rank fails, `ddp.launch` exits with its code."""
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         path = None if ddp.under_torchrun() else prepare(args)
