@@ -38,12 +38,12 @@ import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(minutes=30)  # of a collective
 LOOPBACK = "127.0.0.1"
-# SIGHUP comes from a closed terminal, and is ignored under nohup
+# SIGHUP: the terminal was closed; nohup ignores it
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Ranks(NamedTuple):
-    """Where this process stands among its peers."""
+    """This process's rank, and the collectives of its group."""
 
     rank: int = 0  # among all processes
     world: int = 1  # number of processes
@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
 
     @property
     def device(self):
-        """What this process trains on."""
+        """The torch.device this process trains on."""
         return torch.device("cuda", self.local_rank) if self.gpus else torch.device("cpu")
 
     @property
@@ -62,30 +62,30 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def say(self, line):
-        """Print a line, on rank 0, unless it is empty."""
+        """Print a line on rank 0, unless it is empty."""
         if self.leads and line:
             print(line, flush=True)
 
     def wrap(self, model, unused=False):
-        """Average gradients over the ranks and start from rank 0's parameters, when there are several. unused: some
-        parameters may take no part in the loss."""
+        """Wrap a model in DistributedDataParallel, if there are several ranks: they start from rank 0's parameters and
+        average gradients. unused: some parameters may take no part in the loss."""
         if self.world == 1:
             return model
-        if unused:  # of a model in which all parameters take part
+        if unused:  # DDP warns if all parameters take part after all
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         ids = [self.local_rank] if self.gpus else None
         distributed = torch.nn.parallel.DistributedDataParallel
-        apart = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
-        distributed._set_params_and_buffers_to_ignore_for_model(model, apart)
+        sparse = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
+        distributed._set_params_and_buffers_to_ignore_for_model(model, sparse)
         parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
         self.check_equal(model)
-        # on a GPU, DDP takes the time of every hundredth step, which costs nothing
+        # on CPU time every step, for `exchange`; on a GPU DDP times every hundredth, at no cost
         if not self.gpus:
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
 
     def average_rows(self, model):
-        """Average sparse gradients over the ranks, which DistributedDataParallel on GPUs cannot: through host memory."""
+        """Average sparse gradients over the ranks, through host memory: DistributedDataParallel cannot on GPUs."""
         if self.world == 1:
             return
         for weight in (module.weight for module in model.modules() if _is_sparse(module)):
@@ -95,8 +95,8 @@ class Ranks(NamedTuple):
                 weight.grad = self.reduce(grad).to(weight.device) / self.world
 
     def exchange(self, parallel):
-        """Average seconds a step in which gradients were exchanged and the backward pass was idle."""
-        times = parallel._get_ddp_logging_data()  # of the steps before the last
+        """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
+        times = parallel._get_ddp_logging_data()  # without the last step
         names = "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"
         communication, overlap = (times.get(name, 0) for name in names)
         return (communication - overlap) / 1e9
@@ -115,7 +115,7 @@ class Ranks(NamedTuple):
         return self.reduce(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_here(self, *values):
-        """Sum numbers over the ranks of this machine -> list; all machines have to call it together."""
+        """Sum numbers over the ranks of this machine -> list; a collective of all ranks of all machines."""
         first = self.rank - self.local_rank
         return [sum(part) for part in zip(*self.gather(values)[first : first + self.local_world])]
 
@@ -126,26 +126,26 @@ class Ranks(NamedTuple):
         return tensor
 
     def gather(self, value):
-        """Every rank's value (a number, a tensor, ...), in the order of the ranks -> list, on every rank."""
+        """Gather a value (number, tensor, ...) from every rank -> list, by rank, on every rank."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, data, source=0):
-        """Give the bytes of rank `source` to all -> bytes; what the others pass is ignored."""
+        """Broadcast bytes from rank `source` -> bytes; `data` of the other ranks is ignored."""
         values = [data]
         if self.world > 1:
             dist.broadcast_object_list(values, source, device=torch.device("cpu"))
         return values[0]
 
     def barrier(self):
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.sum(0)
 
     @contextmanager
     def patience(self, limit=timedelta(days=2)):
-        """One rank works inside, maybe for hours; the others wait at the end, beyond the timeout of collectives."""
+        """Context in which one rank may work for hours: the others wait at its end, up to `limit`, not TIMEOUT."""
         group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
         yield
         if group is not None:
@@ -153,7 +153,7 @@ class Ranks(NamedTuple):
             dist.destroy_process_group(group)
 
     def part(self, n):
-        """This rank's slice of n items: contiguous, no item twice or left out, sizes that differ by at most one."""
+        """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
 
@@ -162,29 +162,29 @@ def _is_sparse(module):
 
 
 def under_torchrun():
-    """True when torchrun (or another launcher with its variables) started this process."""
+    """Return True if torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(worker, nprocs, *args, gpus=0):
-    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank of torchrun's; SystemExit with the code
-    that a rank failed with or returned, if it is not 0.
+    """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank under torchrun. SystemExit with the
+    exit code of the first rank that fails.
 
-    With one process it runs right here. A rank that raises takes the others down; its traceback is printed. SIGINT,
-    SIGTERM and SIGHUP are passed on to the ranks, which may finish what they do (see StopSignal); a second SIGINT
-    kills them.
+    With nprocs=1 the worker runs in the calling process. If a rank raises, its traceback is printed and the others are
+    killed. SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which may finish their step (see StopSignal); a
+    second SIGINT kills them.
 
     Args:
-        worker: a function of a module that can be imported (the processes are spawned).
-        nprocs: processes on this machine; torchrun's own number takes its place.
-        gpus: GPUs on this machine, one for each process, or 0 for CPU.
+        worker: a function that can be imported, because the processes are spawned; its return value is the exit code.
+        nprocs: processes on this machine; under torchrun its --nproc-per-node counts instead.
+        gpus: GPUs on this machine, one per process; 0 for CPU.
     """
     if under_torchrun():
         env, store = os.environ, None
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
         local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # it outlives a restart (torch 2.13): without a prefix a rank could find where a dead one listened
+            # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
             store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"attempt {attempt}", store)
@@ -193,25 +193,25 @@ def launch(worker, nprocs, *args, gpus=0):
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
         return
-    # The parent is the rendezvous, on a free port of the loopback: torch's own would listen on every address.
+    # The parent hosts the rendezvous on a free loopback port: torch's own store would listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
-    given = worker, nprocs, gpus, port, os.getpid(), args
-    # inherited: Ctrl-C reaches the whole group of a terminal, also while the ranks import torch
+    arguments = worker, nprocs, gpus, port, os.getpid(), args
+    # ranks inherit SIG_IGN: Ctrl-C reaches the whole process group, also while they import torch
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        context = mp.spawn(_spawned, given, nprocs, join=False)
+        context = mp.spawn(_spawned, arguments, nprocs, join=False)
     finally:
         signal.signal(signal.SIGINT, before)
     _supervise(context)
-    del store  # it is needed until here
+    del store  # the ranks need it until here
 
 
 @contextmanager
 def _handling(handler):
-    """Handle STOPS, except those that are ignored."""
+    """Context in which `handler` handles the signals in STOPS that are not ignored."""
     handled = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in handled}
     try:
@@ -222,7 +222,7 @@ def _handling(handler):
 
 
 def _supervise(context):
-    """Wait for spawned ranks, passing signals on; exit as the first failing rank did, leaving none behind."""
+    """Wait for spawned ranks and pass signals on; if one fails, kill the rest and exit with its code."""
     received = []
 
     def forward(number, frame):
@@ -230,7 +230,7 @@ def _supervise(context):
         for process in filter(mp.Process.is_alive, context.processes):
             (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
 
-    # torch warns of each process that it terminates
+    # torch logs a warning for each process it terminates
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with _handling(forward):
         try:
@@ -254,11 +254,11 @@ def _supervise(context):
 
 def _spawned(rank, worker, nprocs, gpus, port, parent, args):
     _end_with_the_parent()
-    if os.getppid() != parent:  # it was killed while this process imported torch
+    if os.getppid() != parent:  # the parent was killed while this process imported torch
         os._exit(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are all on this machine
-    # these reach the whole group of a terminal; the parent passes them on as SIGTERM
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+    # a terminal sends these to the whole process group; the parent passes them on as SIGTERM
     for number in set(STOPS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
@@ -266,13 +266,13 @@ def _spawned(rank, worker, nprocs, gpus, port, parent, args):
 
 
 def _end_with_the_parent():
-    """Have the kernel kill this process when its parent dies, however that happens."""
+    """Make the kernel kill this process when its parent dies for any reason (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _run(worker, ranks, store, args):
-    """Join the process group, run the worker, end the process with the worker's code, or 1 where it raised."""
+    """Join the process group, run the worker and exit the process with its code, or 1 if it raised."""
     _end_with_the_parent()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // ranks.local_world))
@@ -282,30 +282,30 @@ def _run(worker, ranks, store, args):
             os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
     where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
-    # with its GPU NCCL connects here and now, and never guesses a device
+    # given device_id, NCCL connects now and never guesses a device
     where |= {"device_id": ranks.device} if ranks.gpus else {}
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
         code = worker(ranks, *args) or 0
-        if not code:  # else peers may still be waiting elsewhere
+        if not code:  # else peers may still wait in another collective
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            # a peer failed first: its traceback is the one to see, and the parent kills this process within 2 s
+            # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
         traceback.print_exc()
         code = 1
-    # Gloo's threads may still hold tensors, and abort if they release them while the interpreter is finalized (pytorch
-    # issue 190489): the process exits before.
+    # Gloo's threads may still hold tensors and abort if they release them during interpreter finalization (pytorch
+    # issue 190489): exit before it.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        print(end="", file=stream, flush=True)  # None where it was closed
+        print(end="", file=stream, flush=True)  # stream is None if it was closed
     os._exit(code)
 
 
 def cores_near(gpu, sysfs="/sys"):
-    """Cores of this process near a GPU (torch.cuda.get_device_properties); all of them if the kernel does not know."""
+    """Return this process's cores nearest to a GPU (torch.cuda.get_device_properties), or all if sysfs lists none."""
     cores = os.sched_getaffinity(0)
     try:
         slot = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -318,8 +318,8 @@ def cores_near(gpu, sysfs="/sys"):
 
 
 class StopSignal:
-    """Agree on stopping after a SIGINT, SIGTERM or SIGHUP: all ranks leave after the same step. The answer is one step old,
-    from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once."""
+    """Make all ranks stop after the same step once one receives SIGINT, SIGTERM or SIGHUP. The answer comes one step
+    late, from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once."""
 
     def __init__(self, ranks):
         self.ranks, self.received, self.work, self.answer = ranks, 0, None, False
@@ -341,11 +341,11 @@ class StopSignal:
         self.received = number
 
     def request(self):
-        """Ask all ranks to stop, as a signal would."""
+        """Ask all ranks to stop, as if SIGTERM had been received."""
         self.received = self.received or signal.SIGTERM
 
     def agreed(self):
-        """True on every rank, in the same call, once any rank received a signal. Call it once a step on each."""
+        """Return True on every rank, in the same call, once any rank received a signal. Call it once per step."""
         if self.ranks.world == 1:
             self.answer = self.received != 0
         else:
@@ -359,5 +359,5 @@ class StopSignal:
 
     @property
     def exit_code(self):
-        """The shell's code for a process that stopped on the signal: 130 for SIGINT, 143 for SIGTERM."""
+        """The shell's exit code for the signal: 130 for SIGINT, 143 for SIGTERM or if only another rank got one."""
         return 128 + (self.received or signal.SIGTERM)
