@@ -37,7 +37,7 @@ RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in 
 METHODS = ("uniform", "labor", "latest")
 BACKENDS = ("auto", "native", "torch", "dgl")
 DAMAGED = "the graph is damaged: an offset in indptr or a node id in indices is out of range"
-NO_TYPE = -2  # in rule.h, too
+NO_TYPE = -2  # fanout of a type that does not exist, as in rule.h
 
 
 class Block(NamedTuple):
@@ -55,11 +55,11 @@ class Block(NamedTuple):
     edge_type: Tensor | None = None  # [E] the type of each edge, where edges have types
 
     num_src = property(lambda self: self.src_nodes.numel(), doc="N, the number of source nodes.")
-    num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, that of destination nodes.")
-    num_edges = property(lambda self: self.indices.numel(), doc="E, that of edges.")
+    num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, number of destinations.")
+    num_edges = property(lambda self: self.indices.numel(), doc="E, number of edges.")
 
     def to(self, device, non_blocking=False):
-        """The block with its tensors on `device`."""
+        """Return the block with its tensors on `device`."""
         return Block(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self))
 
     def record_stream(self, stream):
@@ -69,13 +69,13 @@ class Block(NamedTuple):
                 t.record_stream(stream)
 
     def to_dgl(self):
-        """The same as DGL's block, with dgl.NID set, and dgl.EID and dgl.ETYPE where it has edge_ids and edge_type."""
+        """Convert to a DGL block with dgl.NID set, and dgl.EID and dgl.ETYPE from edge_ids and edge_type, if any."""
         from native.dgl import to_dgl
 
         return to_dgl(self)
 
     def to_pyg(self):
-        """PyG's (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
+        """Convert for PyG -> (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
         degree = self.indptr.diff().long()
         dst = torch.arange(self.num_dst, device=degree.device).repeat_interleave(degree)
         return torch.stack([self.indices.long(), dst]), self.edge_ids, (self.num_src, self.num_dst)
@@ -86,31 +86,31 @@ class DamagedGraph(IndexError):
 
 
 class SamplingSpec(NamedTuple):
-    """What a backend samples: the graph, contiguous and on one device, and how to draw from it."""
+    """What a backend is made from: the graph, contiguous and on one device, and the sampling options."""
 
     indptr: Tensor  # int64 [V+1]
     indices: Tensor  # int32 or int64 [M]
     weights: Tensor | None  # float [M]
-    edge_times: Tensor | None  # int64 [M], ascending in each list
-    strict: bool  # only edges before the time of their destination
-    window: int  # only edges later than this before that time; 0: all
-    edge_type: Tensor | None  # uint8 or int16 [M], ascending in each list; drawn from by type
-    fanout_of: Tensor | None  # int64 [L, all numbers of a type] k of each type, NO_TYPE beyond
-    one_draw: bool  # all hops have the key of hop 0
+    edge_times: Tensor | None  # int64 [M], ascending in each neighbour list
+    strict: bool  # only edges before the destination's time; False: also those at it
+    window: int  # only edges later than the destination's time minus this; 0: all
+    edge_type: Tensor | None  # uint8 or int16 [M], ascending in each list, to sample by type
+    fanout_of: Tensor | None  # int64 [L, 256 or 65536] k per hop and type, NO_TYPE: no such type
+    one_draw: bool  # all hops use the key of hop 0
     rule: str  # one of RULES
-    edge_ids: bool  # whether blocks have them
+    edge_ids: bool  # whether blocks have edge_ids
     threads: int | None  # None: torch.get_num_threads()
 
-    rule_number = property(lambda self: RULES.index(self.rule), doc="The rule in C.")
+    rule_number = property(lambda self: RULES.index(self.rule), doc="As in rule.h.")
 
 
 class Hop(NamedTuple):
-    """What to draw in one hop."""
+    """Fanout and random key of one hop of a batch."""
 
     k: int  # fanout, -1: all
-    key: int  # hop_key() of it
-    relabel: bool  # False: indices keep global ids, src_nodes are the destinations alone
-    fanout_of: Tensor | None  # k of each type instead
+    key: int  # from hop_key()
+    relabel: bool  # False: indices keep global ids, src_nodes has only the destinations
+    fanout_of: Tensor | None  # [256 or 65536] k per type, in place of k
 
 
 class NeighborSampler:
@@ -118,31 +118,31 @@ class NeighborSampler:
 
     Args:
         indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device.
-        fanouts: neighbours a node takes, from the seeds outward (15,10,5: 15 for each seed, then 10 for each of those,
-            then 5); -1 takes all. DGL lists the same in the opposite order. Of edges with types a number is for each
-            type, or a list has one for each: [[10, 3], [5, 0]].
+        fanouts: neighbours sampled per node, from the seeds outward (15,10,5: 15 for each seed, 10 for each of those,
+            then 5); -1 takes all. DGL lists them in the opposite order. With edge types a number applies to each
+            type, and a list has one number per type: [[10, 3], [5, 0]].
         replace: draw with replacement (uniform only).
-        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, chosen so that seeds with common
-            neighbours take the same ones, which makes the outer hops smaller; "latest", for edges with times: the last k.
+        method: "uniform"; "labor" (LABOR-0, arXiv 2210.13339): k neighbours on average, so that seeds with common
+            neighbours share them, which makes the outer hops smaller; "latest": the k latest by edge_times.
         layer_dependency: ("labor" only) reuse a node's random draw in all hops: fewer distinct sources in a batch.
         batch_dependency: ("labor" only) reuse it for this many consecutive steps, as GraphBolt does: fewer new sources.
         weights: float [M], not negative: draw without replacement with probability following the weights
             (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
-        edge_times: int64 [M], ascending in each neighbour list: `sample` is given a time for each seed, and a node samples
-            among its edges no later than the time of the seed it was reached from. strict: only edges before that time.
-            window: only edges later than that time minus this, an int above 0; None: all.
-        edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list, edge_times then within each type: the
-            edges of each type are drawn as if they were the whole list, with random numbers of their own. by_type:
-            False draws from all together, as if they had no types; not with edge_times.
+        edge_times: int64 [M], ascending in each neighbour list: `sample` then takes a time for each seed, and a node
+            samples only edges no later than the time of the seed that reached it. strict: only edges before that time.
+            window: int above 0: only edges later than that time minus this; None: all.
+        edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list (and edge_times within each type).
+            Each type's edges are sampled as if they were the whole list, with their own random draws. by_type:
+            False samples as if the edges had no types; not with edge_times.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
             and random numbers), or "auto": native where available, else torch.
-        check: validate the graph once, here; without it, `sample` raises DamagedGraph when it reads something impossible.
+        check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.
         threads: of one `sample` call of the native backend; default torch.get_num_threads().
 
     Attributes:
-        backend: the name of the backend in use. engine: its object.
+        backend: name of the backend in use. engine: the backend object.
 
     Raises:
         ValueError, TypeError: for invalid arguments; the message names the value and what is accepted.
@@ -192,7 +192,7 @@ class NeighborSampler:
         self.task = SamplingSpec(*graph, *drawn_from, *how)
         self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
 
-    def __getstate__(self):  # of the engine's code another process loads its own
+    def __getstate__(self):  # without the engine: another process loads the compiled code itself
         return {**vars(self), "engine": None}
 
     def __setstate__(self, state):
@@ -200,31 +200,31 @@ class NeighborSampler:
         self.backend, self.engine = _load(self.backend, self.task, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
-        """Sample the neighbourhood of `seeds`; several threads may do so at once.
+        """Sample the neighbourhood of `seeds`; thread-safe.
 
         Args:
             seeds: int32 or int64 [S], distinct node ids; a node may repeat with another time.
             step: int, the number of the batch; it keys the random draws.
-            times: int64 [S], the time of each seed, where the edges have times and only there.
-            exclude: edges that are not taken in any hop, as if the graph did not have them: their positions in
-                `indices`, int32 or int64 [X], in any order; or a mask, bool [M], which costs O(M). On a GPU this adds a
-                synchronization of the host.
+            times: int64 [S], the time of each seed; needed with edge_times, refused without.
+            exclude: edges to leave out in every hop, as if the graph did not have them: their positions in `indices`,
+                int32 or int64 [X], in any order; or a mask, bool [M], which costs O(M). On a GPU the host has to
+                synchronize for this.
             relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
-                straight out of the feature table; its src_nodes are then the destinations alone.
+                straight from the feature table; blocks[0].src_nodes then has only the destinations.
 
         Returns:
             One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
             blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a source has the time of the destination
-            that took it; pairs are numbered by first appearance.
+            that sampled it; (node, time) pairs are numbered by first appearance.
 
         Raises:
-            TypeError, IndexError, ValueError: seeds or edges of another type or out of range; repeated seeds; times
-                that are missing or not asked for; edges to exclude with backend "dgl".
-            DamagedGraph: an IndexError as well. Backend "torch" does not look for it on a GPU.
+            TypeError, IndexError, ValueError: seeds or edges of a wrong dtype or out of range; repeated seeds; times
+                missing or unexpected; exclude with backend "dgl".
+            DamagedGraph: a subclass of IndexError. Backend "torch" does not check for it on a GPU.
         """
         _check_ids("seeds", seeds, "node ids")
         if times is not None and not self.timed:
-            raise ValueError("times are given and the edges have none; give the sampler edge_times")
+            raise ValueError("times are given but the edges have none; give the sampler edge_times")
         if self.timed and _kind(times) != f"torch.int64 {list(seeds.shape)}":
             wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
             raise TypeError(f"times must be {wanted}, not {_kind(times)}")
@@ -257,12 +257,12 @@ class NeighborSampler:
 
     def _with_types(self, block):
         types, ids = block.edge_type, block.edge_ids
-        if types is None:  # drawn by the C code they are there
+        if types is None:  # the C code returns them with the block
             types = self.edge_type.index_select(0, ids)
         return block._replace(edge_type=_as_signed(types), edge_ids=ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
-        """Edge ids or a mask -> int64 [X] on the graph's device, ascending, each once; None for no edges."""
+        """Convert edge ids or a mask to distinct ascending ids -> int64 [X] on the graph's device; None if empty."""
         M, device = self.indices.numel(), self.indices.device
         if isinstance(exclude, Tensor) and exclude.dtype == torch.bool and exclude.shape == (M,):
             edges = exclude.nonzero().squeeze(1).to(device)
@@ -274,7 +274,7 @@ class NeighborSampler:
 
 
 def _load(backend, task, fanouts, seed):
-    """-> (name of the backend in use, its object): torch where a native one is unavailable, after one warning."""
+    """Make the backend -> (its name, its object); where native is unavailable that is torch, after one warning."""
     engine = None
     if backend == "dgl":
         from native.dgl import Backend
@@ -295,17 +295,17 @@ def _warn_missing():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arguments that are refused.
+# Argument checks.
 
 
 def _as_signed(types):
-    """uint16 as int16 and back, uint8 as it is: torch has few operations for uint16."""
+    """View uint16 as int16 and back, because torch has few operations for uint16; uint8 is unchanged."""
     other = {torch.uint16: torch.int16, torch.int16: torch.uint16}
     return types.view(other.get(types.dtype, types.dtype))
 
 
 def _numbers(k):
-    """A fanout: int, or list of int, one for each type."""
+    """Check a fanout -> int, or list of int, one per type."""
     try:
         return [*map(index, k)] if isinstance(k, list | tuple) else index(k)
     except TypeError as error:
@@ -313,17 +313,17 @@ def _numbers(k):
 
 
 def _fanout_of(fanouts, edge_type, check):
-    """Numbers by type -> int64 [L, all numbers of a type], the most edges of a hop, -1: unknown."""
-    there, known = 1, all(isinstance(k, list) for k in fanouts)
-    if edge_type.numel() and (check or not known):
+    """Fanouts by type -> (k per type, int64 [L, 256 or 65536]; list of edges at most per destination, -1: no limit)."""
+    num_types, all_lists = 1, all(isinstance(k, list) for k in fanouts)
+    if edge_type.numel() and (check or not all_lists):
         low, high = map(int, edge_type.aminmax())
-        there = high + 1
+        num_types = high + 1
         if low < 0:
             raise ValueError(f"edge_type has types above {(1 << 15) - 1}, which is the largest")
-    lists = [k if isinstance(k, list) else [k] * there for k in fanouts]
+    lists = [k if isinstance(k, list) else [k] * num_types for k in fanouts]
     table = torch.full((len(lists), 256 if edge_type.dtype == torch.uint8 else 1 << 16), NO_TYPE)
-    if not all(there <= len(numbers) <= table.shape[1] for numbers in lists):
-        needed = f"edge_type has {there} types, one number for each is needed"
+    if not all(num_types <= len(numbers) <= table.shape[1] for numbers in lists):
+        needed = f"edge_type has {num_types} types, one number for each is needed"
         raise ValueError(f"fanouts {fanouts}: {needed}")
     for row, numbers in zip(table, lists):
         row[: len(numbers)] = torch.tensor(numbers)
@@ -335,33 +335,33 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
     for k in fanouts:
         numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
     first = lambda on: next(filter(on.get, on), None)  # noqa: E731
-    kinds = {"replace": replace, f"method {method!r}": method != "uniform"}
-    kinds = [name for name, on in {**kinds, "weights": weights is not None}.items() if on]
+    rules = {"replace": replace, f"method {method!r}": method != "uniform"}
+    rules = [name for name, on in {**rules, "weights": weights is not None}.items() if on]
     by_time = first({"strict": strict, "window": window is not None, method: method == "latest"})
     dependent = first({"layer_dependency": layer, "batch_dependency": steps > 1})
     columns = {"edge_times": times is not None, "edge_type": edge_type is not None}
     not_dgl, lists = dependent or first(columns), any(isinstance(k, list) for k in fanouts)
     untyped = edge_type is None and (lists or not by_type)
     together = not by_type and (lists or times is not None)
-    wrong_number = min(numbers, default=-2) < -1 or max(numbers) >= 1 << 31
-    endless = window is not None and (window % 1 != 0 or not 0 < window < 1 << 63)
+    bad_fanout = min(numbers, default=-2) < -1 or max(numbers) >= 1 << 31
+    bad_window = window is not None and (window % 1 != 0 or not 0 < window < 1 << 63)
     for wrong, complaint in (
         (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
         (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
         (
-            wrong_number,
+            bad_fanout,
             f"fanouts {fanouts}: give one number for each hop, positive or -1 (all), below 2^31",
         ),
         (replace and -1 in numbers, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
-        (len(kinds) > 1, f"{' and '.join(kinds)} exclude each other; choose one"),
+        (len(rules) > 1, f"{' and '.join(rules)} exclude each other; choose one"),
         (by_time and times is None, f"{by_time} needs edge_times"),
-        (endless, f"window is {window}: give an int above 0"),
+        (bad_window, f"window is {window}: give an int above 0"),
         (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
         (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
-        (untyped, f"fanouts {fanouts}, by_type={by_type}: numbers by type need edge_type"),
+        (untyped, f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type"),
         (
             together,
-            "by_type=False is not for numbers by type, nor for edge_times: types come first",
+            "by_type=False is not for fanouts by type, nor for edge_times: lists rise by type",
         ),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
     ):
@@ -394,13 +394,13 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
     same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
-    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # from one list to the next
+    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # across the border of two lists
     types = edge_type.to(torch.int32) if edge_type is not None and by_type else None
     for name, values in (("edge_type", types), ("edge_times", edge_times)):
         if values is None:
             continue
-        if (falls := (same & (values[1:] < values[:-1])).nonzero()).numel():
-            v = int(torch.searchsorted(indptr, falls[0] + 1, right=True)) - 1
+        if (drops := (same & (values[1:] < values[:-1])).nonzero()).numel():
+            v = int(torch.searchsorted(indptr, drops[0] + 1, right=True)) - 1
             how = "time" if types is None else "type, then time"
             raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
         same &= values[1:] == values[:-1]  # times ascend within a type
@@ -421,7 +421,7 @@ def _check_range(name, ids, n, kind):
 
 
 def outside(ids, n):
-    """One of the ids that is not in 0 .. n-1, or None."""
+    """Return an id that is not in 0 .. n-1, or None."""
     low, high = (int(x) for x in ids.aminmax()) if ids.numel() else (0, -1)
     return low if low < 0 else high if high >= n else None
 
@@ -437,7 +437,7 @@ def mix(z):
     z = z + (0x9E3779B97F4A7C15 - (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         shifted = z >> shift
-        shifted &= (1 << (64 - shift)) - 1  # logical: without the copies of the sign
+        shifted &= (1 << (64 - shift)) - 1  # logical shift: clear the copies of the sign
         shifted ^= z
         shifted *= factor - (factor >> 63 << 64)
         z = shifted
@@ -450,12 +450,12 @@ def hop_key(seed, step, hop):
 
 
 def _signed(key):
-    """64 bits as an int that fits into int64."""
+    """Reinterpret an unsigned 64-bit int as signed, to fit into int64; a tensor is unchanged."""
     return key if isinstance(key, Tensor) else key - (key >> 63 << 64)
 
 
 def random_bits(key, v, j, bits=32):
-    """Random bits as int64: draw j of node v, for int64 tensors that broadcast; key: 64 bits, or such a tensor."""
+    """Draw j of node v -> random bits, int64. v and j: int64 tensors that broadcast; key: 64 bits or such a tensor."""
     z = mix(mix(v ^ _signed(key)) ^ j)
     return z >> (64 - bits) & (1 << bits) - 1
 
@@ -465,19 +465,19 @@ def random_bits(key, v, j, bits=32):
 
 
 class TorchBackend:
-    """Plain torch operations: every pass over all destinations at once. The backends of native/ are made and called
-    alike, but `sample` of native/sampler_gpu.py takes (seeds, step, relabel_outer, exclude, times)."""
+    """Plain torch operations, each pass over all destinations at once. The backends of native/ have the same `sample`,
+    except that of native/sampler_gpu.py, which takes (seeds, step, relabel_outer, exclude, times)."""
 
     def __init__(self, task):
         self.task, self.num_nodes = task, task.indptr.numel() - 1
-        # stream -> idle tables [V] of each node's local id in the batch, V where it has none; cleaned before the next
-        # batch on the same stream uses them
+        # {stream: idle tables [V] from node to local id in the batch, V: none}; a batch resets its table on its stream
+        # before another batch of that stream takes it
         self.tables = {}
 
     def sample(self, seeds, hops, exclude=None, times=None):
-        """Sample a `Hop` for each fanout -> the fields of a Block for each, from the seeds outward; None if a seed is
-        repeated. seeds: [S], of the graph's integer type. exclude: int64 [X] edge ids, ascending, each once, or None.
-        times: int64 [S] or None. With times a source is the number node + V * (number of its time in the batch)."""
+        """Sample each `Hop` -> the fields of a Block for each, from the seeds outward; None if a seed is repeated.
+        seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
+        None; with times, src holds node + V * (index of its time among the batch's distinct times)."""
         V, dtype, src, at, values = self.num_nodes, seeds.dtype, seeds, None, None
         if times is None:
             idle, table = self._number(seeds)
@@ -507,7 +507,7 @@ class TorchBackend:
         return blocks
 
     def _number(self, seeds):
-        """-> (idle tables of the current stream, a table of local ids with the seeds in it; None if one is repeated)."""
+        """Number the seeds in a table -> (idle tables of this stream, the table or, if a seed is repeated, None)."""
         stream = torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None
         idle = self.tables.setdefault(stream, [])
         try:
@@ -517,7 +517,7 @@ class TorchBackend:
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):
-            return idle, None  # the table is not clean, so it is dropped
+            return idle, None  # this table is not reset, so it is not used again
         return idle, table
 
     def _pick(self, v, hop, exclude, times):
@@ -531,7 +531,7 @@ class TorchBackend:
             raise IndexError("a list in indptr")
         if hop.fanout_of is None:
             return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
-        # the edges of a type are a list of their own: [G] lists, with a k and a key each
+        # the edges of a type are a list of their own: G lists, each with its own k and key
         places = expand(start, degree)
         row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree)
         group = (task.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
@@ -554,26 +554,26 @@ class TorchBackend:
         return _prefix_sum(counts), torch.cat([*edges, none])[order]
 
     def _pick_lists(self, v, start, degree, k, key, exclude, times):
-        """`_pick` for lists [S] that begin at `start`; key: an int, or int64 [S]."""
+        """`_pick` from lists with `degree` edges each, [S], that begin at `start` [S]; key: an int, or int64 [S]."""
         task, rule = self.task, self.task.rule
-        of = lambda rows: key[rows] if isinstance(key, Tensor) else key  # noqa: E731
+        keys = lambda rows: key[rows] if isinstance(key, Tensor) else key  # noqa: E731
         if times is not None:
-            seen = task.edge_times, start, degree, times, task.strict, task.window
-            start, degree = seen_at(*seen)
+            lists = task.edge_times, start, degree
+            start, degree = seen_at(*lists, times, task.strict, task.window)
         gap = None  # [S] index in exclude of a list's first excluded edge
         if exclude is not None:
             gap = torch.searchsorted(exclude, start)
             degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
-        if rule in ("labor", "weighted"):  # every edge of every list is looked at
+        if rule in ("labor", "weighted"):  # look at every edge of every list
             indptr, places = _prefix_sum(degree), expand(start, degree)
             row = torch.arange(v.numel(), device=v.device)
             row = row.repeat_interleave(degree, output_size=places.numel())
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
             if rule == "labor":
-                near = task.indices[edges].long()  # a source's own draw decides
-                kept = (random_bits(of(row), near, 0) * degree[row] <= k << 32) | (k < 0)
+                source = task.indices[edges].long()  # one draw per source, for all destinations
+                kept = (random_bits(keys(row), source, 0) * degree[row] <= k << 32) | (k < 0)
             else:
-                kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, of(row))
+                kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, keys(row))
             return _prefix_sum(kept)[indptr], edges[kept]
         if rule == "replace":
             counts, draws = torch.where(degree > 0, k, 0), degree > 0
@@ -583,10 +583,10 @@ class TorchBackend:
         if rule == "latest":
             start, draws = start + degree - counts, torch.zeros_like(draws)
         indptr, edges = _prefix_sum(counts), expand(start, counts)
-        rows = draws.nonzero().squeeze(1)  # [R] the others take their whole list
+        rows = draws.nonzero().squeeze(1)  # [R] that draw; the others take their whole list
         if rows.numel():
             j = torch.arange(k, device=v.device).unsqueeze(1)  # [k, 1]
-            bits, d = random_bits(of(rows), v[rows], j), degree[rows]  # [k, R], [R]
+            bits, d = random_bits(keys(rows), v[rows], j), degree[rows]  # [k, R], [R]
             pick = (bits * d) >> 32 if rule == "replace" else _floyd(bits, d)
             edges.index_put_((indptr[rows] + j,), start[rows] + pick)
         if gap is not None:
@@ -601,17 +601,17 @@ class TorchBackend:
             return weight > 0
         uniform = (random_bits(key, v, position).double() + 0.5) * 2.0**-32
         order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
-        # by row, the largest first; rows keep their extent
+        # sort by row again, each row's largest key first
         order = order[torch.argsort(row[order], stable=True)]
         rank = torch.empty_like(position).scatter_(0, order, position)
         return (rank < k) & (weight > 0)
 
     def _relabel(self, table, src, ids):
-        """Assign local ids to the new nodes among ids int64 [E], by first appearance -> src_nodes [N], positions in it [E]."""
+        """Assign local ids to new nodes in ids int64 [E], by first appearance -> src_nodes [N], positions in it [E]."""
         like, local = dict(dtype=src.dtype, device=src.device), table.index_select(0, ids)
         new = (local == self.num_nodes).nonzero().squeeze(1)  # edges to nodes without a local id
         ids = ids[new]
-        claim = torch.arange(-ids.numel(), 0, **like)  # below every number
+        claim = torch.arange(-ids.numel(), 0, **like)  # negative: below every local id
         # the first edge wins, whatever the order of writes
         table.scatter_reduce_(0, ids, claim, "amin")
         winners = ids[table.index_select(0, ids) == claim]
@@ -625,14 +625,14 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
 
 
 def expand(start, counts):
-    """start, start+1, ..., start+count-1 of every row, one after the other: [E]."""
+    """Concatenate start, start+1, ..., start+count-1 of all rows -> [E]."""
     shift, E = start - counts.cumsum(0) + counts, int(counts.sum())
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
 
 
 def number_before(edge_times, start, degree, times, strict):
-    """For each list [S] the number of edges no later than its time [S], earlier if strict: a vectorized binary search."""
-    at, left = start, degree  # the edges before `at` do; the next `left` are undecided
+    """Count each list's edges no later than its time (earlier if strict), by vectorized binary search -> int64 [S]."""
+    at, left = start, degree  # edges before `at` count; the next `left` are undecided
     for _ in range(int(degree.max()).bit_length() if degree.numel() else 0):
         half = left // 2
         middle = edge_times.index_select(0, (at + half).clamp(max=edge_times.numel() - 1))
@@ -642,19 +642,19 @@ def number_before(edge_times, start, degree, times, strict):
 
 
 def seen_at(edge_times, start, degree, times, strict, window):
-    """The part of each list [S] that is seen at a time [S], see `NeighborSampler` -> start, degree; window: 0 or None
-    for none."""
+    """Cut each list [S] to the edges that a destination at time [S] may take, see `NeighborSampler` -> start, degree.
+    window: 0 or None for none."""
     degree = number_before(edge_times, start, degree, times, strict)
     if not window:
         return start, degree
     since = times - window
     early = number_before(edge_times, start, degree, since, False)
-    early = early.masked_fill(since > times, 0)  # it wrapped around: all are later
+    early = early.masked_fill(since > times, 0)  # `since` wrapped around: all edges are later
     return start + early, degree - early
 
 
 def _number_by_appearance(src, ends):
-    """Append the ids of ends [E] that are not in src [N] (distinct), by first appearance -> (all ids, position of each end)."""
+    """Append ids of ends [E] not yet in src [N] (distinct), by first appearance -> (all ids, position of each end)."""
     values, inverse = torch.cat([src, ends]).unique(return_inverse=True)
     place = torch.arange(inverse.numel(), device=src.device)
     first = torch.full_like(values, inverse.numel()).scatter_reduce_(0, inverse, place, "amin")
@@ -664,10 +664,10 @@ def _number_by_appearance(src, ends):
 
 
 def _past_excluded(edges, exclude, gap):
-    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick`. There are
-    exclude[i] - i kept edges before excluded edge i: a binary search in these gives how many excluded edges to skip."""
-    behind = exclude - torch.arange(exclude.numel(), device=exclude.device)
-    return edges + torch.searchsorted(behind, edges - gap, right=True) - gap
+    """Edges [E], counted without the excluded ones [X] -> their positions in indices; gap [E]: see `_pick_lists`.
+    exclude[i] - i kept edges precede excluded edge i: a binary search in these gives how many excluded ones to skip."""
+    kept_before = exclude - torch.arange(exclude.numel(), device=exclude.device)
+    return edges + torch.searchsorted(kept_before, edges - gap, right=True) - gap
 
 
 def _floyd(bits, degree):
