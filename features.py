@@ -36,7 +36,7 @@ import torch
 MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")
 CHUNK_BYTES = 1 << 24  # rows copied at a time
 CHUNK_EDGES = 1 << 22  # edges handled at a time
-PIECE_BYTES = 1 << 30  # host memory registered at a time: one call cannot register very much
+PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot register very much
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,18 +44,18 @@ PIECE_BYTES = 1 << 30  # host memory registered at a time: one call cannot regis
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU `x` is valid until the next batch is asked for, unless the ring has reuse=False."""
+    """A batch on the training device. On CPU, unless the ring has reuse=False, the next batch may overwrite `x`."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
     x: torch.Tensor
     y: torch.Tensor  # [S] labels of the seeds
-    ready: Any = None  # CUDA event: the tensors have arrived; None on CPU
+    ready: Any = None  # CUDA event: all tensors are on the GPU; None on CPU
     began: Any = None  # CUDA event: the copy of x to the GPU began; None if nothing is copied
-    edges: tuple = ()  # for each block the features [E, D] of its edges, if the ring has any
+    edges: tuple = ()  # edge features [E, D] of each block, if the ring has edge_features
 
     def wait(self):
-        """Make the current CUDA stream of their GPU wait for the copies, and keep their memory until it has used them."""
+        """Make their GPU's current CUDA stream wait for the copies, and mark the tensors as used on it (`record_stream`)."""
         if self.ready is not None:
             stream = torch.cuda.current_stream(self.x.device)
             stream.wait_event(self.ready)
@@ -65,12 +65,12 @@ class Fetched(NamedTuple):
 
 
 class CudaCopies:
-    """What the ring needs of a GPU: pinned buffers, side streams, events."""
+    """The CUDA side of the ring: pinned buffers, side streams, events."""
 
     def __init__(self, device, streams):
         self.device = torch.device(device)
         self.streams = [torch.cuda.Stream(self.device) for _ in range(streams)]
-        for stream in self.streams:  # the current one filled the features and caches on the device
+        for stream in self.streams:  # the current stream filled the features and caches on the GPU
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffer(self, size):
@@ -78,7 +78,7 @@ class CudaCopies:
 
     @contextmanager
     def stream(self, slot, blocks=()):
-        """Run the body on the slot's stream, after what the caller's stream is doing to blocks on the GPU."""
+        """Run the body on the slot's stream, after pending work of the caller's stream if blocks are on the GPU."""
         caller = torch.cuda.current_stream(self.device)
         side = self.streams[slot % len(self.streams)]
         if caller == side and torch.cuda.current_device() == side.device_index:  # nested
@@ -88,7 +88,7 @@ class CudaCopies:
             side.wait_stream(caller)
             for block in blocks:
                 block.record_stream(side)
-        # a thread starts on GPU 0, whatever the rank, and must not create a context there
+        # a new thread's current device is GPU 0 on every rank: it must not create a context there
         with torch.cuda.device(self.device):
             torch.cuda.set_stream(side)
             try:
@@ -97,7 +97,7 @@ class CudaCopies:
                 torch.cuda.set_stream(caller)
 
     def copy(self, tensor):
-        """Start a copy to the GPU on the current stream -> the tensor it will arrive in."""
+        """Start a copy to the GPU on the current stream -> the tensor it fills."""
         return tensor.to(self.device, non_blocking=True)
 
     def event(self):
@@ -113,25 +113,25 @@ class FeatureRing:
     torch's threads; `prefetch` may run several at once.
 
     Args:
-        features: [V, F] of any dtype, in host memory or on the device; fewer rows where only the first nodes have
-            features: x then has rows of these alone.
-        labels: int64 [V]. slots: number of buffers: depth + 1 of `prefetch`.
-        device: where training runs. On CUDA buffers are pinned and copied on side streams; features on that device (or
-            read by it in place) are gathered there, without a buffer.
-        streams: CUDA streams; slot i uses stream i % streams.
-        log: function of one string, called when buffers grow.
+        features: [V, F] of any dtype, in host memory or on the device. If only the first nodes have features, fewer
+            rows: x then has rows for these nodes only.
+        labels: int64 [V]. slots: number of slots: depth + 1 of `prefetch`.
+        device: where training runs. On CUDA, buffers are pinned and copied on side streams; features on that device, or
+            in host memory that it reads in place, are gathered there without a buffer.
+        streams: number of CUDA streams; slot i uses stream i % streams.
+        log: function of a string, called when a buffer grows.
         aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
-            With it the outermost hop is aggregated straight from a tensor of floats, not gathered: x is what it
-            returns for a blocks[0] with global ids in `indices` and its destinations as `src_nodes`.
-        dtype: of x; the features' own when None. Rows are moved as stored and converted on the device.
+            If features is a float tensor, the outermost hop is then aggregated straight from it, not gathered: x is
+            the result for a blocks[0] with global ids in `indices` and only its destinations in `src_nodes`.
+        dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
-        reuse: False gives every batch on CPU a tensor of its own, for callers who keep batches.
-        copies: stands in for `CudaCopies` in tests.
-        edge_features: [M, D], a row for each edge of the graph: batches bring those of their edges, by edge_ids.
+        reuse: False allocates each batch's x on CPU, for callers that keep batches.
+        copies: replaces `CudaCopies` in tests.
+        edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
 
     Attributes:
-        first_hop, on_device: whether x is aggregated, and the features are on the device.
-        buffers: {what it holds: memory of each slot}.
+        first_hop: whether x is aggregated. on_device: whether the features are on the device.
+        buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 
     def __init__(
@@ -162,26 +162,26 @@ class FeatureRing:
         self.convert, self.dtype = dtype, dtype or features.dtype
         self.log = log or logging.getLogger(__name__).info
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
-        self.copied = [None] * slots  # event: the copies out of the slot are done
-        self.began = [None] * slots  # event: that of x began
+        self.copied = [None] * slots  # event: copies out of the slot are done
+        self.began = [None] * slots  # event: the copy of x began
 
     def stream(self, slot, blocks=()):
-        """A context: CUDA work on the slot's stream. Sample on the GPU inside it, so that it overlaps with training."""
+        """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
         return self.copies.stream(slot, blocks) if self.copies else nullcontext()
 
     def fetch(self, slot, blocks):
         """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
 
         Args:
-            slot: which buffers to fill. No batch in use may occupy it; `prefetch` sees to that.
+            slot: index of the buffers to fill. No batch in use may hold it; `prefetch` takes care of that.
             blocks: the sampled blocks, outermost hop first.
 
         Raises:
-            ValueError: for a slot that the ring does not have, or blocks without the edge_ids that are needed.
+            ValueError: for a slot the ring does not have, or, with edge_features, blocks without edge_ids.
         """
         if slot >= len(self.copied):
-            had = f"slot {slot} of a ring with slots={len(self.copied)}"
-            raise ValueError(f"{had}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
+            got = f"slot {slot} of a ring with slots={len(self.copied)}"
+            raise ValueError(f"{got}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
         seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
         with self.stream(slot, blocks):
             try:
@@ -198,9 +198,9 @@ class FeatureRing:
         return Fetched(moved, x, y, ready, self.began[slot], edges)
 
     def _move(self, slot, blocks, y):
-        """Blocks and labels on the device: all that is in host memory is packed into one pinned buffer and sent in one copy.
+        """Move blocks and labels to the device -> (blocks, y). Host tensors go through one pinned buffer, in one copy.
 
-        The edges of an outermost hop that is aggregated on the host stay there: the GPU never reads them.
+        If the outermost hop is aggregated on the host its edges stay there: the GPU never reads them.
         """
         if self.first_hop and not self.on_device:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
@@ -219,7 +219,7 @@ class FeatureRing:
         return [type(block)(*islice(values, len(block))) for block in blocks], next(values)
 
     def _edges(self, slot, blocks):
-        """For each block the features [E, D] of its edges, if the ring has any."""
+        """Fetch the edge features of each block -> tuple of [E, D], empty if the ring has none."""
         if self.edge_features is None:
             return ()
         if any(block.edge_ids is None for block in blocks):
@@ -228,11 +228,11 @@ class FeatureRing:
         rows = self._bring(slot, "edges", self.edge_features, ids)
         return rows.split([block.num_edges for block in blocks])
 
-    def _has(self, table):  # whether its rows are on the training GPU
+    def _has(self, table):  # whether the training GPU holds its rows
         return getattr(table, "device", torch.device("cpu")).type == self.device.type != "cpu"
 
     def _bring(self, slot, name, table, ids, block=None):
-        """Rows ids of a table, or the aggregate of a block, on the ring's device -> [n, F] of its dtype."""
+        """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the ring's device, in the dtype of x."""
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
         elif self.copies and getattr(table, "kept_on", None) == self.device.type:
@@ -243,8 +243,8 @@ class FeatureRing:
         return rows.to(self.convert or table.dtype)
 
     def _fill(self, slot, name, table, ids, block=None):
-        """Read rows into the slot's buffer -> [n, F]: a view of it or, where there is a GPU, their copy there; a tensor of
-        its own with reuse=False on CPU."""
+        """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
+        reuse=False: a new tensor."""
         if not self.copies and not self.reuse:
             return self._read(table, ids, block)
         shape = ids.numel(), self.width if block else table.shape[1]
@@ -255,9 +255,9 @@ class FeatureRing:
         return self.copies.copy(rows) if self.copies else rows
 
     def _buffer(self, slot, name, shape, dtype):
-        """A buffer of the slot, as a tensor that may be written."""
+        """Return the slot's buffer `name` as a tensor of this shape and dtype, free to be overwritten."""
         if self.copied[slot] is not None:
-            # wait for the last copies out of this pinned buffer; on CPU `prefetch` alone guards a slot
+            # wait for the last copies out of this pinned buffer; on CPU only `prefetch` guards a slot
             self.copied[slot].synchronize()
         size, kept, copies = math.prod(shape) * dtype.itemsize, self.buffers[name], self.copies
         if kept[slot] is None or kept[slot].numel() < size:
@@ -273,7 +273,7 @@ class FeatureRing:
     def _read(self, table, ids, block, out=None):
         if block is None:
             return (self.gather if isinstance(table, torch.Tensor) else take)(table, ids, out)
-        if out is None and self.dtype != table.dtype:  # sums are float32 inside, rounded once
+        if out is None and self.dtype != table.dtype:  # sums are float32, rounded once at the end
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         return self.aggregate(block.indptr, block.indices, table, ids, out)
 
@@ -288,13 +288,13 @@ def take(features, ids, out=None):
 def prefetch(make, items, *, depth=2, threads=1):
     """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
-    At most `depth` results are being made or waiting beside the one the caller holds, and results that exist at the same
-    time have different slots, 0 .. depth. An exception in `make` reaches the caller when its turn comes. Closing the
-    generator (or leaving the process) cancels what has not started and waits for what has.
+    Beside the result the caller holds, at most `depth` are pending or ready; results that exist at the same time have
+    different slots, 0 .. depth. An exception in `make` is raised when that item's turn comes. Closing the generator (or
+    leaving the process) cancels calls that have not started and waits for those that have.
 
     Args:
-        make: callable (item, slot) -> result. items: iterable. threads: worker threads.
-        depth: results to prepare ahead; with 0 each is made on the caller's thread when it is asked for.
+        make: callable (item, slot) -> result. items: iterable. threads: number of worker threads.
+        depth: results prepared ahead; with 0 each is made on the caller's thread when it is asked for.
     """
     jobs = ((item, i % (depth + 1)) for i, item in enumerate(items))
     if depth == 0:
@@ -318,15 +318,15 @@ def prefetch(make, items, *, depth=2, threads=1):
 
 
 def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
-    """Put a graph and its features where a mode keeps them -> (indptr, indices, labels, features, *more).
+    """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *more).
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory.
-        mode: one of MODES. "cuda-cuda": all in GPU memory. "pinned-cuda": in host memory that the GPU reads in place;
-            pass what `share` returned. "cpu-cuda" and "cpu-cpu": all stays; rows go through the ring.
-        device: the GPU of the first two. more: further host tensors, such as times of the edges.
-        spare: bytes of GPU memory that "pinned-cuda" may take for indptr and, if that leaves enough, indices: sampling
-            reads them at random.
+        mode: one of MODES. "cuda-cuda": copied to GPU memory. "pinned-cuda": host memory that the GPU reads in place;
+            pass what `share` returned. "cpu-cuda" and "cpu-cpu": unchanged; rows go through the ring.
+        device: the GPU of the first two modes. more: further host tensors, such as edge times.
+        spare: bytes of GPU memory that "pinned-cuda" may use to copy indptr and, if they suffice, indices too: sampling
+            reads these at random.
 
     Raises:
         ValueError: for an unknown mode, or host memory that `share` did not allocate. RuntimeError: if CUDA refuses.
@@ -336,8 +336,8 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
         return tuple(_copy_rows(a, empty(a)) for a in arrays)
     if mode == "pinned-cuda":
-        copied = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
-        graph = (a.to(device) if near else gpu_view(a, device) for a, near in zip(arrays, copied))
+        fits = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
+        graph = (a.to(device) if fit else gpu_view(a, device) for a, fit in zip(arrays, fits))
         return *graph, *(gpu_view(a, device) for a in arrays[2:])
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
@@ -345,7 +345,7 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
 
 
 def _copy_rows(source, target, ids=None):
-    """Copy rows, all or `ids`, a chunk at a time -> target."""
+    """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
     step, plain = _rows_of_a_chunk(source), ids is None and isinstance(source, torch.Tensor)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
@@ -361,18 +361,18 @@ def _rows_of_a_chunk(array):
 
 
 def share(arrays, *, leads=True, total=None):
-    """Copy arrays into host memory that all processes of this machine share: one copy, made by one of them.
+    """Copy arrays into host memory shared by all processes of this machine: one copy, made by one of them.
 
-    The kernel frees it when the last process that maps it has ended, in whatever way. Linux only.
+    The kernel frees it when the last process that maps it has ended, even by a crash. Linux only.
 
     Args:
         arrays: list of host tensors, or features; the same shapes and dtypes in every process.
         leads: True in the one process that makes the copy.
-        total: with several processes, a function that sums numbers over those of this machine and returns the sums to
-            each (an all-reduce; `Ranks.sum` of ddp.py on one machine).
+        total: with several processes, an all-reduce: a function that sums numbers over the processes of this machine
+            and returns the sums in each (`Ranks.sum` of ddp.py if there is one machine).
 
     Returns:
-        List of tensors in shared memory; what one process writes into them, all see.
+        List of tensors in shared memory: all processes see each other's writes.
 
     Raises:
         OSError: if the memory cannot be mapped, or the leading process belongs to another user.
@@ -382,7 +382,7 @@ def share(arrays, *, leads=True, total=None):
     pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
     *offsets, end = accumulate(pages, initial=0)
     handle = None
-    if leads:  # without a name nothing is left behind, and a container's small /dev/shm is no limit
+    if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
         handle = os.memfd_create("ringblock")
         os.ftruncate(handle, max(end, 1))
     if total:
@@ -390,7 +390,7 @@ def share(arrays, *, leads=True, total=None):
         handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
     memory, views = mmap.mmap(handle, max(end, 1)), []
     if total:
-        total(0)  # the leader keeps its handle open until everyone has opened it
+        total(0)  # barrier: the leader keeps its handle open until all have opened it
     os.close(handle)
     for array, size, offset in zip(arrays, sizes, offsets):
         view = torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + size]
@@ -398,12 +398,12 @@ def share(arrays, *, leads=True, total=None):
         if leads:
             _copy_rows(array, views[-1])
     if total:
-        total(0)  # the copy is made
+        total(0)  # barrier: the copy is complete
     return views
 
 
 def gpu_view(host, device):
-    """Let a GPU read host memory in place (UVA) -> CUDA tensor, which keeps the memory and unregisters it when it goes.
+    """Map host memory for a GPU to read in place (UVA) -> CUDA tensor that keeps the memory; freeing it unregisters it.
 
     Args:
         host: tensor from `share`: its memory starts on a page and has its last page to itself.
@@ -420,14 +420,14 @@ def gpu_view(host, device):
     end = first + -(-host.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     cudart, array, registered = torch.cuda.cudart(), _HostArray(host), []
 
-    def unregister():  # before it is unmapped: registering a later mapping of the same address would fail
+    def unregister():  # before the memory is unmapped, else registering a later mapping of its address would fail
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # kernels may still be reading it
             for start in registered:
                 cudart.cudaHostUnregister(start)
 
     release = weakref.finalize(array, unregister)
-    release.atexit = False  # the end of the process unregisters all
+    release.atexit = False  # process exit unregisters everything
     try:
         with torch.cuda.device(device):  # the current device owns the registration
             for start in range(first, end, PIECE_BYTES):
@@ -447,15 +447,15 @@ def gpu_view(host, device):
 
 
 class _HostArray:
-    """Host memory in the form that torch.as_tensor takes for a CUDA array; the CUDA tensor keeps it alive."""
+    """Host tensor with a __cuda_array_interface__ for torch.as_tensor; the CUDA tensor made of it keeps it alive."""
 
     def __init__(self, host):
         self.host = host
-        # bfloat16, which numpy lacks, is declared as int16
+        # numpy has no bfloat16: declare int16
         array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        data = host.data_ptr(), False  # not read-only: torch would refuse it
-        what = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
-        self.__cuda_array_interface__ = what
+        data = host.data_ptr(), False  # False: not read-only, which torch would refuse
+        interface = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
+        self.__cuda_array_interface__ = interface
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,14 +463,14 @@ class _HostArray:
 
 
 def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
-    """The probability of each node to be an input node of a batch -> float32 [V]: which rows a cache should keep.
+    """Estimate the probability that each node is an input node of a batch -> float32 [V], to rank rows for a cache.
 
     The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
-    the batch so far, with fresh draws. Neighbours are taken as independent. One pass over the edges a layer.
+    the batch so far, with fresh draws. Neighbours are assumed independent. One pass over the edges per layer.
 
     Args:
-        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] node ids that batches are drawn from.
-        fanouts: a number for each layer from the seeds outward, -1 for all neighbours. batch_size: seeds of a batch.
+        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] ids of the nodes that batches take seeds from.
+        fanouts: one number per layer from the seeds outward, -1 for all neighbours. batch_size: seeds per batch.
 
     Raises:
         IndexError: for offsets or node ids out of range.
@@ -479,10 +479,10 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
     degree = indptr.diff()
     if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
         raise IndexError("the graph is damaged: an offset in indptr is out of range or decreases")
-    # five numbers a node from here on: V may be large
+    # five values per node from here on: V may be large
     degree, train_nodes = degree.float(), train_nodes.to(device)
     seed = min(1.0, batch_size / max(1, train_nodes.numel()))
-    # probabilities: to be in the batch; to draw a given neighbour
+    # probabilities that a node is in the batch, and that it has drawn a given neighbour
     held, picked = torch.zeros(2, num_nodes, device=device)
     held[train_nodes] = seed
     for k in fanouts:
@@ -506,7 +506,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
 
 
 class CachedFeatures:
-    """Features whose hottest rows are kept nearer: on the GPU in front of host memory, in RAM in front of a store on disk.
+    """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
 
     Args:
         features: the features behind the cache. device: where to keep rows.
@@ -524,9 +524,9 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        # a large temporary costs more in page faults than in work
+        # rows of misses read at a time: a large temporary costs more in page faults than in copying
         self.piece = _rows_of_a_chunk(features)
-        # in ascending order: read sequentially from a disk
+        # ascending, so that a disk is read sequentially
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
         self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
@@ -539,7 +539,7 @@ class CachedFeatures:
         return self.hits / max(1, self.lookups)
 
     def gather(self, ids, out=None, missing=None):
-        """Copy rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
+        """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
 
         Args:
             ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
@@ -554,7 +554,7 @@ class CachedFeatures:
         if out is None:
             out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=on)
         if len(self.cache):
-            # a miss copies row 0, overwritten below: cheaper than to select the hits
+            # a miss copies row 0, overwritten below: cheaper than selecting the hits
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
         for some in [misses] if missing else misses.split(self.piece):
