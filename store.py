@@ -47,8 +47,8 @@ FORMAT = "ringblock-graph"
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
-KEPT = 1 / 2  # read through the page cache only if it has room for this share of the table
-# what meta.json has to hold, and the files that a store may have
+KEPT = 1 / 2  # use buffered reads if the page cache has room for this share of the table
+# required entries of meta.json with the values they accept
 SPEC = {
     "num_nodes": range(1, (1 << 32) + 1),
     "num_edges": range(1 << 48),
@@ -89,36 +89,36 @@ def build_store(
     source="",
     progress=False,
 ) -> Path:
-    """Write a graph to disk as a store; complete, or not there at all.
+    """Write a graph to disk as a store, atomically: it is complete or not there.
 
-    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap, say), which is then
-    read a piece at a time. Neighbour lists come out sorted by edge_type, edge_time and source, in bounded memory; indptr and
-    indices are stored as they are unless an option or unsorted lists change them.
+    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap), which is then
+    read a piece at a time. Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory; indptr and
+    indices are stored as given unless an option is set or their lists are out of order.
 
     Args:
         path: directory to create, with its parents.
         edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
-        labels: integers [V] in [0, C), or of several labels a node [V, C] of 0 and 1; -1, or a row of it, for a node
-            without a label, which no split may hold. None: nobody has one, and the graph is for predictions and links.
+        labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1, or a row of -1, for a node without label,
+            which no split may contain. None: no node has one, and the graph is for predictions and links.
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
-        edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py, of each edge as it is
-            given; a reverse that is added has those of its edge. edge_types: names of the types in edge_type.
-        node_types: {name: number of nodes} of a graph with several types, for which edge_index, features, labels and
-            columns are dicts by type, see `flatten` of disk/typed.py.
-        backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" keeps features of floats rounded
-            to these, in half the bytes of float32.
-        num_classes: C; the largest label + 1 when None.
-        symmetrize: add the reverse of every edge. drop_self_loops: leave out edges from a node to itself.
-        drop_duplicates: keep one edge of several with the same ends and type (after symmetrizing), with its weight, time
-            and features: the earliest by time; among equals a given edge before an added reverse, then the first.
-        block_rows: rows per LMDB value; what four pages hold, 16 KiB with headers, when None.
+        edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
+            order of the given edges; an added reverse copies those of its edge. edge_types: names of the edge types.
+        node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
+            are dicts by type, see `flatten` of disk/typed.py.
+        backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
+            half the bytes of float32.
+        num_classes: C; None: the largest label + 1.
+        symmetrize: add the reverse of every edge. drop_self_loops: drop edges from a node to itself.
+        drop_duplicates: keep one of the edges with the same ends and type (after symmetrizing), with its weight, time
+            and features: the earliest by time; on a tie a given edge before an added reverse, then the first.
+        block_rows: rows per LMDB value; None: as many as four pages hold, 16 KiB with headers.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
-        progress: show a bar where stderr is a terminal.
+        progress: show a progress bar if stderr is a terminal.
 
-    Returns the path; raises StoreError for input that makes no sense, a target that exists, a full disk.
+    Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     given = locals()
     if isinstance(edge_index, dict):
@@ -169,7 +169,7 @@ def build_store(
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
-    # the edges are sorted before the features are written
+    # space for sorting the edges, which is free again when the features are written
     if edge_index is not None or any(options.values()):
         size, most = (16, sort.SORT_EDGES >> 2) if of_edges else (8, sort.SORT_EDGES)
         need = max(need, least + size * most_edges * (most_edges > most))
@@ -185,8 +185,8 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     (edge_index, indptr, indices), order = graph, None
     num_nodes, options = meta["num_nodes"], meta["options"]
     by = carried.get("edge_type"), carried.get("edge_time")
-    rises = edge_index is None and columns.out_of_order(indptr, *by) is None
-    if rises and not any(options.values()):
+    in_order = edge_index is None and columns.out_of_order(indptr, *by) is None
+    if in_order and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
         why = "no graph option can be applied to it, and its lists must rise in edge_type and edge_time"
@@ -212,7 +212,7 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     dtype = files.storage_dtype(meta["feature_dtype"])
     rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
-        # rows begin on a block of the disk
+        # the first row starts at a disk block
         record = files.write_npy(file, dtype, shape, rows, head=4096)
     else:
         record = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
@@ -224,15 +224,15 @@ class GraphStore:
 
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
-        labels: int64 [V], -1 where there is none; of several labels a node int8 [V, C] of 0 and 1.
-        split: dict of int64 node ids for "train", "valid" and "test": of `num_splits` the one taken by `take_split`.
+        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1.
+        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
-        sampled_indices, sampling_threads: what a sampler takes: indices and None. If indices exceed half of the free
-            memory: a map of them without read-ahead, and SAMPLERS threads.
+        sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
+            memory, a map of them without read-ahead and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
-        edge_type: uint8 or uint16 [M], of num_edge_types; or None, of 0.
-        node_types: {name: (number of nodes, width of their features, 0 without)} in the order of the ids; features then
-            have rows for the types with features, which come first. edge_types: names of the types of edges.
+        edge_type: uint8 or uint16 [M] below num_edge_types; without types None, and num_edge_types is 0.
+        node_types: {name: (number of nodes, feature width or 0 without features)} in the order of node ids; features
+            has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
@@ -281,7 +281,7 @@ class GraphStore:
     @classmethod
     def open(cls, path) -> "GraphStore":
         """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr;
-        StoreError if it is none, of another format version, incomplete or damaged."""
+        StoreError if the directory is no store, or one of another format version, incomplete or damaged."""
         meta = files.read_meta(path, *LAYOUT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
@@ -290,7 +290,7 @@ class GraphStore:
         return GraphStore.open, (self.path,)
 
     def node_names(self) -> list[str] | None:
-        """What the nodes were called where the graph comes from [V], or None; StoreError where nodes.txt is damaged."""
+        """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
         if columns.NAMES not in self.meta["files"]:
             return None
         record = self.meta["files"][columns.NAMES]
@@ -302,17 +302,17 @@ class GraphStore:
         return lines
 
     def take_split(self, number):
-        """Have `split` be one of the splits of the store, counted from 0; StoreError for one that is not there."""
+        """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
         if not 0 <= number < self.num_splits:
             has = f"{self.path} has {self.num_splits}, counted from 0"
             raise StoreError(f"split {number} is out of range: {has}")
-        self.split = {  # of several splits [K, n] a row without what fills it up
+        self.split = {  # of several splits [K, n] a row without its padding
             name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
             for name, ids in self._splits.items()
         }
 
     def check_split(self):
-        """Raise StoreError unless the split holds nodes alone, each with a label below C: what training starts from."""
+        """Raise StoreError unless all ids in the split are nodes that have a label below C; for use before training."""
         checks.check_stored(self.path, self.split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in self.split.items():
@@ -326,13 +326,13 @@ class GraphStore:
 class MmapFeatures:
     """Feature rows in a memory-mapped array.
 
-    A table larger than the free memory is not read through the map but with many requests at a time (disk/reader.py),
-    where there is a C compiler: through the page cache where it has room for a share of KEPT of the table, else past it.
+    A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time
+    (disk/reader.py): buffered if the page cache has room for a share of KEPT of the table, else by direct I/O.
 
     Attributes:
-        shape, dtype: (V, F), torch dtype. large: True for such a table.
-        beside: bytes of memory that others take, which is not left for the table's pages: the graph, and caches.
-        tensor: [V, F], read-only, without a copy; not there when large: rows go through `gather`.
+        shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
+        beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
+        tensor: [V, F], read-only, without a copy; missing if large: use `gather`.
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):
@@ -346,7 +346,7 @@ class MmapFeatures:
         return getattr, (GraphStore.open(self._path), "features")
 
     def reader(self) -> RowReader | None:
-        """A reader of these rows from the disk; None without a file, Linux or a C compiler."""
+        """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
         if self._path is None or library() is None:
             return None
         file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
@@ -357,24 +357,24 @@ class MmapFeatures:
         return self.reader()
 
     def room(self) -> int:
-        """Bytes of memory that are left for the table's pages."""
+        """Return the bytes of free memory that the table's pages may use."""
         return free_host_bytes() - self.beside
 
     def stays(self, beside=0) -> bool:
-        """Whether the page cache has room for a share of KEPT, with so many bytes more taken by others."""
+        """Return whether the page cache has room for a share of KEPT of the table with `beside` more bytes in use."""
         return self.room() - beside >= KEPT * self._table.nbytes
 
     def default_cache(self) -> int:
-        """Bytes for a cache of rows: an eighth of the free memory where the page cache then keeps the table, else half."""
+        """Return bytes for a row cache: an eighth of the free memory if `stays` holds beside it, else half."""
         free = free_host_bytes()
         return free // 8 if self.stays(free // 8) else free // 2
 
     def gather(self, ids, out=None) -> Tensor:
-        """Copy rows -> [n, F].
+        """Gather rows -> [n, F].
 
         Args:
-            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError for one that is no row.
-            out: [n, F] of this dtype to write into and return; a tensor is made when None.
+            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
+            out: [n, F] of this dtype to write into and return; None: a new tensor.
         """
         out = files.gather_target(self, ids, out)
         if self.large and self._reader and out.is_contiguous():
@@ -382,12 +382,12 @@ class MmapFeatures:
         return torch.index_select(self._table, 0, ids, out=out)
 
     def put_rows(self, ids, rows):
-        """StoreError: rows of a memory-mapped array do not change."""
-        raise StoreError("put_rows is for a store with backend lmdb: those of mmap stay as built")
+        """Raise StoreError: rows of a memory-mapped array do not change."""
+        raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
 def verify(path) -> list[str]:
-    """Read a whole store and compare it with its checksums and with what a graph has to be; see `verify_directory`."""
+    """Read a whole store and check the checksums and the graph's validity -> problems found; see `verify_directory`."""
     return lmdb_rows.verify_directory(path, LAYOUT, _contents)
 
 
@@ -415,7 +415,7 @@ def _contents(path) -> Iterator[tuple]:
 
 
 def info(path) -> str:
-    """Sizes, degrees, options and source of a store, a line each."""
+    """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
     classes = f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}"
@@ -440,12 +440,12 @@ def _gigabytes(text) -> int:
 
 
 def command(name, run) -> int:
-    """Run a command line -> its exit code: 2 and a sentence for a StoreError, 141 where nobody reads its output."""
+    """Run a command -> its exit code: 2 after a one-line message for a StoreError, 141 if its output pipe is closed."""
     try:
         code = run()
-        print(end="", flush=True)  # sys.stdout is None where it was closed
+        print(end="", flush=True)  # print does nothing if sys.stdout was closed and is None
         return code or 0
-    # the second of store.py copied with disk/ alone
+    # ModuleNotFoundError: store.py was copied without run/ and sources/
     except (StoreError, ModuleNotFoundError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -454,7 +454,7 @@ def command(name, run) -> int:
 
 
 def _parser():
-    """A sub-command for each thing to do, with its own flags: a flag of another one is refused."""
+    """Make the parser: one sub-command per action, with its own flags, so that another one's flags are refused."""
     parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
@@ -508,28 +508,28 @@ def _run(command, path, **options):
         print(importlib.import_module("run.estimate").estimate_lines(path, **options))
         return 0
     meta = {}
-    with contextlib.suppress(StoreError):  # what opens it says what is wrong
+    with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    many = meta.get("format", FORMAT) != FORMAT
-    module = importlib.import_module("disk.graphs") if many else sys.modules[__name__]
+    small_graphs = meta.get("format", FORMAT) != FORMAT
+    module = importlib.import_module("disk.graphs") if small_graphs else sys.modules[__name__]
     if command != "verify":
         print(module.info(path))
         return 0
     problems = module.verify(path)
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
-    # what a store's files are is not known where meta.json cannot be read
+    # a damaged meta.json does not tell which files belong to the store
     names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
     for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
     for entry in sorted(Path(path).iterdir()) if names else ():
-        # LMDB's own, of the processes at work
+        # LMDB's lock file exists while processes use it
         if entry.name not in names and not entry.name.endswith("-lock"):
             print(f"--  {entry.name}: not part of the store, not looked at")
     return 1 if problems else 0
 
 
 def main(argv=None) -> int:
-    """The command line; returns the exit code (0 fine, 1 damaged, 2 no store)."""
+    """Run the command line -> exit code (0 fine, 1 damaged, 2 no store)."""
     args = vars(_parser().parse_args(argv))
     return command("store.py", lambda: _run(**args))
 
