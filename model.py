@@ -36,18 +36,18 @@ except ImportError:
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
-    """The input of a SAGE layer's matrix product: every destination's own row beside the mean of its neighbours' rows.
+    """Concatenate each destination's own row and the mean of its neighbours' rows: the input of a SAGE layer's product.
 
     Args:
         indptr: [S+1], indices: [E] rows of h, of one integer dtype.
         h: float32 or bfloat16 [N, F].
-        self_rows: [S] which rows of h are the destinations'; the first S when None. With global ids in
+        self_rows: [S] rows of h that are the destinations'; None: the first S. With global ids in
             indices and self_rows, h can be the feature table itself: the outermost hop then needs no
-            gather, and gets no gradient.
-        out: [S, 2F] to write into (float32 or bfloat16), where no gradient is needed.
+            gather, but h gets no gradient.
+        out: [S, 2F] to write into (float32 or bfloat16), if no gradient is needed.
 
     Returns:
-        [S, 2F]; the mean is zero for a destination without edges.
+        [S, 2F]; without edges the mean is zero.
     """
     done = fused and fused.self_and_mean(indptr, indices, h, self_rows, out)
     if done is not None:
@@ -61,11 +61,11 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
-    """alpha times every destination's own row plus beta times the mean of its neighbours' rows.
+    """Compute alpha * own row + beta * mean of the neighbours' rows for each destination.
 
     Args:
         indptr, indices, h [N, F], self_rows: as for `self_and_mean`.
-        alpha, beta: [S]. gamma: [N] that the rows of neighbours are multiplied by; without a gradient.
+        alpha, beta: [S]. gamma: [N] factors of the neighbours' rows; gets no gradient.
 
     Returns:
         [S, F].
@@ -79,12 +79,12 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
 
 
 def mean_neighbours(indptr, indices, h):
-    """Mean of the rows of h [N, D] over every destination's edges -> [S, D]; zero for one without edges."""
+    """Average rows of h [N, D] over each destination's edges -> [S, D]; zero without edges."""
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
 
 
 def max_neighbours(indptr, indices, h):
-    """Largest of the rows of h [N, D] over a destination's edges, by column -> [S, D]; zero for one without edges."""
+    """Column-wise maximum of rows of h [N, D] over each destination's edges -> [S, D]; zero without edges."""
     done = fused and fused.max_neighbours(indptr, indices, h)
     if done is not None:
         return done
@@ -92,13 +92,13 @@ def max_neighbours(indptr, indices, h):
 
 
 def gather_rows(features, ids, out=None):
-    """Rows ids [n] of features [V, F] -> [n, F], in `out` if given: index_select that prefetches rows."""
+    """Gather rows ids [n] of features [V, F] -> [n, F], into `out` if given: index_select with prefetch."""
     done = fused and fused.gather_rows(features, ids, out)
     return torch.index_select(features, 0, ids, out=out) if done is None else done
 
 
 def cross_entropy(logits, labels):
-    """The sum of the cross-entropy over the rows of logits [S, C]; labels int64 [S], -1 to ignore a row."""
+    """Sum the cross-entropy over the rows of logits [S, C] -> scalar; labels int64 [S], -1 ignores a row."""
     done = fused and fused.cross_entropy(logits, labels)
     if done is not None:
         return done
@@ -106,15 +106,15 @@ def cross_entropy(logits, labels):
 
 
 def relu_dropout(h, p, training=True, nodes=None, seed=None):
-    """dropout(relu(h)), in place where native/layers.py does it.
+    """Compute dropout(relu(h)), in place if native/layers.py does it.
 
-    What is dropped is a function of seed, node and column, so parts of a batch drop what the whole batch
-    would, on any device. One random byte an element: p is rounded to 1/256.
+    The mask is a function of seed, node and column, so a part of a batch has the mask of the whole
+    batch, on any device. It takes one random byte per element: p is rounded to 1/256.
 
     Args:
         h: [S, D]. p: probability below 1.
-        nodes: int [S] distinct ids of the rows; their positions when None.
-        seed: int; drawn from torch's CPU generator when None.
+        nodes: int [S] distinct ids of the rows; None: their positions.
+        seed: int; None: drawn from torch's CPU generator.
     """
     drop = drop_byte(p) if training else 0
     seed = drawn_seed() if drop and seed is None else seed or 0
@@ -125,7 +125,7 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None):
 
 
 def dropout(x, p, nodes, seed=None):
-    """Dropout of x [N, F] as `relu_dropout` draws it, by node and column; nodes [N] are ids."""
+    """Apply dropout to x [N, F] with the mask of `relu_dropout`; nodes: [N] ids."""
     drop = drop_byte(p)
     if not drop:
         return x
@@ -135,21 +135,21 @@ def dropout(x, p, nodes, seed=None):
 
 
 def drop_byte(p):
-    """A random byte below this is a probability of p."""
+    """Return the threshold b for which a random byte is below b with probability p, rounded to 1/256."""
     return min(round(256 * p), 255)
 
 
 def drawn_seed():
-    """An int from torch's CPU generator."""
+    """Draw a seed from torch's CPU generator -> int."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
 def layer_seed(key, layer):
-    """The seed of a layer's dropout from the key of a batch: 64 bits of splitmix64, as a signed int.
+    """Derive the seed of a layer's dropout from a batch's key -> 64 bits of splitmix64, as a signed int.
 
-    ~layer is never a hop, for which the sampling rule takes mix(key ^ hop). In a CUDA graph a key is
-    (int, step), with the number of the step as an int64 tensor [1] on the GPU: it stands for
-    mix(int ^ step), and so does the seed that is returned, as (int, step, ~layer).
+    The sampling rule uses mix(key ^ hop), and ~layer is never a hop. In a CUDA graph the key is
+    (base, step), step an int64 tensor [1] on the GPU, and stands for mix(base ^ step); the seed is
+    then (base, step, ~layer), from which the kernels compute the same bits.
     """
     if isinstance(key, tuple):
         return *key, ~layer
@@ -164,7 +164,7 @@ def _dropout(h, nodes, seed, drop):
 
 
 def _random_bytes(nodes, D, seed, first=0):
-    """The bytes of relu_dropout's C code, by torch operations -> uint8 [S, D]; of columns 8 first [S] and more."""
+    """Draw the dropout bytes of the C code with torch operations -> uint8 [S, D], from column 8 * first [S, 1] on."""
     if isinstance(seed, tuple):
         base, step, layer = seed
         seed = _mix(_mix(step ^ base) ^ layer)
@@ -191,7 +191,7 @@ def _mix(z):
 
 
 class Conv(nn.Module):
-    """Base of all layers: every node makes a message of its row, and destinations combine those of their edges.
+    """Base of all layers: each node makes a message of its row, each destination combines its neighbours' messages.
 
     Training computes the messages of a block's sources, inference those of all nodes, once; both then
     call `combine`. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
@@ -199,12 +199,12 @@ class Conv(nn.Module):
         message(h, degree): [n, F] -> [n, message_dim]
         combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are
             the positions of the destinations' own messages (None: the first S), h_dst [S, F] their
-            rows. Layers with an edge_dim also get edges [E, edge_dim], the features of the edges, those
-            that use types get types [E].
+            rows. Layers with an edge_dim also get edges [E, edge_dim], the edge features; layers that
+            use types get types [E].
 
-    degree is float [n, 2], or [S, 2]: the out- and in-degree of these nodes in the whole graph; with
-    None, those in the block. nodes [S] are ids of the destinations and seed is an int, as
-    `relu_dropout` takes them, for a layer with dropout inside.
+    degree is float [n, 2] or [S, 2]: out- and in-degree of these nodes in the whole graph; None: in
+    the block. nodes [S] are ids of the destinations and seed is an int, as for `relu_dropout`, for a
+    layer with dropout inside.
     """
 
     message_dim, uses_degree, uses_types, edge_dim = None, False, False, 0
@@ -215,39 +215,40 @@ class Conv(nn.Module):
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
-        own = None if degree is None else degree[:S]
-        drawn = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
+        of_dst = None if degree is None else degree[:S]
+        extra = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
         if self.edge_dim:
-            drawn["edges"] = edges
+            extra["edges"] = edges
         if self.uses_types:
-            drawn["types"] = block.edge_type
+            extra["types"] = block.edge_type
         message = self.message(h, degree)
-        return self.combine(block.indptr, block.indices, message, None, h[:S], own, **drawn)
+        return self.combine(block.indptr, block.indices, message, None, h[:S], of_dst, **extra)
 
     def message(self, h, degree=None):
-        """The row itself."""
+        """Return the row itself."""
         return h
 
 
 def check_rows(block, h):
-    """ValueError where h has fewer rows than the block has sources: C would read beyond its end."""
+    """Raise ValueError if h has fewer rows than the block has sources, or the indices are global ids: C code would read
+    past its end."""
     count, indices = block.src_nodes.numel(), block.indices
     if len(h) < count:
         needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
         raise ValueError(f"x has {len(h)} rows: {needed}")
     alone = count == block.indptr.numel() - 1 and indices.device.type == "cpu" and len(indices)
     if alone and int(indices.max()) >= count:
-        raise ValueError("a block has ids of nodes as indices: sample with relabel_outer=True")
+        raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
 
 
 def unchanged(*modules, kinds=frozenset()):
-    """Whether modules are what this file makes of them, or of these kinds: no adapter in a Linear's place, no hook."""
+    """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, and no hooks."""
     kinds |= {Linear, nn.Linear}
     return all(type(m) in kinds and not any(vars(m).get(name) for name in HOOKS) for m in modules)
 
 
 def block_degrees(block):
-    """Out- and in-degree within a block -> float32 [N, 2]; GCN adds a self-loop to the destinations alone."""
+    """Out- and in-degree in a block -> float32 [N, 2]; GCN adds a self-loop, so rows from S on, without one, get -1."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
     ones = torch.ones_like(block.indices, dtype=torch.int64)
     out = ones.new_zeros(N).index_add_(0, block.indices, ones)
@@ -256,7 +257,7 @@ def block_degrees(block):
 
 
 class Linear(nn.Linear):
-    """nn.Linear by native/layers.py."""
+    """nn.Linear computed by native/layers.py."""
 
     def forward(self, x):
         """x [n, F] -> [n, D]."""
@@ -264,7 +265,7 @@ class Linear(nn.Linear):
 
 
 class ReLU(nn.ReLU):
-    """nn.ReLU by native/layers.py, in place."""
+    """nn.ReLU computed by native/layers.py, in place."""
 
     def forward(self, x):
         """x [n, D] -> [n, D]."""
@@ -288,7 +289,7 @@ class SAGEConv(Conv):
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
     def apply_linear(self, pair):
-        """pair [S, 2F] of own row and mean -> [S, D]: both products in one."""
+        """Multiply pair [S, 2F] of own row and mean by both weights, in one product -> [S, D]."""
         if not unchanged(self.self_linear, self.neigh_linear):
             own, mean = pair.chunk(2, 1)
             return self.self_linear(own) + self.neigh_linear(mean)
@@ -296,7 +297,7 @@ class SAGEConv(Conv):
         return (fused or F).linear(pair, weight, self.self_linear.bias)
 
     def message(self, h, degree=None):
-        """W_neigh h where that is narrower than h."""
+        """Return W_neigh h if that is narrower than h, else h."""
         return h if self.message_dim is None else self.neigh_linear(h)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
@@ -316,7 +317,7 @@ class SAGEPoolConv(Conv):
         self.neigh_linear = Linear(in_dim, out_dim, bias=False)
 
     def message(self, h, degree=None):
-        """relu(W_pool h + b)."""
+        """Return relu(W_pool h + b)."""
         return relu_dropout(self.pool_linear(h), 0)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
@@ -354,7 +355,7 @@ class GCNConv(Conv):
         return self.project(own_plus_mean(block.indptr, block.indices, h, **factors))
 
     def message(self, h, degree):
-        """W h or h, whichever is narrower, over the square root of the out-degree."""
+        """Return W h or h, whichever is narrower, over sqrt(out-degree + 1)."""
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
@@ -363,7 +364,7 @@ class GCNConv(Conv):
         return self.project(own_plus_mean(indptr, indices, message, *factors, rows))
 
     def project(self, total):
-        """The sum over neighbours [S, min(F, D)] -> [S, D]."""
+        """Map the sum over neighbours [S, min(F, D)] to the output [S, D]."""
         if self.project_first:
             return total + self.bias
         if not unchanged(self.linear):
@@ -374,9 +375,9 @@ class GCNConv(Conv):
 class GINConv(Conv):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
-    The sum, estimated as in `GCNConv`, grows with the degree, which a norm behind the first product of
-    the MLP makes up for, as in the authors' own networks; without one, graphs of large degree may not
-    be learned at all.
+    The sum, estimated as in `GCNConv`, grows with the degree. A norm after the MLP's first linear
+    layer compensates for this, as in the authors' networks; without it, training on graphs of large
+    degree may not work at all.
     """
 
     uses_degree = True
@@ -384,7 +385,7 @@ class GINConv(Conv):
     def __init__(self, in_dim, out_dim, norm="none"):
         super().__init__()
         self.out_dim = out_dim
-        # of two numbers it leaves signs, through which no gradient passes
+        # layer norm reduces two values to their signs, through which no gradient passes
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
         first, last = Linear(in_dim, out_dim), Linear(out_dim, out_dim)
@@ -408,7 +409,7 @@ class GINEConv(GINConv):
     ):
         weight, bias = self.edge_linear.weight, self.edge_linear.bias
         count, edges = indptr.diff(), edges.to(weight.dtype)
-        # the bias is the row of a feature that is 1
+        # the bias as the weight of a constant feature 1
         wider, by = F.pad(edges, (0, 1), value=1), torch.cat([weight, bias.unsqueeze(1)], 1).t()
         plain = fused and unchanged(self.edge_linear)
         total = fused.edge_sums(indptr, indices, message, wider, by) if plain else None
@@ -421,17 +422,17 @@ class GINEConv(GINConv):
 
 
 class GATv2Conv(Conv):
-    """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903); v is its own neighbour too.
+    """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), with self-loops.
 
     Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of
-    attn . leaky_relu(W_src h_u + W_dst h_v). With edge features, W_edge e_uv is added inside; the edge
-    from v to itself has the mean of those of v's edges.
+    attn . leaky_relu(W_src h_u + W_dst h_v). With edge features, W_edge e_uv is added inside; a
+    self-loop has the mean of the features of v's edges.
 
     Args:
         in_dim, out_dim: F, D. heads: K.
         mean: average the heads, each D wide; otherwise they are concatenated, each D / K wide.
         dropout: probability for each attention weight.
-        edge_dim: width of the edges' features; 0: without.
+        edge_dim: width of the edge features; 0: none.
     """
 
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
@@ -450,7 +451,7 @@ class GATv2Conv(Conv):
             nn.init.xavier_uniform_(weight)
 
     def message(self, h, degree=None):
-        """W_src h."""
+        """Return W_src h."""
         return self.src_linear(h)
 
     def combine(
@@ -471,7 +472,7 @@ class GATv2Conv(Conv):
         return out.view(S, K, D).mean(1) if self.mean else out
 
     def _attend(self, indptr, indices, source, target, rows, drawn, edges):
-        """source [N, K D], target [S, K D] -> [S, K D]."""
+        """Attention in torch operations: source [N, K D], target [S, K D] -> [S, K D]."""
         S, (K, D), count = target.shape[0], self.attn.shape, indptr.diff().long()
         own = torch.arange(S, device=indices.device)
         dst = torch.cat([own.repeat_interleave(count, output_size=indices.numel()), own])
@@ -485,7 +486,7 @@ class GATv2Conv(Conv):
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
         weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
-        if drop:  # drawn by destination, position in its list and head
+        if drop:  # the mask is keyed by destination, position in its list and head
             ids = dst if nodes is None else nodes.index_select(0, dst)
             kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
@@ -493,7 +494,7 @@ class GATv2Conv(Conv):
         return sent.new_zeros(target.shape).index_add(0, dst, sent.view(E, K * D))
 
 
-LOOPED = 16  # types, at most, with a matrix product each
+LOOPED = 16  # up to this many types: one matrix product per type
 
 
 class RGCNConv(Conv):
@@ -502,7 +503,7 @@ class RGCNConv(Conv):
 
     Args:
         in_dim, out_dim: F, D. num_types: R.
-        bases: B; W_r is then sum_b a_rb V_b, of B matrices for all types; 0: a matrix for each type.
+        bases: B: W_r = sum_b a_rb V_b, with B matrices V_b for all types; 0: one matrix per type.
     """
 
     uses_types = True
@@ -530,13 +531,13 @@ class RGCNConv(Conv):
         own = torch.arange(S, device=indices.device)
         dst = own.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
         group = dst * R + kinds
-        if bool((group[1:] < group[:-1]).any()):  # not drawn by type: bring a type's edges together
+        if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
             group, place = group.sort(stable=True)
             indices = indices[place]
         group, counts = group.unique_consecutive(return_counts=True)
         ends, dst, kinds = F.pad(counts.cumsum(0), (1, 0)), group // R, group % R
-        few = self.coefficients is None and R <= LOOPED and 2 * len(group) < S * R
-        if few:  # group by type and then destination
+        looped = self.coefficients is None and R <= LOOPED and 2 * len(group) < S * R
+        if looped:  # order the groups by type, then destination
             order = kinds.argsort(stable=True)
             dst, starts, counts = dst[order], ends[order], counts[order]
             ends = F.pad(counts.cumsum(0), (1, 0))
@@ -546,12 +547,12 @@ class RGCNConv(Conv):
         means = fused and fused.mean_neighbours(*lists)
         means = mean_neighbours(*lists) if means is None else means  # [G, F]
         out = self.self_linear(h_dst)
-        if few:
+        if looped:
             sizes = torch.bincount(kinds, minlength=R).tolist()
             for rows, at, weight in zip(means.split(sizes), dst.split(sizes), self.weight):
                 out = out.index_add_(0, at, (fused or F).linear(rows, weight.t()))
             return out
-        if self.coefficients is None:  # zeros where a destination has no edge of a type
+        if self.coefficients is None:  # zeros if a destination has no edge of a type
             sums = means.new_zeros(S * R, means.shape[1]).index_copy(0, group, means)
         else:
             by_basis = self.coefficients[kinds].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
@@ -561,13 +562,13 @@ class RGCNConv(Conv):
 
 
 class NodeInputs(nn.Module):
-    """Rows of one width for nodes of several types, whose ids lie one type behind the other: a linear map of a type's
-    features, or a learned row for each node of a type without (types with features come first).
+    """First layer's input for nodes of several types, whose ids are consecutive by type: a linear map of each type's
+    features, or a learned embedding of each node of a type without features (types with features come first).
 
-    The gradient of the learned rows is sparse, of a batch's rows alone: torch.optim.SparseAdam takes it.
+    The embedding's gradient is sparse, with the batch's rows only: use torch.optim.SparseAdam.
 
     Args:
-        node_types: (number of nodes, width of their features or 0) for each type, such as GraphStore.node_types.values().
+        node_types: (number of nodes, feature width or 0) of each type, such as GraphStore.node_types.values().
         out_dim: D.
     """
 
@@ -586,17 +587,17 @@ class NodeInputs(nn.Module):
             nn.init.normal_(self.embedding.weight, std=out_dim**-0.5)
 
     def forward(self, nodes, x):
-        """nodes [N] ids; x [n, F] the features of those that have some, in the order of nodes -> [N, D]."""
+        """nodes: [N] ids; x: [n, F] features of those whose type has features, in the order of nodes -> [N, D]."""
         kinds, last = torch.bucketize(nodes, self.ends, right=True), len(self.linears)
         places, parts, ids = [(kinds == k).nonzero().squeeze(1) for k in range(last)], [], None
         if last and len(x) != (count := sum(map(len, places))):
             raise ValueError(f"x has {len(x)} rows: {count} of the nodes have features")
-        if last > 1:  # their places among those with features
+        if last > 1:  # rows of x by type
             of = kinds[kinds < last]
             rows = [(of == kind).nonzero().squeeze(1) for kind in range(last)]
             parts = [x[r, : f.in_features] for r, f in zip(rows, self.linears)]
         weight, dtype = None, x.dtype if self.embedding is None else self.embedding.weight.dtype
-        if self.embedding is not None:  # in the order of their ids, as a sparse gradient has them
+        if self.embedding is not None:  # sorted by id, as a coalesced sparse gradient has to be
             weight, learned = self.embedding.weight, (kinds >= last).nonzero().squeeze(1)
             ids, order = (nodes[learned].long() - self.first).sort()
             places.append(learned[order])
@@ -605,42 +606,42 @@ class NodeInputs(nn.Module):
 
 
 class _Placed(torch.autograd.Function):
-    """Rows of tables [n, D] and, behind them, rows ids of a weight [m, D] -> [N, D], each at its place, of places [N]."""
+    """Concatenate tables [n, D] and rows ids of a weight [m, D], then move row i to places[i], of [N] -> [N, D]."""
 
     @staticmethod
     def forward(ctx, places, ids, weight, *parts):
         ctx.places, ctx.ids, ctx.weight = places, ids, weight
         ctx.sizes, count = [len(part) for part in parts], sum(map(len, parts))
         like = weight if parts == () else parts[0]
-        made = like.new_empty(len(places), like.shape[1])
+        rows = like.new_empty(len(places), like.shape[1])
         if parts:
-            torch.cat(parts, out=made[:count])
+            torch.cat(parts, out=rows[:count])
         if ids is not None:
-            gather_rows(weight, ids, made[count:])
+            gather_rows(weight, ids, rows[count:])
         source = torch.empty_like(places)
         source[places] = torch.arange(len(places), device=places.device)
-        return gather_rows(made, source)
+        return gather_rows(rows, source)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         sizes, ids, to_weight = ctx.sizes, ctx.ids, None
-        made = gather_rows(grad.contiguous(), ctx.places)
+        rows = gather_rows(grad.contiguous(), ctx.places)
         if ids is not None:
-            once = bool((ids[1:] > ids[:-1]).all())  # with times a node may be there twice
-            given, kind = (ids[None], made[sum(sizes) :], ctx.weight.shape), {"is_coalesced": once}
-            to_weight = torch.sparse_coo_tensor(*given, **kind, check_invariants=False)
-        return None, None, to_weight, *made[: sum(sizes)].split(sizes)
+            once = bool((ids[1:] > ids[:-1]).all())  # with times a node may occur twice
+            args, kind = (ids[None], rows[sum(sizes) :], ctx.weight.shape), {"is_coalesced": once}
+            to_weight = torch.sparse_coo_tensor(*args, **kind, check_invariants=False)
+        return None, None, to_weight, *rows[: sum(sizes)].split(sizes)
 
 
 def mean_edges(indptr, edges):
-    """The mean of its edges' rows [E, D] of each destination, for its edge to itself -> [S, D]; zero without edges."""
+    """Average the rows [E, D] of each destination's edges, for its self-loop -> [S, D]; zero without edges."""
     ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
     return mean_neighbours(indptr, ids, edges)
 
 
 def edge_softmax(scores, dst, num_dst):
-    """Softmax of scores [E, K] over the edges of each destination; dst int64 [E] -> [E, K]."""
+    """Softmax of scores [E, K] over each destination's edges -> [E, K]; dst int64 [E]: destination of each edge."""
     index = dst.unsqueeze(1).expand_as(scores)
     top = scores.new_full((num_dst, scores.shape[1]), -torch.inf)
     top = top.scatter_reduce(0, index, scores.detach(), "amax")
@@ -649,7 +650,7 @@ def edge_softmax(scores, dst, num_dst):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch norm that takes the running statistics for less than two rows, as a rank's last batch may have."""
+    """Batch norm that uses the running statistics for fewer than two rows, which a rank's last batch may have."""
 
     def forward(self, x):
         """x [S, D] -> [S, D]."""
@@ -660,8 +661,8 @@ class BatchNorm(nn.BatchNorm1d):
 
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv}
 CONVS |= {"gat": GATv2Conv, "gin": GINConv}
-EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # take features of edges; gine needs them
-TYPE_CONVS = {"rgcn": RGCNConv}  # need types of edges
+EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # accept edge features; gine needs them
+TYPE_CONVS = {"rgcn": RGCNConv}  # need edge types
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
 # with a norm by default in train.py: without one they learn slowly or not at all
@@ -677,12 +678,12 @@ HOOKS = "forward _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre
 
 
 class GNN(nn.Module):
-    """num_layers convolutions; between two of them a norm, ReLU and dropout.
+    """Stack of num_layers convolutions with norm, ReLU and dropout between them.
 
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
         conv: "sage", "sage-pool", "gcn", "gat", "gin", "gine" or "rgcn".
-        num_layers: one for each block.
+        num_layers: as many as a batch has blocks.
         dropout: probability, applied after each inner layer, and to the attention weights of "gat".
             input_dropout: the same for the features.
         heads: of "gat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
@@ -690,14 +691,14 @@ class GNN(nn.Module):
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
             al., arXiv 1604.06174): less memory, more time.
-        edge_dim: width of the edges' features, which "gat" can take and "gine" needs; 0: without.
-        num_types: of edges, for "rgcn" alone, as `bases` is, see `RGCNConv`.
-        node_types: of a graph whose nodes have types, see `NodeInputs`, which then makes the input of the first layer.
+        edge_dim: width of the edge features, which "gat" can use and "gine" needs; 0: none.
+        num_types: number of edge types. bases: see `RGCNConv`. Both for "rgcn" only.
+        node_types: of a graph with node types; `NodeInputs` of these then makes the input of the first layer.
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which "gcn", "gin" and "gine" need
-            for training on sampled blocks; or a function of a block, which gives those of its sources.
-            With None each block is taken for the whole graph. Not part of the state.
+            for training on sampled blocks; or a function of a block that returns those of its sources.
+            None: each block is treated as the whole graph. Not part of the state_dict.
     """
 
     degrees = None
@@ -753,16 +754,16 @@ class GNN(nn.Module):
         self.recompute, self.edge_dim = recompute, edge_dim
 
     def forward(self, blocks, x, *, aggregated=False, key=None, edges=None):
-        """Logits [S, C] of the last block's destinations.
+        """Compute logits [S, C] of the last block's destinations.
 
         Args:
-            blocks: one for each layer, outermost hop first.
-            x: [N, F] features of blocks[0].src_nodes, of any dtype; with node_types of those that have
-                some; or, with `aggregated` (for "sage"), [S, 2F]: the result of `self_and_mean` for
-                blocks[0], computed where the features are.
-            key: int from which, by layer, node and column, dropout is drawn, or what `layer_seed` takes
-                for a CUDA graph; from torch's CPU generator when None.
-            edges: for each block the features [E, edge_dim] of its edges, for a network with an edge_dim.
+            blocks: one per layer, outermost hop first.
+            x: [N, F] features of blocks[0].src_nodes, of any dtype; with node_types only of those that
+                have features. Or, with `aggregated` (for "sage"), [S, 2F]: the result of
+                `self_and_mean` for blocks[0], computed where the features are.
+            key: int that keys dropout, together with layer, node and column; in a CUDA graph the tuple
+                of `layer_seed`; None: drawn from torch's CPU generator.
+            edges: features [E, edge_dim] of each block's edges, if edge_dim is not 0.
         """
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
@@ -795,11 +796,11 @@ class GNN(nn.Module):
         return x
 
     def embed(self, nodes, x):
-        """The input of the first layer for nodes [N] with features x: these, or what `NodeInputs` makes of them."""
+        """Return the first layer's input for nodes [N] with features x: x, or the output of `NodeInputs`."""
         return x if self.inputs is None else self.inputs(nodes, x)
 
     def step(self, i, block, x, aggregated=False, seed=None, edges=None):
-        """Layer i and everything up to the next one; seed is that of its dropout."""
+        """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer, nodes, degree = self.layers[i], block.src_nodes, None
         if aggregated:
             return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
@@ -811,7 +812,7 @@ class GNN(nn.Module):
         return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
 
     def _fused(self, blocks, x, aggregated, key):
-        """All layers as one step of autograd, where native/layers.py has it and no part was changed; else None."""
+        """Run all layers as one autograd function, if native/layers.py has it and no part is customised; else None."""
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return None
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
@@ -824,11 +825,11 @@ class GNN(nn.Module):
         return fused.sage(blocks, x, aggregated, weights, drops)
 
     def finish(self, i, h, h_dst, nodes=None, seed=None):
-        """Residual, norm, ReLU and dropout after layer i -> [S, D].
+        """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
         Args:
             h: [S, D] the layer's output. h_dst: [S, F] the destinations' rows of its input.
-            nodes: [S or more] ids of the destinations, by which dropout is drawn from the seed.
+            nodes: [S or more] ids of the destinations, which with the seed determine dropout.
         """
         if self.residuals is not None:
             h = h + self.residuals[i](h_dst)
@@ -849,20 +850,20 @@ class SAGE(GNN):
 
 
 def layerwise(model):
-    """Whether `inference` can take a network apart: its `layers` are those of this file and `finish` follows each; of a
-    `GNN` that computes anything else than a GNN it cannot."""
+    """Return whether `inference` can run a network layer by layer: it has `layers` of `Conv` and `finish`, and is not a
+    `GNN` whose class overrides forward, embed or step."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
     return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
 
 
 def is_gnn(model, steps=("forward", "embed", "step")):
-    """Whether a network is a `GNN` of which no subclass has changed these steps."""
+    """Return whether a network is a `GNN` whose class does not override these methods."""
     return isinstance(model, GNN) and all(getattr(type(model), s) is getattr(GNN, s) for s in steps)
 
 
 def graph_degrees(indptr, indices, step=1 << 24):
-    """Out- and in-degree of every node -> float32 [V, 2], in host memory; IndexError for an edge from no node."""
+    """Compute out- and in-degree of all nodes -> float32 [V, 2], in host memory; IndexError if indices has a bad id."""
     out = torch.zeros(indptr.numel() - 1, dtype=torch.int64, device=indices.device)
     for part in indices.split(step):
         _check_nodes(part, out.numel())
@@ -887,35 +888,35 @@ def inference(
     edges=None,
     types=None,
 ):
-    """Exact predictions for all nodes from all their neighbours, layer by layer.
+    """Compute exact predictions for all nodes from all their neighbours, layer by layer.
 
-    Beside the graph and the features there are at most three float32 tables [V, width] at a time: a
-    layer's input, its messages and its output; all else belongs to one chunk of destinations. A layer
-    runs where the model is if its messages fit there, else on the CPU.
+    Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a
+    layer's input, messages and output, and what one chunk of destinations needs. A layer runs on the
+    model's device if its messages fit there, else on the CPU.
 
     Args:
         model: a GNN, or any network with `layers` of `Conv` and `finish`; computed in float32.
         indptr: int64 [V+1], indices: [M]: the graph, in host memory.
-        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); of a network
-            with node_types those of the first nodes.
-        chunk, chunk_edges: destinations and edges handled at a time; a node with more edges is a chunk
-            by itself.
-        memory: bytes of host memory for the tables; larger ones are nameless temporary files (TMPDIR).
-        rank, world: with several processes on this machine each calls this with its own rank, and
-            computes a part of the destinations of every layer. Linux only.
+        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
+            with node_types only of the first nodes, those with features.
+        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its
+            own.
+        memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
+        rank, world: with several processes on this machine, each calls this with its rank and computes
+            its part of every layer's destinations. Linux only.
         total: an all-reduce of numbers over these processes, such as `Ranks.sum` of ddp.py.
-        layers: how many of the first layers to compute; all when None.
-        edges: [M, D] features of the edges, a row for each of `indices`, for layers with an edge_dim.
-        types: [M] their types, for layers that use them.
+        layers: compute only this many of the first layers; None: all.
+        edges: [M, D] edge features, row for row with `indices`, for layers with an edge_dim.
+        types: [M] edge types, for layers that use them.
 
     Returns:
-        Logits float32 [V, C] in host memory, the same memory in all processes; with `layers` the output
-        of the last of these, [V, hidden], with its norm and ReLU.
+        Logits float32 [V, C] in host memory, which all processes share; with `layers` the output of the
+        last of these, [V, hidden], after its norm and ReLU.
 
     Raises:
-        ValueError: for features of another number of nodes.
-        IndexError: where the graph is damaged: a list or an edge leaves it.
-        OSError: where there is no room for the tables.
+        ValueError: if x, edges or types have a wrong number of rows.
+        IndexError: if the graph is damaged: an offset or a node id is out of range.
+        OSError: if there is no room for the tables.
     """
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):
@@ -936,23 +937,23 @@ def inference(
         on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
         degrees = getattr(model, "degrees", None)
         if any(layer.uses_degree for layer in model.layers):
-            # they may be of another graph, or a function of blocks
+            # the model's may be of another graph, or a function of blocks
             same = isinstance(degrees, torch.Tensor)
             same = same and torch.equal(degrees[:, 1].cpu().float(), indptr.diff().float())
             degrees = degrees.float() if same else graph_degrees(indptr, indices)
-        # ranks get as many edges each
+        # cut the nodes into ranks' parts with equal numbers of edges
         ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
         first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
         barrier = (lambda: total(0)) if total else lambda: None
         h = x if hasattr(x, "gather") else torch.as_tensor(x)
         if inputs is not None:
-            made = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
+            out = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
             for a in range(first, last, chunk):
-                b, end = min(a + chunk, last), inputs.first  # of the nodes with features
+                b, end = min(a + chunk, last), inputs.first  # end of the nodes with features
                 nodes = torch.arange(a, b, device=device)
-                made[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
-            barrier()  # the rows of all processes are there
-            h = made
+                out[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
+            barrier()  # until the rows of all processes are written
+            h = out
         for i, layer in enumerate(model.layers[:layers]):
             width = layer.message_dim or h.shape[1]
             table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
@@ -963,7 +964,7 @@ def inference(
                     b = min(a + chunk, last)
                     degree = degrees[a:b].to(device) if layer.uses_degree else None
                     message[a:b] = layer.message(_rows(h, a, b, device), degree)
-                barrier()  # the messages of all processes are there
+                barrier()  # until the messages of all processes are written
             out, on = table(layer.out_dim), device
             if message.device != device and device.type == "cuda":
                 fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
@@ -973,24 +974,24 @@ def inference(
                 offsets, sources = _lists(indptr, indices, a, b, on)
                 own = torch.arange(a, b, dtype=sources.dtype, device=on)
                 degree = degrees[a:b].to(on) if layer.uses_degree else None
-                h_dst, seen, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
+                h_dst, extra, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
                 if layer.edge_dim:
-                    seen["edges"] = _rows(edges, *ends, on)
+                    extra["edges"] = _rows(edges, *ends, on)
                 if layer.uses_types:
-                    seen["types"] = None if types is None else types[slice(*ends)].to(on)
+                    extra["types"] = None if types is None else types[slice(*ends)].to(on)
                 combine = network.layers[i].combine
-                made = combine(offsets, sources, message, own, h_dst, degree, **seen)
-                out[a:b] = network.finish(i, made, h_dst)
-            barrier()  # the rows of all processes are there
+                combined = combine(offsets, sources, message, own, h_dst, degree, **extra)
+                out[a:b] = network.finish(i, combined, h_dst)
+            barrier()  # until the rows of all processes are written
             h = out
-    finally:  # what fails leaves the network as it was, too
+    finally:  # restore training mode, also after an error
         for module, training in modes:
             module.training = training
     return h
 
 
 def _check_nodes(ids, V):
-    """Raise IndexError unless ids [E], read from an unchecked graph, are nodes."""
+    """Raise IndexError unless all ids [E], read from an unchecked graph, are in 0 .. V-1."""
     low, high = (int(node) for node in ids.aminmax()) if ids.numel() else (0, -1)
     if low < 0 or high >= V:
         bad, nodes = low if low < 0 else high, f"its nodes are 0 to {V - 1}"
@@ -998,18 +999,18 @@ def _check_nodes(ids, V):
 
 
 def _lists(indptr, indices, a, b, device):
-    """Lists of nodes a .. b - 1, checked -> (offsets [b - a + 1], sources), of the type of indices."""
+    """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
     sources, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
     _check_nodes(sources, indptr.numel() - 1)
     if int(offsets[-1]) != sources.numel() or bool((offsets.diff() < 0).any()):
-        where = f"a list of nodes {a} to {b - 1} in indptr leaves it or falls"
+        where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
         raise IndexError(f"the graph is damaged: {where}")
     sources = sources.to(device)
     return offsets.to(sources), sources
 
 
 def _rows(table, a, b, device):
-    """Rows a .. b - 1 of a tensor or of features, in float32 on a device."""
+    """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
     rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
     return rows.to(device, torch.float32)
 
@@ -1024,10 +1025,10 @@ def _cut(indptr, first, last, chunk, chunk_edges):
 
 
 def _tables(rows, columns, memory, leads, total):
-    """A function of a width that makes a float32 table [rows, width], in a temporary file if `columns` exceed `memory`.
+    """Return a function width -> float32 table [rows, width], in a temporary file if `columns` of it exceed `memory`.
 
-    With `total` it is one table for all processes: they open the leader's memory or file, which has no
-    name and disappears with the last process that maps it.
+    With `total` all processes share one table: they open the leader's memory or file, which has no name
+    and disappears with the last process that maps it.
     """
     in_memory = 4 * rows * columns <= memory
 
@@ -1045,7 +1046,7 @@ def _tables(rows, columns, memory, leads, total):
             handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
         mapped = mmap.mmap(handle, size)
         if total:
-            total(0)  # a barrier: every process has opened the leader's
+            total(0)  # barrier: every process has opened the leader's handle
         os.close(handle)
         return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
 
@@ -1053,10 +1054,10 @@ def _tables(rows, columns, memory, leads, total):
 
 
 def _nameless_file(size):
-    """A temporary file of `size` bytes without a name -> its handle, which the caller closes."""
+    """Make a temporary file of `size` bytes without a name -> its file descriptor, which the caller closes."""
     with tempfile.TemporaryFile(prefix="ringblock-") as file:
         try:
-            # with its blocks: a write through mmap to a full disk ends the process
+            # allocate its blocks: on a full disk a write through mmap would end the process
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             os.ftruncate(file.fileno(), size)

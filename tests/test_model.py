@@ -194,7 +194,7 @@ def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
     ):
         _refuses("rows: .* are needed, one for each source node", call, error=ValueError)
     outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
-    _refuses("a block has ids of nodes", net.layers[0], *outer, x, **given, error=ValueError)
+    _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
         for wrong in (edges[0][1:], edges[0][:, 1:], edges[0][:, 0]):
             with pytest.raises((RuntimeError, ValueError)):
