@@ -18,7 +18,7 @@ typedef long long i64;
 #define UNROLL _Pragma("unroll")
 #define ONE_BY_ONE _Pragma("unroll 1")
 #define FAIL __trap()
-// A value that other threads store there as well.
+// Store a value where other threads may store the same one.
 template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value; }
 #else
 #include <math.h>
@@ -57,7 +57,7 @@ FN u64 finalise(u64 z) {
 }
 FN u64 mix(u64 z) { return finalise(z + GOLDEN); }
 
-// ---- numbers of a table or a tensor, float or bf16, as float: UP(IN)(x), DOWN(OUT)(x)
+// ---- conversion of table values, float or bf16, to float and back: UP(IN)(x), DOWN(OUT)(x)
 
 typedef struct {
   unsigned short bits;

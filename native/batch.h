@@ -2,9 +2,9 @@
 // sampler.cu and aggregate.cu.
 #include "rule.h"
 
-enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // trouble
+enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // bits of trouble
 #define NO_PAIR (~0ULL)
-// A batch of L hops: what it is drawn from, what is made, and the memory it is made in.
+// A batch of L hops: the graph it is drawn from, its results and its working memory.
 typedef struct {
   const i64 *indptr;
   const ID *indices;
@@ -12,45 +12,45 @@ typedef struct {
   i64 V, M, rule, one_draw;
   u64 seed;
   const i64 *input;  // step; S; offset of positions in the table (see sampler_gpu.py); seeds [S]
-  ID *src;           // source nodes of all hops: the first N of a hop are its sources
-  ID *local;         // by position: node of an edge, in the end its number
+  ID *src;           // source nodes of all hops: those of a hop are the first N
+  ID *local;         // by position: source node of an edge, in the end its local id
   i64 *edges;        // by position: edge in the graph's indices; null: not asked for
   double *best;      // by position: scratch of weighted draws
   int *table;        // [V] the smallest position that bids for a node, plus the offset
-  int *number;       // by position: number of the node that appears there first
-  int *count;        // edges of a row of the hop at hand
+  int *number;       // by position: local id of the node that first appears there
+  int *count;        // edges of each row of the current hop
   unsigned *won;
-  int *wins;    // of 32 edges of the hop at hand: which appear first, and how many
+  int *wins;    // per 32 edges of the current hop: which won their nodes, and how many
   u64 *keys;    // [L]
   i64 *sizes;   // [2 + 2 L] trouble, S, then E and N of each hop
-  i64 *wanted;  // [2 L] E and N without regard to the room
+  i64 *wanted;  // [2 L] E and N as they would be with enough room
   i64 *first;   // [L] position of a hop's first edge
   const i64 *excluded;
   i64 num_excluded;  // edges, ascending
   const i64 *edge_times;  // [M]; null: no times
   i64 strict, window;
   const void *types;   // TYPE [M]; null: edges have none
-  const i64 *fanouts;  // [L, all numbers of a TYPE]
-  i64 num_types;       // so many. With times:
+  const i64 *fanouts;  // [L, num_types] k
+  i64 num_types;       // all values of a TYPE. With times:
   i64 *src_times;  // times of the source nodes
-  int *group;    // the number of that time among those of the batch; they follow the seeds in input
-  u64 *pairs;    // [slots] node + V * group of a slot of table, NO_PAIR where it is free
+  int *group;    // index of a source's time among the batch's, which follow the seeds in input
+  u64 *pairs;    // [slots] node + V * group of each slot of table, NO_PAIR if it is free
   i64 slots;     // a power of two
-  i64 *damaged;  // [1] not 0 once the graph was seen to be damaged; `begin` clears sizes[0] even
-                 // then
+  i64 *damaged;  // [1] nonzero once the graph was seen to be damaged: `begin` clears sizes[0], but
+                 // not this
 } batch_t;
-// A hop.
+// A hop of a batch.
 typedef struct {
   i64 hop, k, relabel;
-  i64 rows, places, words;  // room for its destinations, its edges, and 32 edges each
+  i64 rows, places, words;  // room for its destinations, its edges, and words of 32 edges
   i64 next_rows;            // room for its sources
   i64 first;                // position of its first edge
   ID *offsets;              // [rows + 1] of the block
   u64 *row_sums, *word_sums;
 } part_t;
 
-// A changed byte on the disk must not end the process: lists and ids that lie outside of the graph
-// are not read at.
+// Damage on disk must not crash the process: offsets and ids that are out of range are not used to
+// read.
 FN i64 degree_of(const batch_t *b, i64 v) {
   i64 start = b->indptr[v], end = b->indptr[v + 1];
   if (0 <= start && start <= end && end <= b->M) return end - start;
@@ -77,8 +77,8 @@ FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; 
 
 // ---- fanouts up to MOST, uniform and with replacement
 //
-// All of a row is under way at once, picks are held in registers. `most`, a constant where these
-// are called, says to how many places loops are unrolled.
+// All loads of a row are in flight at once; picks are held in registers. `most`, a constant at each
+// call, is the number of picks that loops are unrolled to.
 
 #define MOST 64
 FN void choose(const int most, u64 key, ID v, unsigned degree, unsigned k, int n, int replace,

@@ -11,14 +11,14 @@ typedef int64_t i64;
 
 typedef struct { int32_t *pages, *next; i64 n; } batch_t;  // next[i]: the batch that uses pages[i] next, 0: unknown
 
-typedef struct { int32_t before, after, bucket; } link_t;  // bucket -1: the page is not kept
+typedef struct { int32_t before, after, bucket; } link_t;  // of a doubly linked list; bucket -1: the page is not kept
 
 typedef struct {
   i64 num_pages, capacity, kept;
   i64 planned, newest;  // batches are numbered from 1; 1 .. planned are planned, those up to newest are expected
-  i64 ring, farthest;   // no page is used in a batch beyond `farthest`
+  i64 ring, farthest;   // number of buckets by batch; no kept page is used next in a batch beyond `farthest`
   i64 *last;            // [num_pages] 1 + (batch << 32 | its index there) of the last use expected so far, or 0
-  link_t *links;        // [num_pages] lists of the pages that batch b uses next, b modulo `ring`; then of no known use
+  link_t *links;        // [num_pages] list b % ring: kept pages next used by batch b; list `ring`: no use is known
   int32_t *heads;       // [ring + 1]
   batch_t *window;      // [ring]
   i64 *missing, *dropped, num_missing, num_dropped;  // what the last plan said
@@ -45,7 +45,7 @@ void pages_close(planner_t *p) {
   free(p->last), free(p->links), free(p->heads), free(p->window), free(p->missing), free(p->dropped), free(p);
 }
 
-// The first `capacity` pages are taken to be there. -> null: no memory
+// Make a planner; the first `capacity` pages are assumed to be in the page cache. -> null: no memory
 void *pages_open(i64 num_pages, i64 capacity, i64 lookahead) {
   planner_t *p = calloc(1, sizeof *p);
   if (!p) return 0;
@@ -65,7 +65,7 @@ void *pages_open(i64 num_pages, i64 capacity, i64 lookahead) {
   return p;
 }
 
-// The batch after those expected so far uses rows ids[n] of a table that begins at byte `offset`. -> nonzero: no memory
+// Expect one more batch, which uses rows ids[n] of a table that begins at byte `offset`. -> nonzero: no memory
 int pages_expect(planner_t *p, const i64 *ids, i64 n, i64 offset, i64 row_bytes, i64 page_bytes) {
   i64 now = p->newest + 1, most = n * ((row_bytes + 2 * page_bytes - 2) / page_bytes) + 1;
   batch_t *batch = &p->window[now & (p->ring - 1)];
@@ -91,8 +91,8 @@ int pages_expect(planner_t *p, const i64 *ids, i64 n, i64 offset, i64 row_bytes,
   return 0;
 }
 
-// Decide on the oldest batch that is not planned: which pages it reads, and which leave the cache once it has read them
-// (some of these perhaps the same); both lie in `p` until the next plan. -> nonzero: no memory
+// Plan the oldest expected batch: which pages it reads, and which are evicted once it has read them (perhaps some of
+// the same pages); both lists stay in `p` until the next plan. -> nonzero: no memory
 int pages_plan(planner_t *p) {
   i64 now = p->planned + 1;
   batch_t *batch = &p->window[now & (p->ring - 1)];
@@ -118,7 +118,7 @@ int pages_plan(planner_t *p) {
   return 0;
 }
 
-// No batch is expected any more.
+// Forget all expected batches that are not planned.
 void pages_forget(planner_t *p) {
   for (i64 b = p->planned + 1; b <= p->newest; b++) {
     batch_t *batch = &p->window[b & (p->ring - 1)];
@@ -130,14 +130,14 @@ void pages_forget(planner_t *p) {
   p->newest = p->farthest = p->planned;
 }
 
-// What the last plan said: pages to read (missing), or to drop -> how many; pages: null, or room for them.
+// Copy the last plan's pages to read (missing) or to drop (not missing) into `pages`, unless null -> how many.
 i64 pages_planned(planner_t *p, int missing, i64 *pages) {
   i64 n = missing ? p->num_missing : p->num_dropped;
   if (pages && n) memcpy(pages, missing ? p->missing : p->dropped, n * sizeof(i64));
   return n;
 }
 
-// Pages of a file, in ascending order, are to be read into the page cache (wanted) or to leave it.
+// Advise the kernel to read pages of a file, in ascending order, into the page cache (wanted) or to drop them.
 void pages_advise(int fd, const i64 *pages, i64 n, i64 page_bytes, int wanted) {
   for (i64 i = 0, count; i < n; i += count) {
     for (count = 1; i + count < n && pages[i + count] == pages[i] + count;) count++;

@@ -13,11 +13,11 @@
 typedef int64_t i64;
 #define REQUEST (1 << 16)  // bytes of a request, unless a row is larger
 #define GAP 4096           // bytes between two rows that cost less to read than another request
-#define ENDED 100000       // in place of an errno: the file ends before the row does
+#define ENDED 100000       // used like an errno: the file ends before the row does
 
 typedef struct { i64 row, place; } wanted_t;
 
-typedef struct {           // a piece of the file, from block to block
+typedef struct {           // a piece of the file, from one block boundary to another
   i64 offset, length;
   i64 needed;              // bytes up to the end of its last row
   i64 first, count;        // its rows in the sorted list
@@ -25,7 +25,7 @@ typedef struct {           // a piece of the file, from block to block
 
 typedef struct {
   int fd;
-  i64 base, row_bytes, block, room;  // row 0 begins at base; requests lie on multiples of block, in buffers of room
+  i64 base, row_bytes, block, room;  // row 0 begins at base; requests are multiples of block; bytes of a buffer
   wanted_t *wanted;
   request_t *requests;
   i64 num_requests;
@@ -49,7 +49,7 @@ static void sort_wanted(wanted_t *wanted, wanted_t *spare, i64 n, i64 largest) {
   if (from != wanted) memcpy(wanted, from, n * sizeof *wanted);
 }
 
-static i64 join(const call_t *call, i64 n, request_t *requests) {  // -> how many requests
+static i64 join(const call_t *call, i64 n, request_t *requests) {  // merge sorted rows into requests -> how many
   request_t *last = requests - 1;
   for (i64 i = 0; i < n; i++) {
     i64 start = call->base + call->wanted[i].row * call->row_bytes, end = start + call->row_bytes;
@@ -71,7 +71,7 @@ static void fail(call_t *call, int reason, i64 at) {
   if (atomic_compare_exchange_strong(&call->failed, &none, reason)) atomic_store(&call->failed_at, at);
 }
 
-// Read a request up to its last row; reads that are interrupted or come back short go on -> whether all is there.
+// Read a request up to its last row, going on after interrupted and short reads -> whether it succeeded.
 static int read_all(call_t *call, const request_t *request, char *to) {
   for (i64 got = 0; got < request->needed;) {
     i64 result = pread(call->fd, to + got, request->length - got, request->offset + got);
@@ -79,7 +79,7 @@ static int read_all(call_t *call, const request_t *request, char *to) {
     i64 before = got;
     got += result > 0 ? result : 0;
     if (got >= request->needed) break;
-    got -= got % call->block;  // direct reads begin on a block
+    got -= got % call->block;  // a direct read has to begin at a block
     if (got > before) continue;
     fail(call, result < 0 ? errno : ENDED, request->offset + before);
     return 0;
@@ -97,7 +97,7 @@ static void *work(void *argument) {
   for (i64 i; !call->failed && (i = atomic_fetch_add(&call->next, 1)) < call->num_requests;) {
     const request_t *request = &call->requests[i];
     const wanted_t *wanted = call->wanted + request->first;
-    // a single row goes to its place at once; direct reads would need it to lie on a block
+    // a single row is read right into its place, except by direct reads, which need an aligned buffer
     char *place = request->count == 1 && call->block == 1 ? call->out + wanted->place * call->row_bytes : 0;
     if (!read_all(call, request, place ? place : buffer) || place) continue;
     for (i64 k = 0; k < request->count; k++) {
@@ -109,7 +109,7 @@ static void *work(void *argument) {
   return 0;
 }
 
-// Whether requests that begin and end on multiples of `block` can be read at all.
+// Whether the file can be read by requests that begin and end on multiples of `block`.
 int rows_accepts(int fd, i64 block) {
   void *buffer;
   if (posix_memalign(&buffer, 4096, block)) return 0;
@@ -120,8 +120,8 @@ int rows_accepts(int fd, i64 block) {
   return !refused;
 }
 
-// Read n rows, row ids[i] to place places[i] of out (null: i), with `depth` requests in flight -> bytes asked of the
-// file, or -errno, -ENDED; then *at is where in the file.
+// Read n rows, row ids[i] to place places[i] of out (null: i), with up to `depth` requests in flight -> bytes requested
+// from the file; or -errno or -ENDED, and *at is the byte of the file where that happened.
 i64 rows_read(int fd, i64 base, i64 row_bytes, i64 block, i64 depth, const i64 *ids, const i64 *places, i64 n, char *out,
               i64 *at) {
   wanted_t *wanted = malloc((2 * n + 1) * sizeof *wanted);
@@ -144,7 +144,7 @@ i64 rows_read(int fd, i64 base, i64 row_bytes, i64 block, i64 depth, const i64 *
     pthread_attr_setstacksize(&small, 1 << 17);
     while (started < depth - 1 && !pthread_create(&threads[started], &small, work, &call)) started++;
     pthread_attr_destroy(&small);
-    if (depth) work(&call);  // this thread; where others could not be started, fewer do as well
+    if (depth) work(&call);  // on this thread, too; if others could not be started, fewer do the work
     while (started) pthread_join(threads[--started], 0);
     bytes = 0;
     for (i64 i = 0; i < call.num_requests; i++) bytes += requests[i].length;

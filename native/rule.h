@@ -10,27 +10,27 @@ FN u64 draw(u64 key, u64 v, u64 number) { return mix(mix(key ^ v) ^ number) >> 3
 // Uniform in 0 .. bound - 1, from 32 random bits.
 FN i64 below(u64 bits, i64 bound) { return (i64)(bits * (u64)bound >> 32); }
 
-typedef struct {  // what to draw from, and how
+typedef struct {  // the graph, and how to draw from it
   const i64 *indptr;
   const ID *indices;
   const WEIGHT *weights;
   i64 rule, k;  // k -1: all
   u64 key;
   const void *types;      // TYPE [M] ascending in each list; null: edges have none
-  const i64 *fanout;      // [all numbers of a TYPE] k of each type, NO_TYPE where there is none
-  const i64 *edge_times;  // [M] ascending in each list, among the edges of a type; null: none
+  const i64 *fanout;      // [all values of a TYPE] k of each type, NO_TYPE: no such type
+  const i64 *edge_times;  // [M] ascending in each list or, with types, within a type; null: none
   i64 strict, window;     // see `cut_by_time`
 } hop_t;
 enum { NO_TYPE = -2 };
 
-typedef struct {      // what may be taken of a node's list
-  i64 start, degree;  // where it begins; how many edges, excluded ones not counted
-  const i64 *gaps;    // the excluded ones, ascending
+typedef struct {      // the part of a node's list that may be sampled
+  i64 start, degree;  // where it begins; number of edges, without the excluded ones
+  const i64 *gaps;    // its excluded edges, ascending
   i64 num_gaps;
   i64 time;  // of the node, for lists by type
 } row_t;
 
-FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many of them are smaller
+FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many are < value
   i64 low = 0;
   while (n) {
     i64 half = n / 2, smaller = sorted[low + half] < value;
@@ -39,33 +39,33 @@ FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many of them a
   }
   return low;
 }
-// How many of the sorted times come by a time, or, if strict, before it.
+// How many of the sorted times are <= time or, if strict, < time.
 FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   i64 none_later = (i64)(~0ULL >> 1);
   if (strict) return lower_bound(times, n, time);
   return time == none_later ? n : lower_bound(times, n, time + 1);
 }
-// Keep the edges of a row that come by a time, or, if strict, before it; with a window > 0 of these
-// only the ones later than time - window.
+// Cut a row to the edges whose time is <= `time` or, if strict, < `time`; with a window > 0 also
+// > `time` - window.
 FN void cut_by_time(row_t *row, const hop_t *hop, i64 time) {
   const i64 *times = hop->edge_times;
   i64 since = (i64)((u64)time - (u64)hop->window);
   row->degree = number_before(times + row->start, row->degree, time, (int)hop->strict);
-  if (!hop->window || since > time) return;  // below 0, since is no i64: all are later
+  if (!hop->window || since > time) return;  // since > time: it wrapped around, all are later
   i64 early = number_before(times + row->start, row->degree, since, 0);
   row->start += early;
   row->degree -= early;
 }
-// Exclude those of the sorted edge ids that lie in a row.
+// Exclude from a row those of the sorted edge ids that are in it.
 FN void exclude(row_t *row, const i64 *edges, i64 n) {
   i64 before = lower_bound(edges, n, row->start);
   row->gaps = edges + before;
   row->num_gaps = lower_bound(row->gaps, n - before, row->start + row->degree);
   row->degree -= row->num_gaps;
 }
-// The edge at a place of the row that is counted without the excluded ones.
+// The edge at a place of a row, counted without the excluded edges.
 FN i64 edge_at(const row_t *row, i64 place) {
-  // The excluded edges before it: number g is one if it lies less than g + 1 behind.
+  // Count the excluded edges before it: those with gaps[g] - g <= start + place.
   i64 low = 0, n = row->num_gaps;
   while (n) {
     i64 half = n / 2, before = row->gaps[low + half] - (low + half) <= row->start + place;
@@ -74,7 +74,7 @@ FN i64 edge_at(const row_t *row, i64 place) {
   }
   return row->start + place + low;
 }
-// The first edge from here on that is not excluded; `gap` counts those that are.
+// The first edge from `edge` on that is not excluded; moves `gap` past those that are.
 FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
   for (; *gap < row->num_gaps && row->gaps[*gap] == edge; ++*gap) edge++;
   return edge;
@@ -85,7 +85,7 @@ FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
   return hop->k < 0 || draw(hop->key, (u64)hop->indices[edge], 0) * (u64)degree <= limit;
 }
 
-// How many edges of a list will be taken.
+// How many edges of a list will be picked.
 FN i64 count_list(const hop_t *hop, const row_t *row) {
   i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
   if (hop->rule == REPLACE) return degree ? hop->k : 0;
@@ -149,7 +149,7 @@ FN void pick_list(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, do
     for (i64 i = 0; i < n; i++) out[i] = below(draw(hop->key, v, i), degree);
   } else if (hop->rule == LATEST || n == degree) {
     for (i64 i = 0; i < n; i++) out[i] = degree - n + i;
-  } else {  // Floyd: for a place that is taken the last of the range, which is free
+  } else {  // Floyd: if the pick is taken already, the last of its range, which is free
     for (i64 i = 0; i < n; i++) {
       i64 last = degree - n + i, pick = below(draw(hop->key, v, i), last + 1), earlier = 0;
       while (earlier < i && out[earlier] != pick) earlier++;
@@ -165,11 +165,11 @@ FN void pick_list(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, do
 #else
 // ---- lists by type: the edges of each type are a list of their own
 
-// Take the edges of the first type off a row of raw degree, all whose excluded edges are `gaps` ->
-// what may be taken of them; `one` becomes how.
+// Split the edges of the first type off `rest`, whose degree includes excluded edges and whose gaps
+// are all of these -> the row to draw from; `one` is set to how.
 FN row_t next_type(const hop_t *hop, row_t *rest, hop_t *one) {
   const TYPE *types = (const TYPE *)hop->types + rest->start;
-  i64 n = 1, left = rest->degree - 1;  // of the first n edges the type is known to be the same
+  i64 n = 1, left = rest->degree - 1;  // the first n edges are known to have the same type
   while (left) {
     i64 half = left / 2, same = types[n + half] <= types[0];
     n += same ? half + 1 : 0;
@@ -185,7 +185,7 @@ FN row_t next_type(const hop_t *hop, row_t *rest, hop_t *one) {
   rest->degree -= n;
   return row;
 }
-// How many edges of a row will be taken; NO_TYPE where an edge is of a type that does not exist.
+// How many edges of a row will be picked; NO_TYPE if one of its edges has a type without a fanout.
 FN i64 count_row(const hop_t *hop, const row_t *row) {
   row_t rest = *row;
   hop_t one;

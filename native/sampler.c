@@ -9,8 +9,8 @@
 #include "rule.h"
 
 #define ROWS 512     // destinations in a chunk
-#define VECTOR_K 64  // the largest fanout that is drawn for a chunk's rows side by side
-#define AHEAD 96     // edges: how early memory is asked for
+#define VECTOR_K 64  // the largest fanout drawn for many rows at a time
+#define AHEAD 96     // prefetch distance in edges
 #define THREADS 64   // at most
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -19,7 +19,7 @@ typedef struct {
   ID node, number;
 } slot_t;
 
-// With PAIRS a source is a node at a time; `when` is the number of that time among those of the
+// With PAIRS a source is a (node, time) pair; `when` is the index of that time among those of the
 // batch.
 #ifdef PAIRS
 #define AT(whens, i) (whens)[i]
@@ -37,41 +37,41 @@ typedef struct {
   hop_t hop;            // the graph, and what to draw
   const ID *dst;        // [S] destinations
   i64 *start, *degree;  // [S] start of a neighbour list in hop.indices, its length without gaps
-  i64 *gap, *num_gaps;  // [S] its first excluded edge, and how many; where num_excluded > 0
+  i64 *gap, *num_gaps;  // [S] its first index in excluded, and how many; if num_excluded > 0
   ID *offsets;          // [S+1] the block's indptr
   ID *local;            // [E] the block's indices: global ids until they are relabelled
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
   void *edge_type;      // TYPE [E]
   ID *src;              // [S+E+1] the block's src_nodes
-  ID *src_when;         // [S+E+1] numbers of the times of src; it and the next two with PAIRS only
+  ID *src_when;         // [S+E+1] `when` of src; this and the next two with PAIRS only
   const ID *dst_when;   // [S]
   ID *edge_when;        // [E] that of an edge's destination
-  HOME *edge_home;      // [E] where to look for an edge's source first, if there is a table
+  HOME *edge_home;      // [E] home slot of an edge's source, if there is a table
   const i64 *times;     // [num_times] of the batch
   const i64 *seeds_before;     // [num_times + 1] how many seeds have an earlier time, with PAIRS
-  const list_t *lists;         // [V+1]; null: all edges are seen
-  slot_t *table;               // [2^bits] numbers of nodes; null: no relabelling
-  i64 S, N, bits, threads;     // N: nodes that have a number so far
-  i64 V, M;                    // of the graph: what is read from it has to lie within
+  const list_t *lists;         // [V+1]; null: no edge times
+  slot_t *table;               // [2^bits] local ids of nodes; null: no relabelling
+  i64 S, N, bits, threads;     // N: nodes that have a local id so far
+  i64 V, M;                    // of the graph: bounds of the ids and offsets read from it
   const i64 *excluded;         // [num_excluded] edges, ascending
-  const i64 *excluded_before;  // [1 + (M >> shift) + 1] how many are < i << shift
+  const i64 *excluded_before;  // [1 + (M >> shift) + 1] number of excluded edges < i << shift
   i64 num_excluded, shift;
   i64 num_times;
 } job_t;
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
-typedef struct {         // of one thread, for the edges of a chunk
-  i64 room, *positions;  // where each edge stands in hop.indices
+typedef struct {         // of one thread, for `room` edges of a chunk
+  i64 room, *positions;  // position of each edge in hop.indices
   double *best;          // for pick_row
 } scratch_t;
 
-// ---- sharing out chunks
+// ---- sharing chunks among threads
 
 typedef struct {
   job_t *job;
   int (*work)(job_t *, i64 chunk, scratch_t *);  // 0, or why it failed
   i64 chunks;
-  atomic_llong next;  // the first free chunk
+  atomic_llong next;  // the first chunk that no thread has taken
   atomic_int failed;
   atomic_char *done;  // [chunks]
 } crew_t;
@@ -91,9 +91,9 @@ static void *take_chunks(void *crew) {
   return 0;
 }
 
-// `work` on all chunks, in any order and on several threads. This thread hands finished chunks to
-// `follow` (or null) in their order; while the next one is not finished, it works as the others do.
-// -> 0, or why it failed. (No OpenMP: torch's own threads spin for a while after each parallel
+// Run `work` on all chunks, in any order, on several threads. This thread passes finished chunks to
+// `follow` (unless null) in order and, while the next one is unfinished, works like the others.
+// -> 0, or why it failed. (Not by OpenMP: torch's own threads spin for a while after each parallel
 // region, on the cores that these threads need.)
 static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *),
                      void (*follow)(job_t *, i64)) {
@@ -102,7 +102,7 @@ static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *),
   pthread_t others[THREADS];
   i64 wanted = MIN(MIN(job->threads, THREADS), crew.chunks) - 1, started = 0;
   if (!(crew.done = calloc(crew.chunks + 1, 1))) return NO_MEMORY;
-  // Fewer threads do as well.
+  // If a thread cannot be started, fewer do the work.
   while (started < wanted && !pthread_create(&others[started], 0, take_chunks, &crew)) started++;
   for (i64 chunk = 0; chunk < crew.chunks;) {
     if (atomic_load(&crew.done[chunk])) {
@@ -133,16 +133,16 @@ static inline row_t row_of(const job_t *job, i64 row) {
   return list;
 }
 
-// Cut the lists of a chunk behind the last edge that comes by the time of its destination. Many
-// lists come by then as a whole: the time of the last edge stands beside the start of the list. In
-// the others a binary search is a chain of cache misses, so these are made side by side: one step
-// of all, then the next.
+// Cut each list of a chunk after the last edge no later than its destination's time. Many lists are
+// kept whole, as the time of their last edge tells, which is stored beside their start. In the
+// others a binary search is a chain of cache misses, so all searches of a chunk advance together,
+// one step at a time.
 static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
-  // Of a list the edges before `at` come by then; of the next `left` it is not known.
+  // The edges of a list before `at` are early enough; the next `left` are undecided.
   i64 at[ROWS], left[ROWS];
   i64 latest[ROWS];       // the last time at which an edge is taken
   const i64 *times = job->hop.edge_times;
-  int open[ROWS], n = 0;  // rows, counted from `first`, whose search goes on
+  int open[ROWS], n = 0;  // rows, counted from `first`, that are still searched
   for (i64 row = first; row < end; row++) {
     int i = (int)(row - first);
     const list_t *list = &job->lists[job->dst[row]];
@@ -151,7 +151,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     latest[i] = (i64)((u64)time - (u64)job->hop.strict);
     i64 whole = !degree | (list->last <= latest[i]);
     at[i] = job->start[row] + (whole ? degree : 0);
-    left[i] = whole ? 0 : degree - 1;  // the last edge is known to come later
+    left[i] = whole ? 0 : degree - 1;  // the last edge is known to be too late
     __builtin_prefetch(whole ? (const void *)list : &times[at[i] + left[i] / 2]);
     open[n] = i;
     n += left[i] > 0;
@@ -160,8 +160,8 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     int still_open = 0;
     for (int q = 0; q < n; q++) {
       int i = open[q];
-      // `early` is all bits or none: a branch would be guessed, and a wrong guess waits for the
-      // memory
+      // `early` is a mask of all bits or none: a branch here would be mispredicted often, and then
+      // wait for memory
       i64 half = left[i] >> 1, early = -(i64)(times[at[i] + half] <= latest[i]);
       at[i] += half + 1 & early;
       left[i] = half - (2 * half + 1 - left[i] & early);
@@ -179,8 +179,8 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   }
 }
 
-// Find the excluded edges of a chunk's lists. Few lists have any: most are done after a look at
-// `excluded_before`.
+// Find the excluded edges of a chunk's lists. Few lists have any: for most a look at
+// `excluded_before` is enough.
 static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   for (i64 row = first; row < end; row++) {
     row_t list = {job->start[row], job->degree[row], 0, 0, 0};
@@ -193,7 +193,7 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   }
 }
 
-// Where the search for the types of a list begins is on its way to the cache.
+// Prefetch what the search for the types of a list reads first.
 static inline void fetch_types(const job_t *job, i64 row) {
 #ifdef TYPE
   const TYPE *types = (const TYPE *)job->hop.types + job->start[row];
@@ -203,7 +203,7 @@ static inline void fetch_types(const job_t *job, i64 row) {
 }
 
 static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
-  (void)scratch;  // it needs none
+  (void)scratch;  // not needed here
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
   const i64 *starts = job->lists ? &job->lists->start : job->hop.indptr;
   i64 apart = job->lists ? sizeof(list_t) / sizeof(i64) : 1;
@@ -214,7 +214,7 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     job->degree[row] = next - start;
     signs |= start | next | (next - start) | (job->M - next);
   }
-  // A list that begins before 0, ends before it begins, or behind the last edge.
+  // A list begins before 0, ends before it begins, or ends after the last edge.
   if (signs < 0) return DAMAGED;
   if (job->lists && !job->hop.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
@@ -240,12 +240,12 @@ i64 rb_count(job_t *job) {
   return E;
 }
 
-// ---- the table of numbers
+// ---- the hash table of local ids
 
-// Where to look for a node first. Nodes at one time lie near one another, in a window of the table:
-// those that are met one after the other mostly have one time, and then their slots are in the
-// cache. A window is twice the share of the table that its time has of the seeds, so neighbouring
-// ones overlap: some seeds have more nodes around them.
+// The home slot of a node: where to look first. Nodes with the same time share a window of the
+// table: consecutive nodes mostly have the same time, and then their slots are in the cache. The
+// window of a time is twice the table's share that the time has of the seeds, so that neighbouring
+// windows overlap: some seeds reach more nodes than others.
 typedef struct {
   i64 bits, apart;
   const i64 *seeds_before;
@@ -264,17 +264,17 @@ static inline u64 home(ID node, ID when, layout_t layout) {
 #endif
 }
 
-// Where to look after `tries` slots that others have: at the next one, after every eighth anywhere
-// in the table. So few slots are looked at even if the batch has more nodes at one time than fit
-// into its window.
+// The slot to try after `tries` slots taken by others: the next one, or after every eighth a random
+// one of the whole table. This keeps searches short even if more nodes have one time than fit into
+// its window.
 static inline u64 next_slot(u64 at, u64 tries, ID node, ID when, layout_t layout) {
   if (tries % 8 == 0) at = mix((u64)node ^ mix((u64)when ^ tries << 40));
   else at++;
   return at & ((1ULL << layout.bits) - 1);
 }
 
-// The number of a node, at a time, looked for from slot `at`, its home, on. It becomes `next` if
-// the node had none: a coin toss, on which no branch depends.
+// Look up the local id of a node, at a time, from its home slot `at` on; a node without one gets
+// `next`. Which it will be is unpredictable, so no branch depends on it.
 static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src_when, ID node,
                            ID when, ID next) {
   slot_t slot = table[at];
@@ -293,9 +293,9 @@ static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src
 
 // ---- picks and gather
 
-// Floyd's algorithm for n rows side by side, which the compiler turns into vector instructions:
-// picks[i][row] is draw i of a row, hash[row] its mix(key ^ v), and every degree is above k. The
-// same draws as pick_row() makes.
+// Floyd's algorithm for n rows at a time, which the compiler vectorizes: picks[i][row] is draw i of
+// a row, hash[row] its mix(key ^ v), and every degree is above k. Makes the same draws as
+// pick_row().
 static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restrict degree,
                   uint32_t (*restrict picks)[ROWS]) {
   uint32_t taken[ROWS];
@@ -312,7 +312,7 @@ static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restri
   }
 }
 
-// Lists that floyd() draws side by side: k edges of each, which are written from `at` on.
+// Lists that floyd() draws together: k edges of each, written to positions from `at` on.
 typedef struct {
   i64 n, k, at[ROWS], start[ROWS];
   uint32_t degree[ROWS], picks[VECTOR_K][ROWS];
@@ -325,7 +325,7 @@ static void draw_wide(wide_t *wide, i64 *positions) {
       positions[wide->at[i] + pick] = wide->start[i] + wide->picks[pick][i];
   wide->n = 0;
 }
-// pick_list(), now or with others.
+// Do pick_list() now, or add the list to `wide`, to be drawn with others.
 static inline void pick_soon(wide_t *wide, const hop_t *hop, u64 v, const row_t *list, i64 n, i64 at,
                              scratch_t *scratch) {
   int fits = hop->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
@@ -351,9 +351,9 @@ static int make_room(scratch_t *scratch, i64 edges) {  // nonzero: no memory
   return !scratch->positions;
 }
 
-// Are all ids nodes of the graph? They will be read at: a changed byte on the disk must not end the
-// process. A pass of its own over a chunk in the cache, because the compiler makes vector
-// instructions of it, as it can't of the gather.
+// Whether all ids are nodes of the graph. They will be used as indices, and damage on disk must not
+// crash the process. A separate pass, over a chunk in the cache, because the compiler can vectorize
+// it, unlike the gather.
 static int within(const ID *nodes, i64 n, i64 V) {
   ID least = 0, most = 0;
   for (i64 i = 0; i < n; i++) {
@@ -424,7 +424,7 @@ static void relabel_chunk(job_t *job, i64 chunk) {
     __builtin_prefetch(&table[at[MIN(e + AHEAD, end - 1)]], 1);
     ID node = local[e], when = AT(job->edge_when, e);
     local[e] = number_of(table, at[e], layout, job->src_when, node, when, next);
-    src[next] = node;  // if it is not new, the next node is written over it
+    src[next] = node;  // if it is not new, the next node overwrites it
 #ifdef PAIRS
     job->src_when[next] = when;
 #endif
@@ -434,10 +434,10 @@ static void relabel_chunk(job_t *job, i64 chunk) {
 }
 
 // The fused part of a hop: all threads pick and gather, chunk after chunk, and this one relabels
-// behind them. The hop before has left the destinations in the table, numbered 0 .. S-1; so `src`
-// begins with them, and each id that is met for the first time is added to both. Sampling first and
-// building the block afterwards would write all edges to memory, read them again, and look up
-// destinations too. Without a table `local` stays global. -> N, or why it failed.
+// behind them. The hop before left the destinations in the table, numbered 0 .. S-1; so `src`
+// begins with them, and each new id is added to both. Sampling first and building the block
+// afterwards would write all edges to memory, read them again, and look up destinations too.
+// Without a table `local` keeps global ids. -> N, or why it failed.
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
@@ -446,8 +446,8 @@ i64 rb_pick(job_t *job) {
   return failure ? failure : job->N;
 }
 
-// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated one, or
-// -1. when: or null.
+// Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated node, or
+// -1. when: [n] or null.
 i64 rb_number(slot_t *table, i64 bits, i64 num_times, const i64 *seeds_before, const ID *nodes,
               const ID *when, i64 n) {
   layout_t layout = layout_of(bits, num_times, seeds_before);
@@ -461,7 +461,7 @@ i64 rb_number(slot_t *table, i64 bits, i64 num_times, const i64 *seeds_before, c
   return -1;
 }
 
-// Fewer TLB misses under random access; advice that may be ignored.
+// Advise huge pages, for fewer TLB misses under random access; the kernel may ignore it.
 void rb_huge_pages(void *memory, i64 bytes) {
 #ifdef MADV_HUGEPAGE
   uintptr_t page = 4096, address = (uintptr_t)memory;

@@ -4,7 +4,7 @@
 
 FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
 
-// Count number i of n, into the sums of 64 and of 4,096 of them.
+// Set count i of n, and add it to its sums over 64 and over 4,096 counts.
 FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
   count[i] = (int)value;
   if (!value) return;
@@ -21,13 +21,13 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   return sum;
 }
 
-// Count the edges of a row where its degree tells them: rules UNIFORM and REPLACE, without excluded
-// edges.
+// Count the edges of a row if its degree is enough for that: rules UNIFORM and REPLACE, without
+// excluded edges.
 FN void count_by_degree(const batch_t *b, const part_t *h, i64 i, ID v) {
   i64 degree = degree_of(b, v), least = b->rule == REPLACE ? (degree ? h->k : 0) : degree;
   tally(b->count, h->row_sums, h->rows, i, h->k < 0 || least < h->k ? least : h->k);
 }
-// Find where the edges of row i begin, and write it; of i = N where they end.
+// Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
 FN i64 open_row(const batch_t *b, const part_t *h, i64 i, i64 N) {
   i64 wanted = before(b->count, h->row_sums, h->rows, i < N ? i : N);
   i64 at = wanted < h->places ? wanted : h->places;
@@ -37,7 +37,7 @@ FN i64 open_row(const batch_t *b, const part_t *h, i64 i, i64 N) {
     b->wanted[2 * h->hop] = wanted;
     b->first[h->hop] = h->first;
     if (at < wanted) report(b, FULL);
-  } else if (i < N && h->hop == 0) {  // every seed has taken its position
+  } else if (i < N && h->hop == 0) {  // all seeds have bid for their nodes
     i64 seed = b->input[3 + i];
     if (seed < 0 || seed >= b->V) report(b, UNKNOWN);
     else if (b->table[b->edge_times ? b->local[i] : seed] != b->input[2] + i) report(b, REPEATED);
@@ -60,7 +60,7 @@ FN i64 slot_of(const batch_t *b, ID node, i64 group) {
     if (there == NO_PAIR || there == pair) return (i64)slot;
   }
 }
-// As put_edge, for a source at a time; `local` has its slot instead of the node.
+// put_edge for a (node, time) source, by position; `local` has its slot instead of the node.
 FN void put_pair(const batch_t *b, i64 position, ID node, i64 group) {
   i64 slot = slot_of(b, node, group);
   b->local[position] = (ID)slot;
@@ -71,7 +71,7 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
   b->src_times[i] = b->input[3 + 2 * b->input[1] + group];
 }
 
-// The seeds take the first positions. counts: count the edges of their rows as well.
+// Put the seeds at the first positions. counts: also count the edges of their rows.
 KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
   THREAD(h.rows < hops ? hops : h.rows);
   if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)(b.one_draw ? 0 : i));
@@ -98,7 +98,7 @@ KERNEL count(batch_t b, part_t h) {
   if (count == NO_TYPE) *b.damaged = 1;
   tally(b.count, h.row_sums, h.rows, i, count == NO_TYPE ? 0 : count);
 }
-// Any rule, any fanout: the edges; edges and best are scratch here.
+// Pick edges by any rule and fanout; needs the memory of `edges` and, if weighted, `best`.
 KERNEL pick(batch_t b, part_t h) {
   THREAD(h.rows + 1);
   i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
@@ -110,9 +110,9 @@ KERNEL pick(batch_t b, part_t h) {
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
   if (n == b.count[i]) pick_row(&hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else
-    for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be made again
+    for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be sampled again
 }
-// The nodes of the picked edges, which bid for them.
+// Read the nodes of the picked edges and bid for them.
 KERNEL claim(batch_t b, part_t h) {
   THREAD(b.sizes[2 + 2 * h.hop]);
   ID node = b.indices[b.edges[h.first + i]];
@@ -121,7 +121,7 @@ KERNEL claim(batch_t b, part_t h) {
   if (b.edge_times && h.relabel) put_pair(&b, h.first + i, node, b.number[h.first + i]);
   else put_edge(&b, &h, i, node);
 }
-// Which of 32 edges won their nodes.
+// Find out which of 32 edges won their nodes.
 KERNEL mark(batch_t b, part_t h) {
   THREAD(h.words);
   i64 E = b.sizes[2 + 2 * h.hop], place = 32 * i;
@@ -137,8 +137,8 @@ KERNEL mark(batch_t b, part_t h) {
   b.won[i] = won;
   tally(b.wins, h.word_sums, h.words, i, __popc(won));
 }
-// Number the nodes whose edge won. counts: count the rows of `next` as well, whose destinations are
-// those of this hop and the nodes that get a number here.
+// Number the nodes of the edges that won. counts: also count the edges of hop `next`, whose
+// destinations are those of this hop and the nodes numbered here.
 KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   THREAD(32 * h.words < h.rows ? h.rows : 32 * h.words);
   i64 N = b.sizes[1 + 2 * h.hop], last = 32 * h.words - 1;
@@ -165,8 +165,8 @@ KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
   }
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
-// Give each edge of the first `hops` hops (positions start .. end - 1) the number of its node, -1
-// where there is no edge; set all sums to zero for the next batch.
+// Replace the node of each edge of the first `hops` hops (positions start .. end - 1) by its local
+// id, or -1 in the padding; set all sums to zero for the next batch.
 KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
   THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
