@@ -11,11 +11,11 @@
 // seed on the GPU.
 #include "base.h"
 
-// A thread has COLUMNS neighbouring columns of a row as one vector, of the C compiler's kind or, for
-// NVRTC, with the same operators. It is read and written at once on a GPU where rows are aligned
-// (`whole`), on the host where the row has that many `left`; otherwise one by one.
+// A thread has COLUMNS adjacent columns of a row as one vector, of the C compiler's type or, for
+// NVRTC, of a struct with the same operators. It is loaded and stored at once on a GPU if rows are
+// aligned (`whole`), on the host if the row has that many columns `left`; otherwise one by one.
 #ifdef HOST
-#define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // of the processor's vectors
+#define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // floats in a vector register
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
@@ -23,14 +23,14 @@
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
-#define WHERE_READ 0  // ReLU and dropout have had a pass of their own
+#define WHERE_READ 0  // ReLU and dropout are a separate pass
 #else
 #define COLUMNS 4
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
 #define EACH_LEFT EACH if (!q || q < left)
-#define GROUP 8  // rows on their way to a thread together
-typedef unsigned char kept_t;  // of COLUMNS columns, a bit for each that is above 0
+#define GROUP 8  // rows that a thread loads at a time
+typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
 #define KEEP_BITS(row, v) \
   if (kept) store_same(&KEPT(row), bits_above_zero(v))
@@ -124,11 +124,11 @@ FN float total(floats_t v) {
 }
 FN floats_t leaky(floats_t z) { return choose(z > 0.0f, z, z * 0.2f); }
 FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2f)); }
-// Slopes of `width` columns, a bit each: a bit of COLUMNS words for a thread's columns.
+// Slopes of `width` columns, a bit each: a thread's columns are the same bit of COLUMNS words.
 #define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
-// The gradient g of what ReLU and dropout were applied to, `where` their result is above 0.
+// Backward of ReLU and dropout: g * scale `where` their result was above 0, else 0.
 FN floats_t keep(ints_t where, floats_t g, float scale) {
   return choose(where, g * scale, all_of(0));
 }
@@ -143,16 +143,16 @@ FN ints_t where_kept(unsigned char bits) {
   return where;
 }
 
-// The threads of a row, one for every COLUMNS columns, follow one another; this is the thread's row,
-// this its first column.
+// Set a thread's row and its first column. The threads of a row, one per COLUMNS columns, are
+// consecutive.
 #define ROW_AND_COLUMN(rows)                                        \
   const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
   THREAD((i64)(rows) * parts);                                      \
   const i64 row = (unsigned)i / parts;                              \
   const int column = (int)((unsigned)i % parts * COLUMNS), left = width - column
 
-// On the host what threads will read of the rows ids[first .. last - 1] of a table is on its way to
-// the cache while others are used: `width` columns. On a GPU other threads run while one waits.
+// On the host prefetch `width` columns of the rows ids[first .. last - 1] of a table. Nothing on a
+// GPU, where other threads run while one waits.
 #ifdef HOST
 #define FETCH(table, stride, width, ids, first, last)          \
   for (i64 e_ = (first), last_ = (last); e_ < last_; e_++)     \
@@ -161,13 +161,13 @@ FN ints_t where_kept(unsigned char bits) {
 #else
 #define FETCH(...) (void)0
 #endif
-// A thread's columns of the sources of destination s + 2, of the destinations of source u + 2.
+// Prefetch a thread's columns: of the sources of destination s + 2, destinations of source u + 2.
 #define FETCH_SOURCES(s, table, stride) \
   if (s + 2 < S) FETCH(table, stride, 1, indices, indptr[s + 2], indptr[s + 3])
 #define FETCH_DESTINATIONS(u, table, stride) \
   if (u + 2 < N) FETCH(table, stride, 1, destination, start[u + 2], start[u + 2] + size[u + 2])
 
-// Edges of destination s, without the padding.
+// Number of edges of destination s, without the padding.
 FN ID count_edges_of(const ID *indptr, const ID *indices, i64 s) {
   ID first = indptr[s], last = indptr[s + 1];
   if (last > first && indices[last - 1] < 0)
@@ -180,13 +180,13 @@ KERNEL destinations(const ID *indptr, int S, int *dst) {
   THREAD(S);
   for (ID e = indptr[i]; e < indptr[i + 1]; e++) dst[e] = (int)i;
 }
-// Edges by source. size [N + 1] is zero at first; slot: which of its source's edges an edge is, in
-// any order.
+// Lists of edges by source. size [N + 1] starts at zero; slot [E]: index of an edge in its source's
+// list, in any order.
 KERNEL list_sizes(const ID *indices, int E, int *size, int *slot) {
   THREAD(E);
   if (indices[i] >= 0) slot[i] = atomicAdd(&size[indices[i]], 1);
 }
-// A thread makes room for 32 lists, in any order.
+// Each thread reserves room for 32 lists, in any order.
 KERNEL list_starts(int N, int *size, int *start) {
   THREAD((N + 31) / 32);
   const int first = (int)i * 32, last = first + 32 < N ? first + 32 : N;
@@ -202,8 +202,8 @@ KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, i
   THREAD(E);
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
-// Each list in the order of the edges: their destinations, and what a mean over the edges of these
-// multiplies by, times beta [S] or 1.
+// Bring each list into the order of the edges: their destinations, and as share of each edge beta
+// [S], or 1, over the number of its destination's edges.
 KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E, const int *start,
                      const int *size, const int *list, const float *beta, int *destination, int *edge,
                      float *share) {
@@ -218,8 +218,8 @@ KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E,
   share[at] = (beta ? beta[dst[i]] : 1.0f) / (float)count_edges_of(indptr, indices, dst[i]);
 }
 
-// The seed of a layer's dropout: as it is given, or from a run's and the number of the step, which
-// lies on the device.
+// The seed of a layer's dropout: `seed` itself, or, with `step`, the step number in GPU memory,
+// derived from the run's seed, step and layer.
 FN u64 dropout_seed(u64 seed, const i64 *step, u64 layer) {
   return step ? mix(mix(seed ^ (u64)*step) ^ layer) : seed;
 }
@@ -241,7 +241,7 @@ FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale)
 #endif
 }
 
-// What ReLU (or not) and dropout (or not) leave of columns of a row; a node below 0 gives zeros.
+// Apply ReLU (if relu) and dropout (if drop) to columns of a row; a node below 0 gives zeros.
 #define ACTIVATE(v, row)                                                                       \
   activate(v, relu, nodes ? (i64)nodes[row] : (i64)(row), column, drop, scale, (u64)seed, step, \
            (u64)layer)
@@ -253,8 +253,8 @@ FN floats_t activate(floats_t v, int relu, i64 node, int column, int drop, float
   return drop_columns(v, mix(dropout_seed(seed, step, layer) ^ (u64)node), column, drop, scale);
 }
 
-// A step of Adam for rows of a weight and its moments, whose gradient is grad [n, width]; rate and
-// root hold the correction of the bias.
+// Adam step for rows [n] of a weight and its moments, by their gradient grad [n, width]; rate and
+// root include the bias correction.
 KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, float first,
                  float second, float rate, float root, float eps, float *mean, float *square,
                  float *weight) {
@@ -270,9 +270,9 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
   store_floats(weight + at, whole, left, load_floats(weight + at, whole, left) + step);
 }
 
-// The cross-entropy of each row of logits [S, C], and its gradient; labels below 0 have none,
-// the loss of one that is no class is NaN.
-// Each of 32 threads a row reads all of it, and writes every 32nd column of the gradient.
+// Cross-entropy of each row of logits [S, C] and its gradient: both zero for a label below 0; a
+// label of C or more gives the loss NaN. Each of a row's 32 threads reads the whole row and writes
+// every 32nd column of the gradient.
 KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float *loss,
                      float *grad) {
   THREAD((i64)S * 32);
@@ -288,9 +288,9 @@ KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float
   }
 }
 
-// Own row beside the mean of the neighbours' rows, out [S, 2 width]; or, with alpha and beta [S],
-// alpha own + beta mean, out [S, width], where the mean is of rows times gamma [N] if that is given.
-// With relu, on a GPU, rows are what ReLU and dropout leave of h, and kept, if given, has its bits.
+// out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
+// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. With relu, on a
+// GPU, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                      const float *alpha, const float *beta, const float *gamma, int S, int width,
                      int whole, int relu, const ID *nodes, int drop, float scale, i64 seed,
@@ -326,9 +326,9 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   store(target + width, whole, left, mean);
 }
 
-// grad: of the pair [S, 2 width], or, with alpha, of the sum [S, width]. With kept, out is the gradient
-// of what ReLU and dropout were applied to. Each of `runs` threads for a column has `run` rows; sums
-// [runs, width], if given, are those of its rows.
+// grad: of the pair [S, 2 width] or, with alpha, of the sum [S, width]. With kept, out [N, width]
+// is the gradient of the input of ReLU and dropout. Each column has `runs` threads with `run` rows
+// each; sums [runs, width], unless null, gets the sums of out over each thread's rows.
 KERNEL self_and_mean_grad(const int *start, const int *size, const int *destination,
                           const float *share, const IN *grad, const float *alpha,
                           const float *gamma, int S, int N, int width, int whole,
@@ -375,8 +375,8 @@ KERNEL relu_dropout_grad(const kept_t *kept, const IN *grad, int S, int width, i
   store(out + at, whole, left, keep(WHERE_KEPT(row), load(grad + at, whole, left), scale));
 }
 
-// The largest of the neighbours' rows by column, and which neighbour's it is: of equal ones the
-// first. Without edges zero and -1.
+// Column-wise maximum of the neighbours' rows, and which neighbour it is from, the first of equal
+// ones; zero and -1 without edges.
 KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, int width, int whole,
                       OUT *out, int *winner) {
   ROW_AND_COLUMN(S);
@@ -402,7 +402,7 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
   for (int q = first; q < last; q++) {
-    // an edge that is there twice wins once
+    // a duplicate edge wins once
     if (q > first && destination[q] == destination[q - 1]) continue;
     const i64 at = (i64)destination[q] * width + column;
     const ints_t from = load_ints(winner + at, whole, left);
@@ -412,9 +412,9 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   store(out + row * width + column, whole, left, sum);
 }
 
-// A destination's weights: its own message's, then its edges'. Thread i of them is for edge i, those
-// from E on for the messages of the destinations themselves. Features of edges [E, wide] are
-// followed by those of the destinations' edges to themselves [S, wide].
+// A destination's attention weights are that of its self-loop, then those of its edges. Number i of
+// E + S stands for edge i or, from E on, for the self-loop of destination i - E; edge features
+// [E + S, wide] are in this order.
 typedef struct {
   i64 row, source, at;
 } place_t;
@@ -425,7 +425,7 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
-// A thread's place and head, and where the message and the destination's row begin there.
+// Set a thread's place and head, and where the message and the destination's row begin: from, to.
 #define PLACE_AND_HEAD(self_rows)                                                   \
   THREAD((i64)(E + S) * K);                                                         \
   const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
@@ -436,16 +436,16 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D
 #define ROUND(weight) UP(IN)(DOWN(IN)(weight))  // to the type of the rows that it multiplies
 
-// What `wide` features of an edge add to a row: edge times the columns at `by` of a matrix [wide,
-// stride].
+// What an edge's features add to a thread's columns: edge [wide] times the columns at `by` of a
+// matrix [wide, stride].
 FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, int whole, int left) {
   floats_t v = all_of(0);
   ONE_BY_ONE for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
   return v;
 }
 
-// scores [E + S, K], then the softmax over each destination's places; `dropped` is what dropout
-// leaves of it.
+// weights [E + S, K]: in, scores; out, their softmax over each destination's places. dropped: the
+// weights after dropout.
 KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K,
                          i64 seed, const i64 *step, i64 layer, int drop, float scale,
                          float *weights, float *dropped) {
@@ -466,7 +466,7 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
     dropped[at * K + head] = drop_one(weight, bytes, (int)(head % 8), drop, scale);
   }
 }
-// In: the gradient of what dropout left; out: of the scores.
+// grad: in, of the weights after dropout; out, of the scores.
 KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
                               const float *weights, const float *dropped, float scale,
                               float *grad) {
@@ -529,7 +529,7 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
   }
   store(out + row * width + column, whole, left, sum);
 }
-// The gradient of the weights: that of out times the message.
+// Gradient of the weights: the gradient of out times the message.
 KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst, int S, int E,
                              int K, int D, int whole, const IN *source, const IN *grad,
                              float *to_weights) {
@@ -539,8 +539,8 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
   to_weights[place.at * K + head] = total(sum);
 }
-// to_scores [E + S, K] -> the gradient of target, and each destination's part [S, K, D] of that of
-// attn.
+// to_scores [E + S, K] -> the gradient of target, and each destination's part of the gradient of
+// attn [S, K, D].
 KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, int K, int width,
                              int whole, const IN *source, const IN *target, const float *attn,
                              const float *edges, int wide, const float *by,
@@ -564,7 +564,7 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, 
   const floats_t a = load_floats(attn + head * width + column, whole, left);
   store(to_target + row * width + column, whole, left, a * slopes);
 }
-// The gradient of source: by way of the scores, and of the weighted sum.
+// Gradient of source, through the scores and through the weighted sum.
 KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
                              const int *destination, const int *edge, int S, int N, int K,
                              int width, int whole, const int *slopes, const float *attn,
@@ -575,7 +575,7 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
   FETCH_DESTINATIONS(u, grad + head * width + column, (i64)K * width);
   const int first = start[u], count = size[u];
   floats_t sums = all_of(0), sum = all_of(0);
-  for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: to itself
+  for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
     const i64 s = q < 0 ? u : destination[first + q];
     const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
     const int *words = slopes + at * SLOPE_WORDS(width) + SLOPE_WORD(column);
@@ -647,8 +647,8 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
   }
 }
 
-// Rows of any type, as words of 16, 4 or 2 bytes; ids of 4 or 8 bytes, as those of edges are int64
-// in any graph.
+// Gather rows of any type as words of 16, 4 or 2 bytes; ids have 4 or 8 bytes: those of edges are
+// int64 in any graph.
 KERNEL gather_rows(const void *table, const void *ids, int n, int words, int word_bytes,
                    int id_bytes, i64 V, void *out) {
   THREAD((i64)n * words);
@@ -665,12 +665,12 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
   else ((short *)out)[to] = id < 0 ? 0 : ((const short *)table)[from];
 }
 
-// What a CPU does otherwise.
+// Functions for the CPU only.
 #ifdef HOST
 i64 columns_of_a_thread(void) { return COLUMNS; }
 
-// Rows ids [n] of h [V, F] -> how many ids are out of range. Some fifty cache lines are on their
-// way.
+// Gather rows ids [n] of h [V, F] -> how many ids are out of range. Prefetches some fifty cache
+// lines ahead.
 i64 fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, IN *out) {
   const i64 row = F * sizeof(IN), ahead = 4 + 3072 / (row + 1);
   i64 bad = 0;
@@ -687,8 +687,8 @@ i64 fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, IN *out) {
   return bad;
 }
 
-// The edges of each source in their order: what `list_*` make on a GPU. size [N + 1] is
-// zero at first.
+// List the edges of each source in order, as the kernels `list_*` do on a GPU. size [N + 1] starts
+// at zero.
 void list_by_source(const ID *indptr, const ID *indices, const int *dst, i64 E, i64 N, int *start,
                 int *size, const float *beta, int *destination, int *edge, float *share) {
   int at = 0;

@@ -52,7 +52,7 @@ FN void put_edge(const batch_t *b, const part_t *h, i64 place, ID node) {
   b->local[position] = node;
   if (h->relabel) atomicMin(&b->table[node], (int)(b->input[2] + position));
 }
-// The slot of a pair in the hash table: its own, or the first free one behind.
+// The slot of a pair in the hash table: the one it has, or the first free one from its hash on.
 FN i64 slot_of(const batch_t *b, ID node, i64 group) {
   u64 pair = (u64)node + (u64)b->V * (u64)group;
   for (u64 at = mix(pair);; at++) {
