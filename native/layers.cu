@@ -616,9 +616,9 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   }
   store(out + row * width + column, whole, left, sum);
 }
-// The gradient of `by`, of attention's scores (numbers of places: E + S; rows: target) or of GINE's
-// sums (E; attn null, rows: the gradient): each of `runs` of these numbers adds up to_by [runs, wide,
-// K, width].
+// Gradient of `by`, for attention's scores (numbers = E + S, rows: target) or for GINE's sums
+// (numbers = E, attn null, rows: the gradient). The `numbers` are cut into `runs`, and each run has
+// its own sum in to_by [runs, wide, K, width].
 KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int E, int numbers,
                         int K, int width, int whole, const IN *source, const IN *rows,
                         const float *attn, const float *edges, int wide, const float *by,

@@ -26,22 +26,22 @@ from native import build
 
 IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
-# multiplications for each thread that are worth compiling a product for; that takes as long with any number of threads
+# multiplications per thread for which compiling a product pays; the compile time is the same for any number of threads
 WORTH_COMPILING = 50_000_000
 _on = True
 
 
 def use_native(on):
-    """Switch the C code and the kernels on or off for this process, to measure what they gain."""
+    """Switch the C code and the kernels on or off for this process, to measure their speed-up."""
     global _on
     _on = on
 
 
 def functions(integers, source, target):
-    """The compiled functions for these tensors' types, `Cpu` or `Gpu`, or None where torch operations have to do.
+    """Return the compiled `Code` for these tensors' dtypes, or None if torch operations have to be used.
 
     Args:
-        integers: tensors of ids, of one type; None among them counts for nothing. source, target: rows in and out.
+        integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
     """
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
@@ -50,7 +50,7 @@ def functions(integers, source, target):
     for t in (*integers, source, target):
         if t.device != source.device or not t.is_contiguous():
             return None
-    # a kernel counts threads in 32 bits, elements of a block in 31
+    # kernels count threads in 32 bits, elements of a block in 31
     fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
     if not fit or target.numel() >= 1 << 32:
         return None
@@ -58,7 +58,7 @@ def functions(integers, source, target):
 
 
 def learned(*tensors):
-    """Whether one of them gets a gradient, or has a tangent, for functions that have none for it."""
+    """Return whether a tensor needs a gradient or has a forward-mode tangent, for functions that support neither."""
     on, tangent = torch.is_grad_enabled(), torch.autograd.forward_ad.unpack_dual
     of = (t for t in tensors if t is not None)
     return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
@@ -66,7 +66,7 @@ def learned(*tensors):
 
 @functools.cache
 def load(ids, source, target, device):
-    """`Code` for ids, rows and results of these dtypes; None, after one warning, where it cannot be had."""
+    """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails."""
     types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
     text = build.read_source("layers.cu", **types)
     if is_gpu(device):
@@ -77,12 +77,12 @@ def load(ids, source, target, device):
 
 
 def is_gpu(device):
-    """Whether kernels serve tensors of this device."""
+    """Return whether tensors on this device use the CUDA kernels."""
     return device.type == "cuda"
 
 
 def has_kernels(indices):
-    """Whether CUDA kernels serve blocks of this integer type on this GPU."""
+    """Return whether there are CUDA kernels for blocks of this integer dtype on this GPU."""
     row = torch.float32
     return bool(_on and indices.is_cuda and load(indices.dtype, row, row, indices.device))
 
@@ -95,18 +95,18 @@ FLAGS += ["-fPIC", "-shared"]
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
 UNSCALED = None, None, None
-RUN = 16  # rows of a gradient, at most, that a thread of a GPU adds up for the bias
-ENOUGH = 1 << 21  # numbers of the gradient for each of these rows: half a million threads are left
+RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
+ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
 
 def activation(nodes, seed, drop, relu=1):
-    """The arguments of kernels that apply ReLU, unless relu is 0, and dropout: by nodes [N], with probability drop / 256;
-    seed may be what model.py's `layer_seed` makes of a step on the GPU."""
+    """Return the kernel arguments for ReLU, unless relu is 0, and dropout, keyed by nodes [N], with probability
+    drop / 256; seed: int, or the tuple of model.py's `layer_seed` in a CUDA graph."""
     return relu, nodes, drop, 256 / (256 - drop), *_on_device(seed)
 
 
 class Code:
-    """The kernels of layers.cu; `compiled` is build.Kernels or, of `load_host`, a library."""
+    """The kernels of layers.cu; compiled: build.Kernels of a GPU, or the library of `load_host`."""
 
     def __init__(self, compiled):
         self.compiled, self.on_cpu = compiled, isinstance(compiled, ctypes.CDLL)
@@ -119,18 +119,18 @@ class Code:
             self.compiled.run(kernel, threads, *values)
 
     def threads(self, width):
-        """Threads of a row."""
+        """Return the number of threads per row."""
         return -(-width // self.columns)
 
     def kept(self, h):
-        """What the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated as they are read,
-        memory for a bit for each number; else h itself, in place."""
+        """Return what the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated when
+        they are read, memory for one bit per value; on the CPU h itself, activated in place."""
         size = len(h), self.threads(h.shape[1])
         return h if self.on_cpu else h.new_empty(size, dtype=torch.uint8)
 
     def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED, kept=None):
-        """h [N, F] -> out [S, 2F], or [S, F] with scales: alpha and beta [S], gamma [N] or None; active: `activation`, on a
-        GPU; kept: see `Code.kept`."""
+        """Compute out [S, 2F] from h [N, F], or out [S, F] with scales: alpha and beta [S], gamma [N] or None. active:
+        `activation` of h, on a GPU; kept: see `Code.kept`."""
         (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
         given = *block, h, self_rows, *scales, S, width, whole, *active, kept
         self.run("self_and_mean", S * self.threads(width), *given, out)
@@ -138,9 +138,9 @@ class Code:
     def self_and_mean_grad(
         self, block, grad, num_src, kept=None, scale=1.0, scales=UNSCALED, own=True, sums=False
     ):
-        """grad [S, 2F], or [S, F] with scales -> [N, F], the gradient of the rows of `self_and_mean`, or of what these were
-        the activation of, with what it `kept`; and, if sums are asked for, rows that add up to the same, float32 [fewer, F], or
-        it again."""
+        """Backward of `self_and_mean`: grad [S, 2F], or [S, F] with scales -> gradient [N, F] of h or, with kept, of h
+        before its activation. With sums also a tensor with the same column sums: partial sums, float32 [fewer, F],
+        or the gradient again."""
         alpha, beta, gamma = scales
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, block, num_src, shares=True, beta=beta)
@@ -153,13 +153,13 @@ class Code:
         return (out, out if parts is None else parts) if sums else out
 
     def relu_dropout(self, h, active, out=None, kept=None):
-        """The `activation` of h [S, D], in place or into `out`; kept: see `Code.kept`."""
+        """Apply an `activation` to h [S, D], in place or into `out`; kept: see `Code.kept`."""
         (S, width), out = h.shape, h if out is None else out
         given = h, S, width, _aligned(width, h, out), *active, kept
         self.run("relu_dropout", S * self.threads(width), *given, out)
 
     def edge_matrix_grad(self, block, numbers, K, width, *given):
-        """The gradient [d, K width] of what features of edges [numbers, d] are multiplied by; see the kernel.
+        """Compute the gradient [d, K width] of the matrix that multiplies edge features [numbers, d]; see the kernel.
 
         block: indptr, indices and the destination of each edge.
         """
@@ -171,7 +171,7 @@ class Code:
 
 
 def _aligned(width, *rows):
-    """1 if all rows start on a 16-byte boundary, so that kernels may read 16 bytes at once; ignored on the CPU."""
+    """Return 1 if all rows start on a 16-byte boundary, so that kernels may read 16 bytes at once; ignored on CPU."""
     for t in rows:
         if t.data_ptr() & 15:
             return 0
@@ -179,12 +179,12 @@ def _aligned(width, *rows):
 
 
 def _on_device(seed):
-    """A kernel's arguments seed, step, layer."""
+    """Return a kernel's arguments seed, step, layer."""
     return seed if isinstance(seed, tuple) else (seed, None, 0)
 
 
 def destinations(code, indptr, indices):
-    """The destination of each edge -> int32 [E]."""
+    """Compute the destination of each edge -> int32 [E]."""
     dst = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
     code.run("destinations", indptr.numel() - 1, indptr, indptr.numel() - 1, dst)
     return dst
@@ -195,7 +195,7 @@ class Lists:
 
     Attributes:
         of_source: pointers to int32 start [N], size [N], and destination [E] of each edge.
-        edge, share: pointers to int32 [E], float32 [E] (beta [S] of the destination, or 1 / its edges), or 0.
+        edge, share: pointers to int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges), or 0.
     """
 
     def __init__(self, code, block, num_src, dst=None, *, edges=False, shares=False, beta=None):
@@ -220,7 +220,7 @@ class Lists:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what model.py calls, with its words
+# what model.py calls; its functions of the same names explain the arguments
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
@@ -260,20 +260,20 @@ def mean_neighbours(indptr, indices, h):
     code, S = functions([indptr, indices], h, h), indptr.numel() - 1
     if code is None:
         return None
-    nobody = indptr.new_full((S,), -1)
+    no_rows = indptr.new_full((S,), -1)
     zeros, ones = h.new_zeros(S, dtype=torch.float32), h.new_ones(S, dtype=torch.float32)
-    return _SelfAndMean.apply(indptr, indices, h, zeros, ones, None, code, nobody)
+    return _SelfAndMean.apply(indptr, indices, h, zeros, ones, None, code, no_rows)
 
 
 class _SelfAndMean(torch.autograd.Function):
-    """nobody: [S] of -1 where destinations have no row of their own."""
+    """no_rows: [S] of -1 if destinations have no row of their own, else None."""
 
     @staticmethod
-    def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, nobody=None):
+    def forward(ctx, indptr, indices, h, alpha, beta, gamma, code, no_rows=None):
         S, (num_src, width) = indptr.numel() - 1, h.shape
         out = h.new_empty(S, 2 * width if alpha is None else width)
-        code.self_and_mean((indptr, indices), h, nobody, out, (alpha, beta, gamma))
-        ctx.own = nobody is None
+        code.self_and_mean((indptr, indices), h, no_rows, out, (alpha, beta, gamma))
+        ctx.own = no_rows is None
         own = h[:S] if ctx.needs_input_grad[3] else None
         ctx.save_for_backward(indptr, indices, alpha, beta, gamma, own)
         ctx.num_src, ctx.code = num_src, code
@@ -285,8 +285,8 @@ class _SelfAndMean(torch.autograd.Function):
         *block, alpha, beta, gamma, own = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
         if ctx.needs_input_grad[2]:
-            given = {"scales": (alpha, beta, gamma), "own": ctx.own}
-            out = ctx.code.self_and_mean_grad(block, grad, ctx.num_src, **given)
+            options = {"scales": (alpha, beta, gamma), "own": ctx.own}
+            out = ctx.code.self_and_mean_grad(block, grad, ctx.num_src, **options)
         if own is not None:
             to_alpha = (grad * own).float().sum(1)
         return None, None, out, to_alpha, None, None, None, None
@@ -313,7 +313,7 @@ def gather_rows(features, ids, out=None):
 
 
 def _gather_words(features, ids, out):
-    """Rows of any type, as words of 16, 4 or 2 bytes."""
+    """Gather rows of any dtype, as words of 16, 4 or 2 bytes."""
     row, starts = features.shape[1] * features.itemsize, features.data_ptr() | out.data_ptr()
     size = next((size for size in (16, 4, 2) if not (row | starts) % size), 0)
     fits = size and ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
@@ -330,7 +330,7 @@ def _gather_words(features, ids, out):
 
 
 def relu_dropout(h, nodes, seed, drop):
-    """dropout(relu(h)) in place, as model.py draws it."""
+    """Compute dropout(relu(h)) in place, with model.py's mask."""
     code = functions([nodes], h, h) if nodes is None or len(nodes) == len(h) else None
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
@@ -356,7 +356,7 @@ class _ReluDropout(torch.autograd.Function):
 
 
 def dropout(x, nodes, seed, drop):
-    """Dropout of x without ReLU, for an x that needs no gradient, on a GPU: torch is as fast on the CPU."""
+    """Apply dropout to an x on a GPU that needs no gradient; None on the CPU, where torch is as fast."""
     code = functions([nodes], x, x) if is_gpu(x.device) and not x.requires_grad else None
     if code is None:
         return None
@@ -393,7 +393,7 @@ class _MaxNeighbours(torch.autograd.Function):
 
 
 def adam_rows(rows, grad, mean, square, weight, *numbers):
-    """A step of Adam for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py and the kernel."""
+    """Do an Adam step for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py, layers.cu."""
     tables = mean, square, weight
     code = functions([], grad, weight) if grad.dtype == torch.float32 == weight.dtype else None
     if code is None or not all(t.is_contiguous() for t in (rows, *tables)):
@@ -429,21 +429,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, by=None):
-    """The weighted sum of a GATv2 layer, before heads are averaged.
+    """Compute the attention-weighted sum of a GATv2 layer, before heads are averaged.
 
     Args:
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
-        self_rows: [S] rows of source that are the destinations'; the first S when None.
-        drawn: nodes, seed, drop of the dropout of weights; see model.py.
-        edges: float32 [E + S, d], the features of the edges, then of those of the destinations to themselves.
-        by: float32 [d, K D] that they are multiplied by.
+        self_rows: [S] rows of source that are the destinations'; None: the first S.
+        drawn: (nodes, seed, drop) for the dropout of attention weights; see model.py.
+        edges: float32 [E + S, d], features of the edges, then of the self-loops.
+        by: float32 [d, K D], the matrix that multiplies them.
 
     Returns:
         [S, K D], of source's type.
     """
     code = functions([indptr, indices, self_rows, drawn[0]], target, source)
-    few = (indices.numel() + len(target)) * len(attn) < 1 << 32
-    if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not few:
+    fits = (indices.numel() + len(target)) * len(attn) < 1 << 32
+    if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
         return None
     if self_rows is not None and learned(source, target, attn, by):
         return None
@@ -507,13 +507,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _fits(edges, by, count):
-    """Whether features of edges and the matrix behind them are what kernels take; torch says what is wrong."""
+    """Return whether kernels take these edge features and the matrix behind them; if not, torch says what is wrong."""
     floats = edges.dtype == by.dtype == torch.float32
     return floats and edges.shape == (count, len(by)) and not learned(edges)
 
 
 def edge_sums(indptr, indices, h, edges, by):
-    """The sum of relu(h + edges by) over each destination's edges, of GINE.
+    """Sum relu(h + edges by) over each destination's edges, for GINE.
 
     Args:
         h: [N, F]. edges: float32 [E, d]. by: float32 [d, F].
@@ -554,10 +554,10 @@ class _EdgeSums(torch.autograd.Function):
 
 
 def sage(blocks, x, aggregated, weights, drops):
-    """The forward pass of a plain GraphSAGE as one step of autograd.
+    """Run a plain GraphSAGE as one autograd function.
 
     Args:
-        blocks: one for each layer. x: [N, F], or with `aggregated` the pair [S, 2F] of the outermost block.
+        blocks: one per layer. x: [N, F], or with `aggregated` the pair [S, 2F] of the outermost block.
         weights: of each layer W_self [D, F], bias [D] and W_neigh [D, F], float32, one after the other.
         drops: (seed, drop) of `relu_dropout` after each layer but the last.
 
@@ -573,7 +573,7 @@ def sage(blocks, x, aggregated, weights, drops):
         return None
     rows = x.new_empty(0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
-    # the input may be of another type than what is made of it
+    # the input may have another dtype than the layers' results
     codes = functions(integers, x, rows), functions(integers, rows, rows)
     if None in codes:
         return None
@@ -593,7 +593,7 @@ class _Sage(torch.autograd.Function):
                 pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
                 bits, lists = {"active": active, "kept": kept}, (block.indptr, block.indices)
-                if i and code.on_cpu:  # rows are read several times: a pass of its own is faster
+                if i and code.on_cpu:  # rows are read several times: a separate pass is faster
                     code.relu_dropout(h, **bits)
                     bits = {}
                 (code if i else of_input).self_and_mean(lists, h, None, pair, **bits)
@@ -630,19 +630,19 @@ class _Sage(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """x [S, F] times weight [D, F], plus bias [D], as `product` computes it."""
+    """Return x [S, F] @ weight [D, F].T + bias [D], computed by `product` if it is large, with autograd."""
     if _for_onednn(x, weight) and not torch.is_autocast_enabled("cpu"):
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def product(x, weight, bias=None):
-    """x [S, F] times weight [D, F], plus bias [D], without autograd; large products in float32 on CPU by oneDNN.
+    """Return x [S, F] @ weight [D, F].T + bias [D], without autograd; large float32 products on CPU use oneDNN.
 
-    torch asks MKL for them, which takes up to twice as long on AMD's processors. It keeps what oneDNN compiled for each
-    number of rows, and batches differ: a gigabyte in the end. So this is done only where the variables
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound it (train.py sets them), and where the product is worth
-    compiling anew: a small one would take ten times as long as by MKL.
+    Torch would use MKL, which takes up to twice as long on AMD processors. But torch caches what oneDNN compiles for
+    each number of rows, and batches differ: a gigabyte in the end. So oneDNN is used only if the variables
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY bound the caches (train.py sets them), and if the product is
+    worth compiling: a small one would take ten times as long as by MKL.
     """
     if not _for_onednn(x, weight):
         return F.linear(x, weight, bias)
