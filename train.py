@@ -135,9 +135,10 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
     signal if training was stopped, else 0."""
     ranks, args, model, level = run.ranks, run.args, run.model, 0
 
-    def save(epoch, step, loss=0.0):
-        """Write the checkpoint if loss, weights and moments are finite on all ranks -> whether they are."""
-        finite = all_finite(ranks, loss, model, optimizer)
+    def save(epoch, step, loss=None):
+        """Write the checkpoint, with a loss only if loss, weights and moments are finite on all ranks -> whether they
+        are."""
+        finite = loss is None or all_finite(ranks, loss, model, optimizer)
         if finite and args.checkpoint and ranks.leads:
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
         return finite

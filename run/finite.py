@@ -32,8 +32,9 @@ class LossSum:
 def all_finite(ranks, loss, model, optimizer):
     """Whether a loss, all weights and all moments are finite, on every rank; the ranks call this together."""
     tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
-    bad = sum((~t.isfinite()).any().to(torch.float64) for t in tensors)
-    return not ranks.sum(float(bad) + (not math.isfinite(loss)))[0]
+    # a NaN or an infinity stays in a sum; finite float32 values do not overflow float64
+    total = float(sum(t.sum(dtype=torch.float64) for t in tensors))
+    return not ranks.sum(not math.isfinite(total + loss))[0]
 
 
 def not_finite(what, run):
