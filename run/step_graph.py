@@ -41,23 +41,23 @@ MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
 # other threads, NCCL's among them, may call CUDA during a capture
 captured = partial(torch.cuda.graph, capture_error_mode="thread_local")
-REFUSALS = RuntimeError, AttributeError  # the second of a torch without what is asked for
-TRIED = 3  # steps, at least, that are compared with steps without graphs
-GRAPH_RTOL = 0.02  # max relative difference of their inputs and losses
+REFUSALS = RuntimeError, AttributeError  # AttributeError: this torch lacks a function
+TRIED = 3  # static steps, at least, that are compared with eager ones
+GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their losses
 
 
 def averages_in_place(args, *dtypes):
-    """Whether the first layer gets averages straight from features of these types, not their rows. That reads a row for
-    each edge: over PCIe in pinned-cuda a row for each node is less."""
+    """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
+    That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
     plain = args.model == "sage" and not args.input_dropout
     return plain and floats and args.mode != "pinned-cuda"
 
 
 def hindrances(args, store, used):
-    """{why a run cannot use CUDA graphs: whether its flags and data say so}. used: `EdgeData` of the store."""
-    most, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > most
+    """Return {reason against CUDA graphs: whether flags and data give it}. used: `EdgeData` of the store."""
+    limit, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
+    models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > limit
     return {
         f"they are for --task node, this is {args.task}": args.task != "node",
         f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
@@ -67,7 +67,7 @@ def hindrances(args, store, used):
         f"--accumulate {args.accumulate} makes a step of several batches": args.accumulate > 1,
         "one layer is too little to be worth it": len(args.fanout) < 2,
         f"--fanout {fanout}: numbers from 1 on are needed": not re.fullmatch("[0-9,]+", fanout),
-        f"--fanout {fanout}: the last number is {most} at most": too_many,
+        f"--fanout {fanout}: the last number is {limit} at most": too_many,
         "neighbours are not drawn uniformly": args.sampler != "uniform",
         "seeds see edges by their times (--temporal off shows them all)": used.time is not None,
         "nodes have several labels": store.labels.dim() > 1,
@@ -78,38 +78,38 @@ def hindrances(args, store, used):
 
 
 def hops_held(args, store, used):
-    """Hops of a batch that the graphs of a run would hold in GPU memory in cuda-cuda; 0 without graphs. used: `EdgeData`
-    of the store."""
+    """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
+    used: `EdgeData` of the store."""
     hops = len(args.fanout) - averages_in_place(args, store.features.dtype)
     return 0 if any(hindrances(args, store, used).values()) else hops
 
 
 def obstacle(run):
-    """Why a step of this run cannot be a CUDA graph; None if it can."""
+    """Return why a step of this run cannot be a CUDA graph, or None if it can."""
     no_tensor = not isinstance(run.ring.features, torch.Tensor)
     no_kernels = not isinstance(run.sampler.engine, sampler_gpu.Backend)
     reasons = {
         "there is no GPU": not run.ranks.gpus,
         **hindrances(run.args, run.store, run.used),
         f"--mode {run.args.mode} fetches features on the host": not run.ring.on_device,
-        "the features are no tensor, or lie behind a cache": no_tensor,
+        "the features are not a tensor, or are behind a cache": no_tensor,
         "the sampler's kernels are not there": no_kernels,
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         return why
-    # asked for last: the first time they are compiled
+    # checked last: the first call compiles them
     return None if layers.has_kernels(run.sampler.indices) else "the layers' kernels are not there"
 
 
 def build(run, optimizer):
-    """Capture the graphs of a run (not if --cuda-graph is off or capture fails) and try its static steps on a batch,
-    which leaves model and optimizer as they were.
+    """Capture the CUDA graphs of a run (unless --cuda-graph is off) and check its static steps on a batch; model and
+    optimizer are left as they were.
 
-    run: of run/evaluate.py; its network itself is captured, without the hooks of DistributedDataParallel.
+    run: `Run` of run/evaluate.py; its bare network is captured, without the hooks of DistributedDataParallel.
 
     Returns:
-        (StepGraphs, a line about them), or (None, why there are none if they were asked for or failed), on all ranks,
-        which call it together; where only some could capture theirs, the others launch the same kernels one by one.
+        (StepGraphs, a line about them), or (None, why not; "" unless asked for or failed), alike on all ranks: a
+        collective call. Ranks on which only the capture failed launch the same kernels one by one.
     """
     ranks, args, graphs, why = run.ranks, run.args, None, obstacle(run)
     if ranks.sum(bool(why))[0]:
@@ -120,9 +120,9 @@ def build(run, optimizer):
     except REFUSALS as error:
         torch.cuda.set_stream(stream)
         why = reason(error)
-    # no rank waits for another before this line: one that fails leaves none behind
-    gone, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
-    if gone:
+    # StepGraphs() has no collectives: a rank that fails in it leaves none waiting
+    missing, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
+    if missing:
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
     rows, places = graphs.room
@@ -135,24 +135,24 @@ def build(run, optimizer):
 
 
 def reason(error):
-    """The first line of an exception, or its name."""
+    """Return the first line of an exception's message, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def static_room(sampler, nodes, args, first_hop):
-    """Seeds of the first batch of a run, and (rows, places) of `Backend.frame` for batches like its first ones; with
-    `first_hop`, as the ring's, without the outermost hop."""
+    """Return (seeds of a run's first batch, (rows, places) of `Backend.frame` with room for batches
+    like its first ones); with `first_hop`, as the ring's, without the outermost hop."""
     generator = torch.Generator().manual_seed(args.seed)
     order = nodes[torch.randperm(nodes.numel(), generator=generator)]
     batches, hops = order.split(args.batch_size), len(args.fanout) - first_hop
-    whole, sizes = max(1, nodes.numel() // args.batch_size), []  # without a smaller one at the end
+    full, sizes = max(1, nodes.numel() // args.batch_size), []  # without a smaller last batch
     for step in range(MEASURED):
-        blocks = sampler.sample(batches[step % whole], step, relabel_outer=not first_hop)
+        blocks = sampler.sample(batches[step % full], step, relabel_outer=not first_hop)
         sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
     least, most = torch.tensor(sizes).aminmax(dim=0)
     rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
     rounded = lambda n, bound: min(bound, -(-n // 256) * 256)  # noqa: E731
-    # beyond the largest once more the range of all: some five standard deviations above the mean
+    # the largest plus the range (largest - smallest): some five standard deviations above the mean
     for hop, (N, E) in enumerate((2 * most - least).tolist()):
         rows[hop + 1], places[hop] = rounded(N, rows[hop + 1]), rounded(E, places[hop])
     return batches[0], (rows[: hops + 1], places[:hops])
@@ -163,7 +163,7 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], -1 as padding. batch: all that as padded blocks. key: dropout's `layer_seed`.
+            outermost hop. y: int64 [S], padded with -1. batch: all that as padded blocks. key: dropout's `layer_seed`.
     """
 
     def __init__(self, backend, ring, room, seed):
@@ -172,7 +172,7 @@ class Slot:
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
         blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
         self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes
-        if ring.first_hop:  # the outermost block has no edges: they are averaged as they are drawn
+        if ring.first_hop:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
@@ -181,12 +181,12 @@ class Slot:
         self.places = torch.arange(rows[0], device=labels.device)
         self.batch = Fetched(blocks, self.x, self.y)
         mixed = mix(seed)
-        self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int
+        self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int64
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
 
     def sample(self):
-        """What the first graph holds."""
+        """Launch what the first graph captures: sample, fetch features, look up labels."""
         self.frame.start()
         ring = self.ring
         if not ring.first_hop and ring.features.dtype == ring.dtype:
@@ -198,15 +198,15 @@ class Slot:
 
 
 class StepGraphs:
-    """The graphs of a run; `Eager` of train.py has the same methods. See the first lines of this file.
+    """A run's training step as CUDA graphs, see the top of this file; `Eager` of train.py has the same methods.
 
     Attributes:
-        loss_sum: float64, what `step` adds the loss of each batch to. first_hop: as the ring's. room: of `static_room`.
-        repeated: batches so far that did not fit. captured: whether there are graphs, or launches one by one. failure:
-            why they could not be captured, or None.
+        loss_sum: float64, to which `step` adds each batch's loss. first_hop: as the ring's. room: of `static_room`.
+        repeated: batches so far that did not fit. captured: False if kernels are launched one by one. failure: why
+            capture failed, or None.
     """
 
-    parallel = None  # the ranks average one vector
+    parallel = None  # no DistributedDataParallel: ranks average one vector
 
     def __init__(self, run, optimizer):
         ranks, args, sampler, ring, model = run.ranks, run.args, run.sampler, run.ring, run.model
@@ -217,7 +217,7 @@ class StepGraphs:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
-        self.weighs = None  # the number in `weight`
+        self.weighs = None  # the value in `weight`
         seeds, room = static_room(sampler, run.store.split["train"], args, self.first_hop)
         for group in optimizer.param_groups:
             group["capturable"] = True
@@ -229,27 +229,27 @@ class StepGraphs:
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
-            gc.collect()  # memory freed during a capture is lost to others
+            gc.collect()  # memory freed during a capture cannot be used by others
             self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
         self.room, self.captured = room, self.slots[0].training is not None
 
     def _state(self):
-        """The parameters, then the optimizer's state."""
+        """Return the parameters, then the tensors of the optimizer's state."""
         states = (self.optimizer.state.get(p, {}) for p in self.parameters)
         moments = [t for state in states for t in state.values()]
         return [p.detach() for p in self.parameters] + moments
 
     def _restore(self, kept):
-        """Put back copies of `_state`, in place; state that Adam has made since starts from zeros."""
+        """Copy back the tensors `kept`, clones of `_state`, in place; optimizer state that was made since is zeroed."""
         for t, value in zip_longest(self._state(), kept):
             t.zero_() if value is None else t.copy_(value)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _prepare(self, seeds, kept, capture):
-        """Take a few steps in the shapes of a batch, capture the static ones if asked to, and take the same steps with
-        them: the losses have to agree -> why they could not be captured, or None."""
+        """Take a few steps eagerly, capture the static ones if `capture`, and take the same steps
+        with them: inputs and losses have to agree -> why capture failed, or None."""
         with self.stream(0):
             blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.first_hop)
             batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
@@ -260,27 +260,27 @@ class StepGraphs:
         self._restore(kept)
         failure = self._capture(seeds) if capture else None
         self._restore(kept)
-        losses, off, norm = [], [], batch.x.float().norm().clamp(min=1e-30)
+        losses, errors, norm = [], [], batch.x.float().norm().clamp(min=1e-30)
         for slot in slots:
             if trouble := self._sample(slot, seeds, 0):
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            off.append(((slot.x[: len(batch.x)] - batch.x).float().norm() / norm).item())
+            errors.append(((slot.x[: len(batch.x)] - batch.x).float().norm() / norm).item())
             losses.append(self._loss(self._train, slot))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
-        if not all(same) or not all(difference <= GRAPH_RTOL for difference in off):
-            said = f"their losses are {losses}, and {expected} without graphs"
-            raise RuntimeError(f"their input is {max(off):.1%} off, {said}")
+        if not all(same) or not all(error <= GRAPH_RTOL for error in errors):
+            differ = f"their losses are {losses}, and {expected} without graphs"
+            raise RuntimeError(f"their input is {max(errors):.1%} off, {differ}")
         return failure
 
     def _loss(self, run, *args):
-        """The loss of a step of this rank alone -> float."""
+        """Take a step on this rank alone -> its loss, a float."""
         self.loss_sum.zero_()
         run(*args)
         self._finish()
         return self.loss_sum.item()
 
     def _capture(self, seeds):
-        """Capture the graphs of all slots -> None, or why there are none."""
+        """Capture the graphs of all slots -> None, or why that failed."""
         stream, pool = torch.cuda.current_stream(), None
         try:
             for slot in self.slots:
@@ -310,7 +310,7 @@ class StepGraphs:
             return reason(error)
 
     def _compute(self, batch, key):
-        """A step on one batch, padded or not; with several ranks up to the flat gradient."""
+        """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         logits = self.predict(batch, key)
         loss = cross_entropy(logits, batch.y)
@@ -323,24 +323,24 @@ class StepGraphs:
             self.flat /= self.ranks.world
 
     def _train(self, slot):
-        """The step of a slot's batch, up to the flat gradient with several ranks."""
+        """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
         slot.training.replay() if slot.training else self._compute(slot.batch, slot.key)
         slot.trained.record()
 
     def _finish(self):
-        """With several ranks: the end of a step, from the flat gradient on."""
+        """With several ranks, take the rest of the step, from the flat gradient on."""
         if self.flat is not None:
             self.update.replay() if self.update else self._update()
 
     def _update(self):
-        """The optimizer, from the flat gradient."""
+        """Run the optimizer on the flat gradient."""
         for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
             p.grad = part.view_as(p)
         self.optimizer.step()
 
     def _sample(self, slot, seeds, step):
-        """Sample into a slot, on the current stream, and wait for it -> 0, or why it is no batch (`trouble` of
-        native/sampler_gpu.py)."""
+        """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
+        no batch (`trouble` of native/sampler_gpu.py)."""
         torch.cuda.current_stream().wait_event(slot.trained)
         slot.frame.fill(seeds, step)
         slot.sampling.replay() if slot.sampling else slot.sample()
@@ -348,20 +348,20 @@ class StepGraphs:
         return slot.frame.trouble
 
     def begin(self):
-        """Before an epoch: take the learning rate of the optimizer's groups, forget the losses -> LossSum."""
+        """Start an epoch: copy the learning rate from the optimizer's groups, reset the loss -> LossSum."""
         for group in self.optimizer.param_groups:
             self.rate.fill_(group["lr"])
             group["lr"] = self.rate
         return LossSum(self.loss_sum.zero_())
 
     def load(self, batch, number):
-        """The `load` of a NodeLoader: sample and fetch into a slot, or elsewhere what does not fit -> `Fetched`."""
-        slot, wanted = self.slots[number], (batch.seeds, batch.global_step)
+        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> `Fetched`."""
+        slot, drawn = self.slots[number], (batch.seeds, batch.global_step)
         with self.stream(number):
-            # damage and seeds that are not nodes are found there too
-            if self._sample(slot, *wanted):
+            # also for a damaged graph or invalid seeds: `sample` raises
+            if self._sample(slot, *drawn):
                 self.repeated += 1
-                blocks = self.sampler.sample(*wanted, relabel_outer=not self.first_hop)
+                blocks = self.sampler.sample(*drawn, relabel_outer=not self.first_hop)
                 return self.ring.fetch(number, blocks)
             return slot.batch._replace(y=slot.y[: len(batch.seeds)])
 
