@@ -37,10 +37,10 @@ from run.own_model import is_own
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
 edge_type negatives negatives_by unchecked_negatives link_loss""".split()
-BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  # into a store
+BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  # into a store; off
 KEPT = f"""dataset {" ".join(BUILT)} batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
-# what the first checkpoints lack
+# flags and widths that early checkpoints lack, and what they stand for
 LATER = {"drop_duplicates": False, "feature_dtype": None, "window": None, "bases": 0}
 LATER |= {"edge_type": None}
 LATER_WIDTHS = {"num_edge_types": 0, "node_types": 0, "edge_types": 0, "several": None}
@@ -52,7 +52,7 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
-    graph |= named(store) | {"path": str(Path(store.path).absolute()), "files": digests(store)}
+    graph |= names_of(store) | {"path": str(Path(store.path).absolute()), "files": digests(store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -67,8 +67,8 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     write_whole(path, lambda file: torch.save(state, file))
 
 
-def named(store):
-    """{what a store may name: its names, in the order of their numbers, or None}."""
+def names_of(store):
+    """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
     source = store.meta.get("source")
     classes = source.get("classes") if isinstance(source, dict) else None
     classes = classes if isinstance(classes, list) else None  # of a synthetic graph their number
@@ -76,16 +76,16 @@ def named(store):
 
 
 def digests(store):
-    """{file: SHA-256, or None} of a store, and of the file of --edge-split."""
+    """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
     records = store.meta["files"].items()
     return {name: record.get("sha256", record.get("built")) for name, record in records}
 
 
 def load_model(path, model=None):
-    """The network in a checkpoint, in eval mode, with its weights, or the best epoch's where --early-stop kept them.
+    """Load the network of a checkpoint in eval mode, with the weights of the best epoch if the run kept them.
 
-    `inference(model, indptr, indices, x)` of model.py gives the logits of all nodes. Your own model is passed as
-    the nn.Module to load the weights into: a checkpoint names no code to be run. StoreError for other files.
+    `inference(model, indptr, indices, x)` of model.py gives the logits of all nodes. For your own network pass it
+    as `model`, an nn.Module: a checkpoint never names code to run. Raises StoreError for other files.
     """
     state = read_checkpoint(path)
     if model is None and is_own(own := state["flags"]["model"]):
@@ -97,7 +97,7 @@ def load_model(path, model=None):
 
 
 def described_network(state):
-    """The network that a checkpoint's flags and widths describe, with initial weights."""
+    """Build the network that a checkpoint's flags and widths describe, with initial weights."""
     flags = state["flags"]
     return TASKS[flags["task"]].network(SimpleNamespace(**flags), state["graph"])
 
@@ -108,22 +108,22 @@ def described_network(state):
 
 def read_checkpoint(path, data=None):
     """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch and step;
-    tensors on the CPU. StoreError where it is damaged, forged or no checkpoint. What is not looked at here is where it
-    is used, inside `reading`."""
+    tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked here
+    are checked where they are used, inside `reading`."""
     try:
         data = Path(path).read_bytes() if data is None else data
         state = torch.load(checked_archive(data), map_location="cpu", weights_only=True)
         check_state(state, len(data))
-    except Exception as error:  # of a dozen types; torch.load asserts as well
-        said = (str(error) or repr(error)).splitlines()[0]
-        raise StoreError(f"{path} is not a checkpoint of train.py: {said[:300]}") from error
+    except Exception as error:  # a dozen types; torch.load also raises AssertionError
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise StoreError(f"{path} is not a checkpoint of train.py: {reason[:300]}") from error
     return state
 
 
 def checked_archive(data):
-    """The entries of a ZIP file, written anew -> file object; torch, which finds them by other rules than zipfile and
-    ignores checksums, reads what was checked. Raises unless they are whole, not compressed, and pickle only tensors and
-    dicts."""
+    """Check the entries of a ZIP file and copy them to a new one in memory -> file object. torch locates entries
+    by other rules than zipfile and ignores checksums; from the copy it can only read what was checked. Raises unless
+    they are intact and uncompressed, and pickle only tensors and dicts."""
     copy = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(copy, "w") as checked:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -131,18 +131,18 @@ def checked_archive(data):
         if any(entry.compress_type for entry in entries.values()) or size > len(data):
             raise ValueError("its entries are compressed or larger than the file")
         for name, entry in entries.items():
-            content = archive.read(entry)  # compares the checksum
-            for operation, named, _ in pickletools.genops(content) if name.endswith(".pkl") else ():
-                if operation.name == "GLOBAL" and not re.fullmatch(HARMLESS, named):
-                    raise ValueError(f"it names {named!r}")
+            content = archive.read(entry)  # verifies its checksum
+            for opcode, symbol, _ in pickletools.genops(content) if name.endswith(".pkl") else ():
+                if opcode.name == "GLOBAL" and not re.fullmatch(HARMLESS, symbol):
+                    raise ValueError(f"it names {symbol!r}")
             checked.writestr(name, content)
     copy.seek(0)
     return copy
 
 
 def check_state(state, size):
-    """Raise unless a checkpoint of `size` bytes has flags that can be typed, counts, and tensors of the network that it
-    describes, which is made without memory."""
+    """Raise unless a checkpoint of `size` bytes has flags that the command line accepts, counts in range, and tensors
+    that fit the network it describes, built on the meta device. Adds what early checkpoints lack."""
     best, graph = state["best"], state["graph"]
     state["flags"] = checked_flags(state["flags"])
     state["graph"] = {**LATER_WIDTHS, **graph}
@@ -159,7 +159,7 @@ def check_state(state, size):
 
 
 def checked_flags(saved):
-    """The flags of a checkpoint, with those that the first ones lack; raises for values that cannot be typed."""
+    """Return the flags of a checkpoint with those that early ones lack; raises for values that cannot be typed."""
     saved = {**LATER, "weights": "best" if saved["early_stop"] else "last", **saved}
     if {*saved} != {*FIXED, *KEPT}:
         raise ValueError("some of its flags are missing or unknown")
@@ -187,31 +187,31 @@ def checked_flags(saved):
 
 
 def adopted(args, state, path):
-    """The flags with those of a checkpoint that were not typed; another value of a fixed one is refused."""
-    given = {name: value for name, value in state["flags"].items() if name not in args.typed}
+    """Return args with the checkpoint's values of flags that were not typed; other values of FIXED ones are refused."""
+    flags = {name: value for name, value in state["flags"].items() if name not in args.typed}
     for name in (name for name in FIXED if name in args.typed):
         typed, value = getattr(args, name), state["flags"][name]
         of_data = name in ("edge_split", "edge_type", "split") and not args.trains
         if typed != value and not (is_own(typed) and is_own(value) or of_data):
             was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
             raise StoreError(f"{was}, this run has {text_of(typed)}")
-    if is_own(own := given.get("model")):
+    if is_own(own := flags.get("model")):
         raise StoreError(f"checkpoint {path} holds weights of {own}: give --model FILE.py:NAME")
     with reading(f"checkpoint {path}"):
         store_is_here = Path(state["graph"]["path"], "meta.json").is_file()
     if "dataset" not in args.typed and store_is_here:
-        given["dataset"] = state["graph"]["path"]  # whatever --root is
-        # that store has been built with them
-        given |= {name: off for name, off in BUILT.items() if name not in args.typed}
+        flags["dataset"] = state["graph"]["path"]  # found there whatever --root is
+        # that store was built with these flags
+        flags |= {name: off for name, off in BUILT.items() if name not in args.typed}
     if not args.trains:
-        given["early_stop"] = None
-    return changed(args, **given)
+        flags["early_stop"] = None
+    return changed(args, **flags)
 
 
 def common_state(ranks, args):
-    """The state to resume, which the rank with the most advanced file broadcasts: machines need not share a disk ->
-    (state, its path, the flags with those of the state), or (None, None, args). --resume auto, and a restart by torchrun,
-    mean --checkpoint."""
+    """Read the state to resume; the rank whose file is furthest ahead broadcasts it, as machines need not share a disk
+    -> (state, its path, args with the flags of the state), or (None, None, args). --resume auto and a restart by
+    torchrun read the file of --checkpoint."""
     own = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     path = own if args.resume == "auto" or own and restarted else args.resume
@@ -227,16 +227,16 @@ def common_state(ranks, args):
 
 
 def check_graph(state, path, args, task):
-    """Raise StoreError unless a task's store holds the graph of the checkpoint and its steps have as many seeds; for
-    prediction the widths must match, and fewer classes and types of edges may occur."""
+    """Raise StoreError unless the task's store holds the checkpoint's graph and a step has as many seeds as there. To
+    predict, only the widths must match, and the graph may have fewer classes and edge types than the checkpoint."""
     store, graph, compared = task.store, state["graph"], task.compared(args)
     trained = f"checkpoint {path} was trained on a graph"
     with reading(f"checkpoint {path}"):
         for name in compared:
-            there, was = store.meta.get(name, 0), graph[name]
-            lenient = name in ("num_classes", "num_edge_types")  # another graph may lack some
-            if there != was and (args.trains or not lenient or there > was):
-                raise StoreError(f"{trained} with {name} {was}, {store.path} has {there}")
+            here, was = store.meta.get(name, 0), graph[name]
+            lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
+            if here != was and (args.trains or not lenient or here > was):
+                raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
             if lenient:
                 setattr(store, name, int(was))
         if (was := graph["several"]) is not None:
@@ -244,9 +244,9 @@ def check_graph(state, path, args, task):
                 labels = "several labels" if was else "one label"
                 raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
             store.several = bool(was)
-        for name, there in named(store).items():
+        for name, here in names_of(store).items():
             was, what = graph[name], name.replace("_", " ")
-            if there and was and f"num_{name}" in compared and was[: len(there)] != there:
+            if here and was and f"num_{name}" in compared and was[: len(here)] != here:
                 order = f"{'; '.join(was)[:300]}, in this order; {store.path} has others"
                 raise StoreError(f"{trained} whose {what} are {order}")
         files, was = digests(store), graph["files"]
@@ -254,19 +254,19 @@ def check_graph(state, path, args, task):
     if not args.trains:
         return
     if other:
-        said = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
-        raise StoreError(f"{said}; give its graph, or another --checkpoint to start anew")
+        start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
+        raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
     if (was := state["total_batch"]) != args.total_batch:
-        said = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
+        start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
         batch, rest = divmod(was * args.batch_size, args.total_batch)
         advice = "another number of processes" if rest else f"--batch-size {batch}"
-        raise StoreError(f"{said}, this run has {args.total_batch}; give {advice}")
+        raise StoreError(f"{start}, this run has {args.total_batch}; give {advice}")
     if (step := state["step"]) > args.steps:
         raise StoreError(f"checkpoint {path} is damaged: step {step} of {args.steps} of an epoch")
 
 
 def restore(state, path, ranks, args, model, optimizer, best):
-    """Bring model, optimizer and best to a checkpoint's state, whose graph was checked -> (epoch, steps done in it)."""
+    """Load a checkpoint, whose graph was checked, into model, optimizer and best -> (epoch, steps done in it)."""
     with reading(f"checkpoint {path}"):
         for weights in (state["best"]["model"] or state["model"], state["model"]):
             model.load_state_dict(weights)
@@ -279,13 +279,13 @@ def restore(state, path, ranks, args, model, optimizer, best):
         ranks.say(changes and f"changed  {', '.join(changes)}")
         parameters = list(model.parameters())
         with reading(f"checkpoint {path}"):
-            for number, moments in state["optimizer"].items():
+            for index, moments in state["optimizer"].items():
                 shapes = {name: value.shape for name, value in moments.items()}
-                shape = parameters[number].shape
+                shape = parameters[index].shape
                 if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
-                    raise ValueError(f"parameter {number} has no moments of Adam")
-            rates = optimizer.state_dict()["param_groups"]  # of this run's flags
-            optimizer.load_state_dict({"state": state["optimizer"], "param_groups": rates})
+                    raise ValueError(f"parameter {index} has no moments of Adam")
+            groups = optimizer.state_dict()["param_groups"]  # of this run's flags
+            optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
     best.update(state["best"])
     if not best["model"]:
         best["epoch"] = state["epoch"]  # --early-stop counts from here
