@@ -26,46 +26,47 @@ from sampler import DamagedGraph, NeighborSampler
 from store import MmapFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
-LEAST_STEPS = 200  # of the optimizer, by default: small graphs need many epochs
+LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
 
 
 def settle(ranks, args, task):
-    """What depends on the data, on the machine or on other flags -> (a copy of args with mode, metric, weights, residual,
-    precision, epochs, weight_decay, total_batch and steps in it, EdgeData of what is used of the store)."""
+    """Settle flags whose defaults depend on the data, the machine or other flags -> (a copy of args with mode, metric,
+    weights, residual, precision, epochs, weight_decay, total_batch and steps set, EdgeData of the columns in use)."""
     store, lines = task.store, []
     examples, valid = (store.split[part].numel() for part in ("train", "valid"))
-    given = {"metric": task.metric, **settle_steps(ranks, args, task, examples)}
+    values = {"metric": task.metric, **settle_steps(ranks, args, task, examples)}
     weights = args.weights or (task.weights if valid else "last")
-    given["weights"] = "best" if args.early_stop else weights
-    if given["weights"] == "best" and args.trains and not valid:
+    values["weights"] = "best" if args.early_stop else weights
+    if values["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
         lacks = f"{store.path} has no validation {task.examples}"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
-        given["residual"], line = residual_helps(store)
+        values["residual"], line = residual_helps(store)
         lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
-        given["precision"] = "tf32" if has_tf32 else "fp32"
-    narrow = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if args.precision == "bf16" and not ranks.gpus and narrow:
+        values["precision"] = "tf32" if has_tf32 else "fp32"
+    no_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if args.precision == "bf16" and not ranks.gpus and no_avx512:
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
-    used, given["mode"] = EdgeData(), "store"
+    used, values["mode"] = EdgeData(), "store"
     if task.placed:
-        used, of_edges = edge_data(args, task, store)
-        asked = {"procs": ranks.local_world, **sizes(args, task, used)}
+        used, edge_lines = edge_data(args, task, store)
+        options = {"procs": ranks.local_world, **sizes(args, task, used)}
+        # the least free memory of all ranks: they have to choose the same mode
         free = torch.cuda.mem_get_info()[0] if ranks.gpus else 0, free_host_bytes()
-        asked["free_gpu"], asked["free_host"] = map(min, zip(*ranks.gather(free)))  # all agree
-        given["mode"], line = choose_mode(store, args.gpus, args.mode, **asked)
-        lines += [f"memory  {line}", *(f"edges   {line}" for line in of_edges)]
+        options["free_gpu"], options["free_host"] = map(min, zip(*ranks.gather(free)))
+        values["mode"], line = choose_mode(store, args.gpus, args.mode, **options)
+        lines += [f"memory  {line}", *(f"edges   {line}" for line in edge_lines)]
     ranks.say("\n".join(lines))
-    return argparse.Namespace(**{**vars(args), **given}), used
+    return argparse.Namespace(**{**vars(args), **values}), used
 
 
 def settle_steps(ranks, args, task, examples):
-    """{total_batch, steps, epochs, weight_decay}; by default the last two depend on the number of training examples."""
+    """Return {total_batch, steps of an epoch, epochs, weight_decay}; examples: number of training examples."""
     total_batch, decay = args.batch_size * args.accumulate * ranks.world, args.weight_decay
-    examples = max(examples, 1)  # without labels there are none, and nothing is trained
+    examples = max(examples, 1)  # 0 without labels, when nothing is trained
     steps = -(-examples // total_batch)
     epochs = args.epochs or max(10, -(-LEAST_STEPS // steps))
     decay = task.prior / examples if decay is None else decay
@@ -73,8 +74,8 @@ def settle_steps(ranks, args, task, examples):
 
 
 def residual_helps(store):
-    """Whether layers that average a node's row with its neighbours' need residual connections -> (bool, why): by the
-    adjusted homophily (Platonov et al., arXiv 2209.06177) of up to 32 edges each of some 4,096 training nodes."""
+    """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
+    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 training nodes."""
     train = store.split["train"]
     nodes = train[:: max(1, train.numel() // 4096)]
     with reading_all_edges():
@@ -82,8 +83,8 @@ def residual_helps(store):
         block = sampler.sample(nodes, 0)[0]
     src = block.src_nodes[block.indices.long()]
     dst = nodes.repeat_interleave(block.indptr.diff().long())
-    known = torch.isin(src, train) & (src != dst)
-    pairs = store.labels[torch.stack([src, dst])[:, known]]
+    usable = torch.isin(src, train) & (src != dst)
+    pairs = store.labels[torch.stack([src, dst])[:, usable]]
     if store.labels.dim() != 1 or pairs.shape[1] < 100:
         return False, "no residual connections: too few edges join training nodes to go by"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
@@ -95,23 +96,23 @@ def residual_helps(store):
 
 
 def sizes(args, task, used):
-    """What the memory of a run depends on; see `placements` of run/plan.py."""
-    found = {"fanout": taken(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
-    found["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
-    found["graphs"] = step_graph.hops_held(args, task.store, used) if args.trains else 0
-    return {**found, "hidden": args.hidden, "prefetch": args.prefetch}
+    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on."""
+    sized = {"fanout": draws(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
+    sized["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
+    sized["graphs"] = step_graph.hops_held(args, task.store, used) if args.trains else 0
+    return {**sized, "hidden": args.hidden, "prefetch": args.prefetch}
 
 
-def taken(args, used):
-    """The most neighbours that a node takes in each hop, of all types."""
-    numbers = [k if isinstance(k, list) else [k] for k in hops(args.fanout, used)]
-    return [-1 if min(of) < 0 else sum(of) for of in numbers]
+def draws(args, used):
+    """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
+    by_type = [k if isinstance(k, list) else [k] for k in hops(args.fanout, used)]
+    return [-1 if min(ks) < 0 else sum(ks) for ks in by_type]
 
 
 def place_data(ranks, args, task, used):
-    """Put graph and features where --mode wants them and tell the task -> (sampler, ring); None of both for a task that
-    reads its batches itself. Where features are a tensor, the ring brings what the first layer of GraphSAGE multiplies,
-    own row beside mean, instead of the raw rows: about a third of the bytes at usual fanouts."""
+    """Place graph and features as --mode says and hand them to the task -> (sampler, ring), or (None, None) for a task
+    that reads its own batches. If features are a tensor, the ring returns the input of GraphSAGE's first layer, own
+    row beside neighbour mean, instead of raw rows: about a third of the bytes at usual fanouts."""
     store, pinned = task.store, args.mode == "pinned-cuda"
     # a user's network gets float32 under autocast
     bf16 = torch.float32 if is_own(args.model) else torch.bfloat16
@@ -127,8 +128,8 @@ def place_data(ranks, args, task, used):
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
     try:
         if pinned:
-            takes = placements(store, **sizes(args, task, used))[args.mode]
-            spare = torch.cuda.mem_get_info()[0] - takes.gpu - takes.gpu_step - args.cache
+            needs = placements(store, **sizes(args, task, used))[args.mode]
+            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - args.cache
             total = ranks.sum_here if ranks.world > 1 else None
             arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
         placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
@@ -150,7 +151,7 @@ def place_data(ranks, args, task, used):
 
 
 def make_sampler(args, indptr, indices, fanout, used, threads=None):
-    """The sampler of the flags, which draws by the columns in `used`, an EdgeData."""
+    """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
     options = {"threads": threads, "weights": used.weight, "edge_ids": used.features is not None}
     if args.sampler == "latest" and used.time is not None or args.sampler == "labor":
         options["method"] = args.sampler
@@ -166,8 +167,8 @@ def make_sampler(args, indptr, indices, fanout, used, threads=None):
 
 
 def cached(ranks, args, task, used, features):
-    """The features behind the cache of --cache, one for each process: the rows that batches use most often, chosen once;
-    on CPU, before a memory-mapped table, the page cache is planned as well."""
+    """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
+    the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
     store, budget = task.store, args.cache
     mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
@@ -176,7 +177,7 @@ def cached(ranks, args, task, used, features):
         size = readable_size(budget)
         ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
-        needs = "is for a --cache before features that are mapped from a file, in mode cpu-cpu"
+        needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
         here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
         raise StoreError(f"--lookahead {args.lookahead} {needs}; here {here}")
     if budget and args.mode == "cuda-cuda":
@@ -184,10 +185,10 @@ def cached(ranks, args, task, used, features):
     if not budget or args.mode == "cuda-cuda":
         return features
     with reading_all_edges():
-        options = task.seeds(), taken(args, used), args.batch_size * task.sampled_for(args)
+        options = task.seeds(), draws(args, used), args.batch_size * task.sampled_for(args)
         visits = expected_visits(store.indptr, store.indices, *options)
-        visits = visits[: features.shape[0]]  # the others have no features
-    trim_memory(1)  # what that took, and the cache can have
+        visits = visits[: features.shape[0]]  # the other nodes have no features
+    trim_memory(1)  # return freed heap pages before allocating the cache
     if mapped:
         store.features.beside += budget * ranks.local_world
     if not looks_ahead:
@@ -202,7 +203,7 @@ def cached(ranks, args, task, used, features):
 
 @contextmanager
 def reading_all_edges():
-    """A context for what reads every edge of an unchecked graph: damage is a DamagedGraph, as in sampling."""
+    """Context for reading every edge of an unchecked graph: damage raises DamagedGraph, as in sampling."""
     try:
         yield
     except IndexError as error:

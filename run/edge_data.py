@@ -20,18 +20,18 @@ class EdgeData(NamedTuple):
 
     weight: Tensor | None = None  # float32 [M]: neighbours are drawn by it
     time: Tensor | None = None  # int64 [M]: no seed sees an edge later than its own time
-    seed_time: Tensor | None = None  # int64 [V]: that time; None where links have times
-    features: Tensor | None = None  # [M, D]: layers see them
-    strict: bool = False  # a seed does not see edges at its own time either
-    window: int | None = None  # nor those that are older than this
+    seed_time: Tensor | None = None  # int64 [V]: times of seed nodes; None if links have times
+    features: Tensor | None = None  # [M, D]: edge features, an input of layers
+    strict: bool = False  # edges at the seed's own time are hidden too
+    window: int | None = None  # only edges later than the seed's time minus this are seen
     type: Tensor | None = None  # uint8 or uint16 [M]: neighbours are drawn by type
     num_types: int = 1
-    type_names: list | None = None  # None: their numbers
+    type_names: list | None = None  # None: types are named by number
 
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
-    """What a run uses of a store's columns -> (EdgeData, a line for each that is there); task: a `Task` or its class.
-    StoreError for flags that need a column which the store lacks, or a model that cannot go with it."""
+    """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
+    class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
     used, lines, own = EdgeData(), [], is_own(args.model)
     built_in = args.model in EDGE_CONVS, args.model == "gine"
     can, must = takes_edges(args.model) if own else built_in
@@ -46,8 +46,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         instead = "give that argument a default" if own else "gin is the same without"
         needs = f"--model {args.model} takes features of edges, and {store.path} has none"
         raise StoreError(f"{needs}; {instead}")
-    used, line = typed_edges(args, store, used, own)
-    lines += line
+    used, of_types = typed_edges(args, store, used, own)
+    lines += of_types
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
@@ -72,7 +72,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     elif store.edge_time is not None:
         why = "--temporal off" if timed else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
-    draws = args.trains  # exact inference does not
+    draws = args.trains  # exact inference takes all neighbours
     if draws and args.window and used.time is None:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
     if draws and args.sampler == "latest" and used.time is None:
@@ -91,13 +91,13 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
 
 
 def typed_edges(args, store, used, own) -> tuple[EdgeData, list[str]]:
-    """What a run uses of the types of edges -> (EdgeData, a line where there are some)."""
+    """Add edge types to `used` if the model takes them -> (EdgeData, [line to print] or []). own: a user's model."""
     if store.edge_type is not None and (own or args.model in TYPE_CONVS):
         count, names = store.num_edge_types, store.edge_types
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)
-        lists = hops(args.fanout, used)
-        of = "each of them" if isinstance(lists[0], list) else "all together"
-        if isinstance(lists[0], list) and 0 in sum(lists, []):
+        fanouts = hops(args.fanout, used)
+        of = "each of them" if isinstance(fanouts[0], list) else "all together"
+        if isinstance(fanouts[0], list) and 0 in sum(fanouts, []):
             of = "those it names, exact inference for all"
         return used, [f"edges have {count} types; --fanout is for {of}, and the model sees them"]
     if not all(isinstance(hop, int) for hop in args.fanout):
@@ -110,30 +110,30 @@ def typed_edges(args, store, used, own) -> tuple[EdgeData, list[str]]:
 
 
 def hops(fanout, used):
-    """--fanout as the sampler takes it: for each hop a number, or a list of one for each type of edges."""
+    """Return --fanout as NeighborSampler takes it: for each hop a number, or a list with one for each edge type."""
     if used.type is None:
         return fanout
     if str(fanout[0]).startswith("any="):
         return [int(str(hop).removeprefix("any=")) for hop in fanout]
-    names, lists = used.type_names or [*map(str, range(used.num_types))], []
+    names, fanouts = used.type_names or [*map(str, range(used.num_types))], []
     for hop in fanout:
-        lists.append([hop if isinstance(hop, int) else 0] * len(names))
+        fanouts.append([hop if isinstance(hop, int) else 0] * len(names))
         for word in str(hop).split(":") if isinstance(hop, str) else ():
             name, _, k = word.rpartition("=")
-            known = types_called(name, names)
-            if not known:
+            matching = types_called(name, names)
+            if not matching:
                 they = "; ".join(names)
                 raise StoreError(f"--fanout {word}: no such type of edges; they are {they}")
-            for i in known:
-                if lists[-1][i]:
+            for i in matching:
+                if fanouts[-1][i]:
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
-                lists[-1][i] = int(k)
-    return lists
+                fanouts[-1][i] = int(k)
+    return fanouts
 
 
 def degrees_at(indptr, used):
-    """A function of a block: out- and in-degree of each source at its time -> [N, 2]; both are the number of edges in
-    its neighbour list that it may see. indptr: int64 [V+1]; used: EdgeData with times, in host memory."""
+    """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
+    of edges in its neighbour list that it may see. indptr: int64 [V+1]; used: EdgeData with times, in host memory."""
 
     def degrees(block):
         nodes = block.src_nodes.cpu().long()

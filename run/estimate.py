@@ -10,8 +10,8 @@ from tasks.node import NodeTask
 
 
 def estimate_lines(path, free_gpu=None, free_host=None, **flags) -> str:
-    """What `python store.py estimate` prints: sizes on disk, each mode, the mode to choose. flags: of train.py, --fanout
-    among them, as values or as they are typed; others: see `estimate`."""
+    """Return what `python store.py estimate` prints: sizes on disk, memory of each mode, the mode to choose.
+    flags: train.py's, --fanout among them, parsed or as typed; free_gpu, free_host: see `estimate`."""
     graph = GraphStore.open(path)
     words = [f"{spelled(name)}={text_of(value)}" for name, value in flags.items()]
     args = changed(make_parser().parse_args(words), trains=True)

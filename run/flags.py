@@ -28,7 +28,7 @@ from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
 BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activations"
-# flag | its values | help. Of several values the first is the default, - for none; after = a default; no value: a switch
+# flag | values | help. Several values: choices, the default first (- for none); X = D: default D; no value: a switch
 FLAGS = f"""
 data
 --task | {" ".join(TASKS)} | classify nodes, predict edges, or predict targets of small graphs
@@ -104,10 +104,10 @@ files
 
 
 def parse_args(argv, complete):
-    """Parse the words after "train.py"; complete: function of the flags that adds those of the checkpoint to resume.
+    """Parse the words after "train.py". complete: function(args) that fills in the flags of the checkpoint to resume.
 
-    Beside the flags stand `typed`, the names of those on the command line; `trains`, False where a checkpoint only
-    predicts; `again`, the command that resumes this run; `run`, a name for its lines in --log; `turn`, which of --runs.
+    The result also has `typed`, names of flags on the command line; `trains`, False where a checkpoint only predicts;
+    `again`, the command that resumes this run; `run`, a name for its lines in --log; `turn`, which of --runs it is.
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()
@@ -119,8 +119,8 @@ def parse_args(argv, complete):
         parser.error(f"--resume {args.resume}: no such file")
     if args.resume == "auto" and not args.checkpoint:
         parser.error("--resume auto takes the file of --checkpoint, which is missing")
-    more = {"typed": typed, "trains": not only_predicts, "again": command_again(argv)}
-    args = filled_in(complete(changed(args, **more, run=secrets.token_hex(4), turn=0)))
+    extra = {"typed": typed, "trains": not only_predicts, "again": command_again(argv)}
+    args = filled_in(complete(changed(args, **extra, run=secrets.token_hex(4), turn=0)))
     check_values(parser, args)
     check_files(parser, args)
     check_effects(parser, args)
@@ -128,12 +128,12 @@ def parse_args(argv, complete):
 
 
 def changed(args, **values):
-    """A copy of the flags with other values."""
+    """Return a copy of the flags with some values changed."""
     return argparse.Namespace(**{**vars(args), **values})
 
 
 def make_parser():
-    """The parser of FLAGS; --help fits on two screens."""
+    """Build the parser from FLAGS; --help fits on two screens."""
     about = "Train a graph neural network by neighbour sampling."
     parser = argparse.ArgumentParser(usage="python train.py [flags]", description=about)
     kinds = {
@@ -171,27 +171,27 @@ def make_parser():
 
 
 def filled_in(args):
-    """The flags with what the command line leaves open and other flags decide."""
-    task, given = TASKS[args.task], {}
-    given["norm"] = args.norm or ("layer" if args.model in NORMALISED else "none")
+    """Return the flags with the defaults that depend on other flags filled in."""
+    task, values = TASKS[args.task], {}
+    values["norm"] = args.norm or ("layer" if args.model in NORMALISED else "none")
     if args.residual is None and not (task.classes_agree and args.model in AVERAGING):
-        given["residual"] = args.model in RESIDUAL  # else the graph decides
-    given["fanout"] = args.fanout or [10] * (args.num_layers or 3)
-    given["num_layers"] = args.num_layers or len(given["fanout"])
+        values["residual"] = args.model in RESIDUAL  # else `settle` decides, by the graph
+    values["fanout"] = args.fanout or [10] * (args.num_layers or 3)
+    values["num_layers"] = args.num_layers or len(values["fanout"])
     if args.temporal == "auto":
-        given["temporal"] = task.temporal
+        values["temporal"] = task.temporal
     if args.gpus is None:
-        one = args.procs == 1 and args.mode != "cpu-cpu"
-        given["gpus"] = int(one and torch.cuda.is_available())
-    return changed(args, **given)
+        single = args.procs == 1 and args.mode != "cpu-cpu"
+        values["gpus"] = int(single and torch.cuda.is_available())
+    return changed(args, **values)
 
 
 def check_values(parser, args):
-    """Refuse a network, or a way to train it, that cannot work on any machine."""
+    """Reject a network, or a way to train it, that cannot work on any machine."""
     task, hops = TASKS[args.task], len(args.fanout)
     if hops != args.num_layers:
-        given = f"--fanout {text_of(args.fanout)} has {hops} hops"
-        parser.error(f"{given}, --num-layers is {args.num_layers}: one fanout a layer is needed")
+        fanouts = f"--fanout {text_of(args.fanout)} has {hops} hops"
+        parser.error(f"{fanouts}, --num-layers is {args.num_layers}: one fanout a layer is needed")
     if args.model == "gat" and args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}: give one")
     if args.norm == "batch" and args.checkpoint_activations:
@@ -204,15 +204,15 @@ def check_values(parser, args):
 
 
 def check_effects(parser, args):
-    """Refuse flags that were typed and can have no effect, or not the one they name, in this run."""
+    """Reject flags that were typed but have no effect in this run, or not the one they name."""
     task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     embeddings = args.predict_what == "embeddings"
 
-    def refuse(where, flags, why):
-        for flag in flags.split() if where else ():
+    def refuse(condition, flags, why):
+        for flag in flags.split() if condition else ():
             value = getattr(args, flag)
-            # the defaults of these two are no "off"
+            # the defaults of these two do not mean "off"
             off = value == parser.get_default(flag) and flag not in ("heads", "predict_what")
             if flag in args.typed and not off:
                 parser.error(f"{spelled(flag, value)} {why.format(**vars(args))}")
@@ -237,7 +237,7 @@ def check_effects(parser, args):
     why = "is for one run, --runs is {runs}"
     refuse(args.runs > 1, "checkpoint resume predict timeline profile", why)
     refuse(not args.trains, "timeline profile", "shows training; this command only predicts")
-    refuse(args.gpus > here, "gpus", f"needs as many CUDA GPUs: give at most {here}")
+    refuse(args.gpus > gpus, "gpus", f"needs as many CUDA GPUs: give at most {gpus}")
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
     refuse(under_torchrun(), "procs", "has no effect under torchrun: use its --nproc-per-node")
     needs_gpu = "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
@@ -251,7 +251,7 @@ def check_effects(parser, args):
 
 
 def check_files(parser, args):
-    """Refuse names of files that cannot be written, or that are those of other flags."""
+    """Reject files that cannot be written, or that another flag names too."""
     data, taken = re.match(r"(.*\.npz)(:|$)", args.dataset, re.DOTALL), {}
     for flag in "dataset pairs edge_split resume checkpoint predict log timeline".split():
         name = getattr(args, flag) if flag != "dataset" else data and data[1]
@@ -275,14 +275,14 @@ def check_files(parser, args):
             parser.error(f"--{flag} {name}: give a name that ends in {suffix}")
         if not path.parent.is_dir():
             parser.error(f"--{flag} {name}: the folder {path.parent} does not exist")
-        # other files than --log are written beside it and renamed
+        # --log is appended to; the other files are written under a temporary name and renamed
         in_place = path.exists() and (flag == "log" or not path.is_file())
         if path.is_dir() or not os.access(path if in_place else path.parent, os.W_OK):
             parser.error(f"--{flag} {name}: a file cannot be written there")
 
 
 def command_again(argv):
-    """The command line that resumes the run of `argv` from its --checkpoint."""
+    """Return the command line that resumes the run of `argv` from its --checkpoint."""
     left = iter(word for word in argv if not word.startswith("--resume="))
     words = [word for word in left if word != "--resume" or not next(left)]
     program = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
@@ -291,19 +291,19 @@ def command_again(argv):
 
 
 def spelled(name, value=True, equals=" "):
-    """batch_size -> --batch-size; with a value as it is typed: --batch-size 8, --no-residual."""
+    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
     flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
     return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
 
 
 def text_of(value):
-    """A flag's value as it is typed: [15, 10] -> 15,10."""
+    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def spelled_out(argv):
-    """--batch_size 8 -> --batch-size 8; --gpu-cache (DGL's name) -> --cache; --fanout -1,5 ->
-    --fanout=-1,5, which argparse would take for a flag."""
+    """Normalise the words: --batch_size 8 -> --batch-size 8; --gpu-cache (DGL's name) -> --cache;
+    --fanout -1,5 -> --fanout=-1,5, as argparse takes -1,5 for a flag."""
     words = []
     for word in argv:
         if words and words[-1] == "--fanout":
@@ -317,7 +317,7 @@ def spelled_out(argv):
 
 
 def model_name(text):
-    """Parse 'gcn' or 'FILE.py:NAME', which stay text."""
+    """Check that text is a layer's name or FILE.py:NAME -> the text."""
     file, _, name = text.rpartition(":")
     if text in ALL_CONVS or file.endswith(".py") and name.isidentifier():
         return text
@@ -326,7 +326,7 @@ def model_name(text):
 
 
 def fanout(text):
-    """Parse '15,10,5', or 'writes=10:cites=5,writes=5' by types of edges, which stays text."""
+    """Parse '15,10,5' -> [15, 10, 5]; a hop with numbers by edge type, 'writes=10:cites=5', stays text."""
     number = "(-1|0*[1-9][0-9]{0,8})"
     named = rf"(?!any=)[^=:,]+={number}(:(?!any=)[^=:,]+={number})*"
     hop, rest = f"({number}|{named})", f"(,{number})*"
@@ -338,7 +338,7 @@ def fanout(text):
 
 
 def size(text):
-    """Parse '4GiB', '512MiB' or a number of bytes."""
+    """Parse '4GiB', '512MiB' or a number of bytes -> bytes, an int."""
     units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "": 1}
     number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
     with suppress(KeyError, ValueError):
@@ -347,7 +347,7 @@ def size(text):
 
 
 def positive(kind, zero=False, below=None):
-    """An argparse type: a finite number above 0 (or from 0 on); whole numbers are below 2^31."""
+    """Make an argparse type: a finite number above 0 (zero: at least 0), and below 2^31 if whole, or `below`."""
     below = below or (2**31 if kind is int else math.inf)
     what = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
 

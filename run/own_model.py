@@ -30,12 +30,12 @@ from disk.files import StoreError, reading
 
 
 def is_own(model):
-    """Whether a value of --model names a file."""
+    """Return whether a value of --model names a file."""
     return isinstance(model, str) and ":" in model
 
 
 def words_of(text):
-    """The argparse type of --model-args: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
+    """Parse --model-args, as an argparse type: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
     words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]
     names = [word.partition("=")[0].strip() for word in words]
     for word, name in zip(words, names):
@@ -48,7 +48,7 @@ def words_of(text):
 
 @functools.lru_cache(maxsize=1)
 def run_file(file, text):
-    """Run the text of a file -> its module."""
+    """Execute the source `text` of a file as a module -> the module."""
     spec = importlib.util.spec_from_file_location("own_model_file", file)
     module = sys.modules["own_model_file"] = importlib.util.module_from_spec(spec)
     if (folder := str(Path(file).absolute().parent)) not in sys.path:
@@ -59,27 +59,27 @@ def run_file(file, text):
         if "/dgl/__init__.py" not in traceback.format_exc():
             raise
         instead = "write instead `from sampler import import_dgl; dgl = import_dgl()`"
-        said = f"{file}: `import dgl` fails under torch {torch.__version__}"
-        raise StoreError(f"{said}; {instead}") from error
+        fails = f"{file}: `import dgl` fails under torch {torch.__version__}"
+        raise StoreError(f"{fails}; {instead}") from error
     return module
 
 
 def load(model):
-    """Run the file of --model -> (what NAME is, SHA-256 of the text). StoreError for a missing file or name; what goes
-    wrong inside the file is raised as it is."""
+    """Run the file of --model -> (the object called NAME, SHA-256 of the file). Raises StoreError
+    for a missing file or name; exceptions from inside the file propagate."""
     file, _, name = model.rpartition(":")
     with reading(f"--model {model}: {file}"):
         text = Path(file).read_bytes()
     defined = vars(run_file(file, text))
     if not callable(defined.get(name)):
-        theirs = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
-        names = ", ".join(theirs) or "none"
+        public = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
+        names = ", ".join(public) or "none"
         raise StoreError(f"--model {model}: {file} defines no {name}; it has {names}")
     return defined[name], hashlib.sha256(text).hexdigest()
 
 
 def takes_edges(model):
-    """Whether the network of --model takes edge features -> (it can, it must)."""
+    """Return whether the network of --model accepts edge features, and whether it requires them."""
     make, _ = load(model)
     function, name = (make.forward, "edges") if hasattr(make, "forward") else (make, "edge_dim")
     argument = inspect.signature(function).parameters.get(name)
@@ -87,9 +87,9 @@ def takes_edges(model):
 
 
 def build(model, words, in_dim, num_classes, edge_dim=0):
-    """Build the network that the file of --model defines, with `words` of --model-args, for features F = in_dim,
-    classes C and edge features D -> (nn.Module, SHA-256 of the file's text). StoreError as `load`, for arguments that
-    do not fit, and for what is no nn.Module."""
+    """Build the network of --model with the `words` of --model-args for feature width in_dim and
+    edge feature width edge_dim -> (nn.Module, SHA-256 of the file). Raises StoreError as `load`
+    does, for arguments that do not fit, and if the result is not a usable nn.Module."""
     make, digest = load(model)
     name, values = model.rpartition(":")[2], {}
     for word in words:  # ['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}
@@ -102,9 +102,9 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     try:
         inspect.signature(make).bind(in_dim, num_classes, **values)
     except TypeError as error:
-        given = "".join(f", {k}={v!r}" for k, v in values.items())
-        said = f"--model {model} is called as {name}(in_dim, num_classes{given}): {error}"
-        raise StoreError(f"{said}; change it or --model-args") from error
+        options = "".join(f", {k}={v!r}" for k, v in values.items())
+        call = f"--model {model} is called as {name}(in_dim, num_classes{options}): {error}"
+        raise StoreError(f"{call}; change it or --model-args") from error
     net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
@@ -115,5 +115,5 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
     if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
-        raise StoreError(f"{start} takes edge_dim, and the forward of what it returned no `edges`")
+        raise StoreError(f"{start} takes edge_dim, but the forward of its result takes no `edges`")
     return net, digest

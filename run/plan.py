@@ -13,49 +13,49 @@ from disk.files import StoreError, readable_size
 from features import MODES
 from store import GraphStore, free_host_bytes
 
-GPU_BYTES = 1 << 30  # of each GPU, beside tensors: context, libraries, communication
+GPU_BYTES = 1 << 30  # of each GPU, besides tensors: context, libraries, communication
 RANK_BYTES = 1 << 29  # of host memory, for each process
 
 
 class Placement(NamedTuple):
-    """Bytes that a mode takes: for the whole run, and for a batch at most."""
+    """Bytes that a mode needs: for the whole run, and at most for a batch."""
 
-    gpu: int  # of each GPU, for the run
-    gpu_step: int
-    rank: int  # host memory of each process, for the run
-    rank_step: int
+    gpu: int  # of each GPU, for the whole run
+    gpu_step: int  # and for a batch
+    rank: int  # host memory of each process, for the whole run
+    rank_step: int  # and for a batch
     shared: int  # host memory, one copy for all processes of the machine
 
     def fits(self, ranks, free_gpu, free_host, steps=1) -> bool:
-        """Whether there is room for it, with `steps` = 0 without batches."""
+        """Return whether it fits into free memory; with steps=0, without a batch."""
         on_host = ranks * (self.rank + steps * self.rank_step) + self.shared
         return self.gpu + steps * self.gpu_step <= (free_gpu or 0) and on_host <= free_host
 
 
 class Fit(NamedTuple):
-    """What `estimate` finds for a mode."""
+    """Result of `estimate` for a mode."""
 
     placement: Placement
-    possible: bool  # room for what stays
-    fits: bool  # and for a batch
-    largest_batch: int  # that fits; up to all training nodes
-    line: str  # the arithmetic
+    possible: bool  # what stays for the whole run fits
+    fits: bool  # and a batch fits as well
+    largest_batch: int  # most seeds that fit, up to all training nodes
+    line: str  # the arithmetic, to print
 
 
 def placements(
     store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0, types=0
 ) -> dict[str, Placement]:
-    """The Placement of every mode. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows of each
-    destination that rgcn makes; the others are flags of train.py.
+    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
+    makes for each destination; the others are flags of train.py.
 
-    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after each hop and
-    n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows, nodes and edges are held
-    for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each destination and as many for the
-    gradients: the mean, and the result before and after ReLU and dropout.
+    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after
+    each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows,
+    nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
+    destination, of the mean and the result before and after ReLU and dropout, and as many for the gradients.
 
-    Steps of static shapes (run/step_graph.py) hold `graphs` hops: for each of the `prefetch` + 1 batches a table of V
-    numbers, the hops with the sampler's scratch, and the input: rows, or pairs of rows where the outermost hop is not
-    held; and once more what a step computes. In pinned-cuda they hold all hops.
+    Steps of static shapes (run/step_graph.py) hold, for each of the `prefetch` + 1 batches, a table of V
+    numbers, `graphs` hops (all of them in pinned-cuda) with the sampler's scratch memory, and the input: rows,
+    or pairs of rows if the outermost hop is not held. What a step computes is held a second time.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
@@ -79,33 +79,33 @@ def placements(
     arrays = 8 * (2 * V + 1) + id_bytes * M + sum(c.nbytes for c in columns)
     arrays += row_bytes * store.features.shape[0]
     step, tables = ahead * batch + compute, id_bytes * V
-    # with times, the C sampler keeps two numbers for each list
+    # with times, the C sampler keeps two int64 for each neighbour list
     rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)
     tables += 4 * V * ahead * bool(graphs)
 
-    def static(held):  # what steps of static shapes take that hold so many hops
+    def gpu_step(held):  # bytes of GPU memory for batches, if steps of static shapes hold this many hops
         places, rows = sum(edges[:held]) + nodes[0], sum(nodes[: held + 1])
         slot = 4 * F * nodes[held] * (2 if held < len(fanout) else 1)
         slot += id_bytes * (2 * rows + places) + 12 * places  # 12: winners, numbers, counts
         return step + (ahead * slot + compute) * bool(graphs)
 
     return {
-        "cuda-cuda": Placement(GPU_BYTES + arrays + tables, static(graphs), RANK_BYTES, 0, 0),
-        "pinned-cuda": Placement(GPU_BYTES + tables, static(len(fanout)), RANK_BYTES, 0, arrays),
+        "cuda-cuda": Placement(GPU_BYTES + arrays + tables, gpu_step(graphs), RANK_BYTES, 0, 0),
+        "pinned-cuda": Placement(GPU_BYTES + tables, gpu_step(len(fanout)), RANK_BYTES, 0, arrays),
         "cpu-cuda": Placement(GPU_BYTES, step, rank, 2 * ahead * batch, 0),  # pinning rounds up
         "cpu-cpu": Placement(0, 0, rank, step, 0),
     }
 
 
 def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
-    """What training takes in each mode -> ({mode: Fit}, the first mode that fits, else the most modest that is possible,
-    else None).
+    """Estimate the memory of training in each mode -> ({mode: Fit}, the first mode that fits, else the least demanding
+    one that is possible, else None).
 
     Args:
-        store: GraphStore or the path of one.
-        gpus: GPUs of this machine, a process each; with 0, `procs` processes train on CPU.
-        free_gpu: free bytes of the fullest GPU; of the current one when None.
-        free_host: free bytes of host memory; of this machine when None.
+        store: GraphStore, or its path.
+        gpus: GPUs of this machine to use, one process each; 0: `procs` processes train on CPU.
+        free_gpu: free bytes of the fullest GPU; None: of the current one.
+        free_host: free bytes of host memory; None: of this machine.
         sizes: see `placements`.
     """
     store = store if isinstance(store, GraphStore) else GraphStore.open(store)
@@ -117,8 +117,8 @@ def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
     seeds, modes, size = range(1, len(store.split["train"]) + 1), {}, readable_size
     on_gpu = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
     for mode, p in placements(store, **sizes).items():
-        takes = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
-        largest = bisect.bisect_left(seeds, True, key=lambda n: not takes(n).fits(*room))
+        sized = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
+        largest = bisect.bisect_left(seeds, True, key=lambda n: not sized(n).fits(*room))
         line = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
         line += f" + {size(p.shared)} shared" if p.shared else ""
         line += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
@@ -132,10 +132,10 @@ def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
 
 
 def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
-    """Choose where graph and features live, or check a choice ("auto" or one of MODES), before anything is loaded;
-    options: see `estimate` -> (mode, the arithmetic in one line). StoreError for a mode whose arrays exceed memory; a
-    batch that may not fit is only pointed out in the line: its size is an upper bound."""
-    options = options if gpus else {"free_gpu": 0, **options}  # asking a GPU takes memory there
+    """Choose where graph and features live, or check a choice (mode: "auto" or one of MODES), before anything is
+    loaded -> (mode, the arithmetic in one line). options: see `estimate`. Raises StoreError if a mode's arrays
+    exceed memory; a batch that may not fit, whose size is an upper bound, is only mentioned in the line."""
+    options = options if gpus else {"free_gpu": 0, **options}  # querying a GPU takes memory on it
     modes, best = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
     line, fit = f"mode {chosen}: {modes[chosen].line}", modes[chosen]

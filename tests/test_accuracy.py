@@ -154,7 +154,7 @@ BAD_FLAGS = r"""
 --model sage --bases 2 => --bases 2 is for --model rgcn, --model is sage
 --model rgcn => --model rgcn takes types of edges, and .* has none
 --fanout a=3,3 => --fanout a=3,3 names types: it is for rgcn
---lookahead 3 => --lookahead 3 is for a --cache before features
+--lookahead 3 => --lookahead 3 needs a --cache in front of memory-mapped features
 --task link --edge-type buys => have no types
 --window 5 => --window 5 is of times, and seeds of .* have none
 --window 5 --temporal off => --window 5 is of times, --temporal is off

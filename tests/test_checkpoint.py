@@ -83,7 +83,7 @@ def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path, capsys):
     torch.save(state, file := tmp_path / "run.pt")
     assert _code(f"--resume {file} --epochs 2 --gpus 0 --checkpoint {file}") == 0
     out = capsys.readouterr().out
-    assert "fp32, for tf32 needs a GPU" in out and "epoch   2/2" in out
+    assert "fp32, as tf32 needs a GPU" in out and "epoch   2/2" in out
     # for a GPU that takes it up again
     assert checkpoint.read_checkpoint(file)["flags"]["precision"] == "tf32"
     assert _code(f"--resume {file} --epochs 3 --gpus 0 --precision tf32") == 2
