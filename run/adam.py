@@ -9,17 +9,17 @@ from native import layers
 
 
 class Adam(torch.optim.Adam):
-    """torch's Adam, in which parameters may have sparse gradients, such as those of `NodeInputs`: only rows with a gradient
-    change, and so do their moments; weight decay leaves them alone. As torch.optim.SparseAdam, with Adam's state."""
+    """torch.optim.Adam that also takes sparse gradients, such as those of `NodeInputs`: only rows with a gradient and
+    their moments are updated, without weight decay. Like torch.optim.SparseAdam, but with Adam's state."""
 
     @torch.no_grad()
     def step(self):
-        """Update all parameters."""
+        """Take a step: sparse gradients row by row, dense ones by torch."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.grad.is_sparse:
                     self._step_rows(p, group)
-                    p.grad = None  # the rest is torch's
+                    p.grad = None  # super().step() skips it
         super().step()
 
     def _step_rows(self, p, group):
@@ -31,8 +31,8 @@ class Adam(torch.optim.Adam):
         state["step"] = state["step"].cpu() + 1
         count, mean, square = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
         rate, root = group["lr"] / (1 - first**count), (1 - second**count) ** 0.5
-        numbers = first, second, rate, root, group["eps"]
-        if layers.adam_rows(rows, values, mean, square, p, *numbers):
+        scalars = first, second, rate, root, group["eps"]
+        if layers.adam_rows(rows, values, mean, square, p, *scalars):
             return
         m, v = mean[rows].lerp_(values, 1 - first), square[rows].lerp_(values.square(), 1 - second)
         mean[rows], square[rows] = m, v

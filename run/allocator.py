@@ -13,48 +13,48 @@ from pathlib import Path
 
 
 def end_with_torchrun():
-    """Under torchrun, have the kernel kill this rank when its agent dies, also while it imports torch."""
+    """Under torchrun, have the kernel kill this rank when its agent dies, even while it imports torch."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:  # it adopts orphans, and in a container it may be torchrun
+        if os.getppid() == 1:  # process 1 adopts orphans, but may be torchrun itself in a container
             program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
             if not os.path.basename(program).startswith(b"python"):
                 os._exit(1)
 
 
 def before_torch():
-    """Set variables that torch and oneDNN read when loaded, unless the user has; spawned ranks inherit them."""
+    """Set environment variables that torch and oneDNN read, unless the user has; spawned ranks inherit them."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     with suppress(OSError):
         if not {*names} & set(os.environ):
-            ctypes.CDLL("libnvidia-ml.so.1")  # growing segments need it: torch 2.13 crashes without
+            ctypes.CDLL("libnvidia-ml.so.1")  # for expandable segments: torch 2.13 crashes without
             os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
-    # products compiled for one batch's size are not cached, see linear() in model.py; the second cannot be 0
+    # do not cache oneDNN kernels compiled for one batch size, see linear() in model.py; the second cannot be 0
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 
 
 def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
-    """Make glibc keep freed memory up to this many bytes: a fresh large tensor costs more in page faults than in work
-    -> True where there is a glibc."""
+    """Make glibc reuse freed memory instead of returning it: fresh large tensors cost more in page faults than in work.
+    Thresholds in bytes, see mallopt(3) -> whether it worked."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and bool(mallopt(-3, mmap_threshold) and mallopt(-1, trim_threshold))
 
 
 def announce(ranks, args):
-    """Keep freed memory where --allocator is tuned, and say in a line what was set."""
-    said = "left alone"
+    """With --allocator tuned make malloc keep freed memory, on CPU; print the allocator settings."""
+    setting = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
         set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-        said = f"CUDA {set_to or 'default, for segments that grow need libnvidia-ml'}"
+        setting = f"CUDA {set_to or 'default, as expandable segments need libnvidia-ml'}"
     elif args.allocator == "tuned":
-        said = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-    ranks.say(f"memory  allocator: {said}; --allocator system leaves it alone")
+        setting = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
+    ranks.say(f"memory  allocator: {setting}; --allocator system leaves it alone")
 
 
 def trim_memory(level):
-    """Return freed heap pages to the system once the process has grown by 4 % above `level` bytes (0 the first time):
-    batches of different sizes leave gaps between live blocks, which add up over the epochs -> level of the next call."""
+    """Return freed heap pages to the system once resident memory exceeds `level` bytes (0: first call) by 4 %: batches
+    of different sizes fragment the heap more with every epoch -> the level to pass to the next call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is None:
         return 0

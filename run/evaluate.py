@@ -20,13 +20,13 @@ from run.edge_data import degrees_at
 from run.flags import TASKS
 from tasks.metrics import check_scores
 
-# up to this many edges, networks that are not layer by layer are evaluated on the whole graph as one batch
+# up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
 WHOLE_GRAPH_EDGES = 1 << 22
 
 
 def open_run(ranks, args, path, fits=lambda args, task: None):
-    """Open the store at a path, place it and build the network -> Run. fits: function of the settled flags and the task
-    that raises where the data is not that of the checkpoint to go on from."""
+    """Open the store at a path, place it and build the network -> Run. fits: function(args, task),
+    called with the settled flags, that raises if the data do not match the checkpoint to resume."""
     task = TASKS[args.task](args, path, ranks.say)
     args, used = settle(ranks, args, task)
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
@@ -37,7 +37,7 @@ def open_run(ranks, args, path, fits=lambda args, task: None):
 
 
 def build_model(ranks, args, task, used):
-    """The network with the initial weights of --seed, the same on every rank."""
+    """Build the network, with initial weights of --seed, the same on every rank."""
     store, own, digest = task.store, None, None
     torch.manual_seed(args.seed)
     if own_model.is_own(args.model):
@@ -68,32 +68,32 @@ def build_model(ranks, args, task, used):
 
 
 class Run:
-    """Flags, data and network of a run. by_layers: exact inference goes layer by layer. With times it cannot: a node's
-    row in each layer depends on whose time it is seen at."""
+    """Flags, data and network of a run. by_layers: exact inference goes layer by layer, which it
+    cannot with times: a node's row in each layer then depends on the time at which it is seen."""
 
     def __init__(self, ranks, args, task, used, sampler, ring, model):
         self.ranks, self.args, self.task, self.store = ranks, args, task, task.store
         self.sampler, self.ring, self.model = sampler, ring, model
-        # for links, exact inference is that at the end of time
+        # for links, exact inference is as of the end of time: it sees all edges
         self.used = used if task.timed_inference else used._replace(time=None)
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, fanout=None, **options):
-        """The NodeLoader of the flags, or of other options: this rank's part of every step."""
+        """Build the NodeLoader of this rank's part of every step, from the flags; `options` override them."""
         args, ranks, task = self.args, self.ranks, self.task
-        usual = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
-        usual |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
-        usual |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
-        usual |= {"draw": task.draw, "load": task.load, **options}
-        return NodeLoader(self.store, seeds, fanout or args.fanout, **usual)
+        settings = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
+        settings |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
+        settings |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
+        settings |= {"draw": task.draw, "load": task.load, **options}
+        return NodeLoader(self.store, seeds, fanout or args.fanout, **settings)
 
     def forward(self, batch, key=None, network=None):
-        """Logits [S, C] of a batch's seeds, embeddings, or targets of its graphs, computed in --precision; float32,
-        float64 with fp64. key: of dropout. network: the model as wrapped by DistributedDataParallel; None: the bare
-        one."""
+        """Run the network on a batch, in --precision -> logits or embeddings [S, C] of its seeds,
+        or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
+        model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
         if key is not None and not is_gnn(self.model):
-            # torch.manual_seed takes 0.1 ms to ask for devices of all kinds
+            # torch.manual_seed spends 0.1 ms on querying devices of all kinds
             torch.default_generator.manual_seed(key)
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(key)
@@ -103,8 +103,8 @@ class Run:
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
     def sampled(self, nodes, times=None):
-        """Outputs [n, C] of nodes [n], at times [n], from neighbours drawn as in training: an estimate that costs a few
-        batches; in host memory, the same on all ranks."""
+        """Estimate outputs [n, C] of nodes [n], at times [n], from neighbours drawn as in training,
+        for the cost of a few batches; in host memory, the same on all ranks."""
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         draw = draw if times is None else seeds_at(times, nodes)
         loader = self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw)
@@ -112,7 +112,7 @@ class Run:
 
     @torch.no_grad()
     def rows(self, model, loader, count, output):
-        """What `output` makes of the batches of seeds [count], in host memory, the same on all ranks -> [count, C]."""
+        """Collect output(batch) over all batches of `loader` -> [count, C] in host memory, the same on all ranks."""
         model.eval()
         rows = None
         for batch in loader:
@@ -122,9 +122,9 @@ class Run:
         return self.ranks.reduce(rows)
 
     def exact(self, layers=None):
-        """Logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over the ranks of each
-        machine; for a network without layers of model.py in batches, split over all ranks. With `layers` the output of
-        so many of the first layers, [V, hidden]."""
+        """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over
+        the ranks of each machine; in batches, split over all ranks, for a network without layers of model.py.
+        With `layers`, return the output of that many first layers, [V, hidden]."""
         ranks, store = self.ranks, self.store
         model = copy.deepcopy(self.model).float() if self.args.precision == "fp64" else self.model
         if not self.by_layers:
@@ -143,9 +143,9 @@ class Run:
         return logits
 
     def exact_in_batches(self, model, layers=None):
-        """Logits float32 [V, C] of all nodes from batches that hold all neighbours as many hops away as --fanout has
-        numbers, or those that a node may see at its time: all nodes at once where the graph is small and without times,
-        else --batch-size, each batch computing most of the graph again."""
+        """Compute logits float32 [V, C] of all nodes from batches with all neighbours, or all that a node may
+        see at its time, as many hops deep as --fanout is long. A small graph without times is one batch,
+        split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
         args, ranks, store, used = self.args, self.ranks, self.store, self.used
         small = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None
         fanout, drawn = [-1] * (layers or len(args.fanout)), used._replace(weight=None)

@@ -25,8 +25,8 @@ STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "st
 
 
 class Clock:
-    """Start and end of each stage, on any thread. CUDA work is timed by events, resolved at the end without a wait.
-    zero: seconds of the host at which it began. laps: (stage, start, end, thread or GPU)."""
+    """Records start and end of stages on any thread; CUDA work is timed by events, which only `totals` reads. zero:
+    host time of the start (time.perf_counter). laps: [(stage, start, end, thread or "GPU")], seconds since zero."""
 
     def __init__(self, cuda):
         self.cuda, self.laps, self.events, self.zero = cuda, [], [], time.perf_counter()
@@ -34,14 +34,14 @@ class Clock:
         self.first = self.mark() if cuda else None
 
     def mark(self):
-        """An event of the current stream."""
+        """Record an event on the current stream -> the event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     @contextmanager
     def timed(self, stage, on_gpu=False):
-        """Record what runs inside as a stage, also in the trace of --profile. on_gpu: what it launches, if there is one."""
+        """Time the body as a stage, also in the trace of --profile. on_gpu: time what it launches on a GPU, if any."""
         by_events = on_gpu and self.cuda
         with record_function(stage) if self.traced else nullcontext():
             start = self.mark() if by_events else time.perf_counter()
@@ -52,12 +52,12 @@ class Clock:
                 self.add(stage, start, time.perf_counter())
 
     def add(self, stage, start, end):
-        """Record a stage between two times of the host."""
+        """Record a stage between two host times (time.perf_counter)."""
         thread = threading.current_thread().name
         self.laps.append((stage, start - self.zero, end - self.zero, thread))
 
     def totals(self):
-        """Seconds of each stage that was timed; waits for the GPU."""
+        """Return {stage: seconds} of the stages that were timed; synchronises with the GPU."""
         if self.events:
             torch.cuda.synchronize()
         at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
@@ -69,7 +69,7 @@ class Clock:
 
 
 def draw_timeline(laps, path, steps=8):
-    """Draw a Gantt chart of the first training steps into a .png file, a row for each stage and thread; laps: of a Clock."""
+    """Draw a Gantt chart of the first training steps to a .png file, one row per stage and thread; laps: of a Clock."""
     from matplotlib.figure import Figure
 
     ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]
@@ -89,8 +89,8 @@ def draw_timeline(laps, path, steps=8):
 
 
 class Report:
-    """Where rank 0 puts a run's figures: the terminal, --log, --tensorboard. A file that cannot be written is reported
-    once, and training continues; failed: the flags of such files."""
+    """Writes a run's figures on rank 0: to the terminal, --log and --tensorboard. A file that
+    cannot be written is reported once, and training continues; failed: the flags of such files."""
 
     def __init__(self, ranks, args):
         self.args, self.rank, self.leads = args, ranks.rank, ranks.leads
@@ -111,7 +111,7 @@ class Report:
                 self.board = SummaryWriter(args.tensorboard)
 
     def tell(self, line, figures):
-        """Print a line unless it is empty, append the figures to --log, an epoch's to TensorBoard."""
+        """Print a line unless it is empty, append the figures to --log and, for an epoch, to TensorBoard."""
         if self.leads and line:
             tqdm.write(line)
         if self.leads and self.args.log:
@@ -126,7 +126,7 @@ class Report:
                 self.board.flush()
 
     def scores(self, scores):
-        """Report the final figures of graphs or links, {part: {name: number} or None} -> {"part name": number}."""
+        """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}."""
         lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
         self.tell("\n".join(lines), {"scores": scores})
         parts = [(part, values) for part, values in scores.items() if values]
@@ -141,7 +141,7 @@ class Report:
         self.results(figures)
 
     def known(self, figures):
-        """The items to print: a run that only predicts leaves out parts without examples."""
+        """Return the (part, score) pairs to print; a run that only predicts leaves out parts without examples."""
         return [item for item in figures.items() if item[1] is not None or self.args.trains]
 
     def stopped(self, epoch, step):
@@ -151,7 +151,7 @@ class Report:
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def write(self, tensor):
-        """Write the array of --predict and report what it is."""
+        """Write the array of --predict and print its dtype and shape."""
         if self.leads:
             path, array = self.args.predict, tensor.numpy()
             write_whole(path, lambda file: np.save(file, array))
@@ -167,14 +167,14 @@ class Report:
         path = path.with_name(f"{path.stem}.rank{self.rank}.json")
         with self.attempt("profile"), tempfile.TemporaryDirectory() as folder:
             exported = Path(folder, "trace.json")
-            trace.export_chrome_trace(str(exported))  # silent where the disk is full
+            trace.export_chrome_trace(str(exported))  # raises nothing if the disk is full
             data = exported.read_bytes()
             if not data.rstrip().endswith(b"}"):
                 raise StoreError(f"{folder} has no room for the trace")
             write_whole(path, lambda file: file.write(data))
 
     def results(self, figures):
-        """Give the final figures, {name: value or None}, to TensorBoard, beside the flags."""
+        """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
         if not self.board:
             return
         known = {f"exact/{k.replace(' ', '_')}": v for k, v in figures.items() if v is not None}
@@ -186,18 +186,18 @@ class Report:
 
     @contextmanager
     def attempt(self, flag):
-        """Continue where the body cannot write what a flag asks for, reporting it the first time."""
+        """Context for writing what a flag asks for: if that fails, report it the first time and continue."""
         try:
             yield
         except (OSError, StoreError) as error:
             if flag not in self.failed:
                 why = getattr(error, "strerror", None) or error
-                said = f"train.py: --{flag} {getattr(self.args, flag)}: {why}"
-                print(f"{said}; training goes on without it", file=sys.stderr)
+                line = f"train.py: --{flag} {getattr(self.args, flag)}: {why}"
+                print(f"{line}; training goes on without it", file=sys.stderr)
             self.failed.add(flag)
 
     def _append(self, figures):
-        """Append a JSON line to --log: all of it, or none where the disk is full."""
+        """Append a JSON line to --log: the whole line, or nothing if the disk is full."""
         with self.attempt("log"), open(self.args.log, "ab", buffering=0) as file:
             line = json.dumps({"run": self.args.run, **figures}).encode() + b"\n"
             before = os.fstat(file.fileno()).st_size
@@ -207,13 +207,13 @@ class Report:
 
 
 def flags_of(args):
-    """The flags of a run, without what parse_args adds -> {name: value}."""
+    """Return {name: value} of the flags, without what parse_args adds."""
     added = ("typed", "trains", "again", "run", "turn")
     return {name: value for name, value in vars(args).items() if name not in added}
 
 
 def describe(run, file, epoch, step):
-    """Print every derived quantity before the work starts, and where a checkpoint `file` goes on."""
+    """Print every derived quantity before training starts, and where the checkpoint in `file` resumes."""
     ranks, args = run.ranks, run.args
     parameters = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in run.store.split.items())
@@ -223,7 +223,7 @@ def describe(run, file, epoch, step):
         cores = os.sched_getaffinity(0)
         threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
     tf32 = "tf32 products (--precision fp32 for full ones)" * bool(ranks.gpus)
-    precision = {"tf32": tf32 or "fp32, for tf32 needs a GPU"}.get(args.precision, args.precision)
+    precision = {"tf32": tf32 or "fp32, as tf32 needs a GPU"}.get(args.precision, args.precision)
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
     batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
     epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
@@ -241,8 +241,8 @@ def describe(run, file, epoch, step):
 
 
 def epoch_line(args, figures):
-    """The line of one epoch, at most 120 columns: as many stages as fit, all are in --log. Sampling and fetching overlap
-    with the rest; `stall` is what the training thread waited for them."""
+    """Format the line of an epoch, at most 120 columns: as many stages as fit, all are in --log. Sampling and
+    fetching overlap with the rest; `stall` is the time the training thread waited for them."""
     valid = f"{percent(figures.get('valid_sampled'))} (sampled)"
     if "valid" in figures:
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
@@ -251,19 +251,19 @@ def epoch_line(args, figures):
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}"
     line += f"  valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
-    more = [f" {figures['peak_bytes'] / 2**30:.2f} GiB "]
+    parts = [f" {figures['peak_bytes'] / 2**30:.2f} GiB "]
     if "bytes_read" in figures:
-        more += [f"read {readable_size(figures['bytes_read'])} "]
+        parts += [f"read {readable_size(figures['bytes_read'])} "]
     stages = "stall sample fetch forward backward step exchange transfer".split()
-    more += [f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures]
-    for part in more:
+    parts += [f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures]
+    for part in parts:
         line += f" {part}" if len(f"{line} {part}") <= 120 else ""
     return line
 
 
 def advice(ranks, figures):
-    """A line where one process would be as fast, judged by an epoch: processes without GPUs share the cores of their
-    machine, and all wait for the exchange of gradients."""
+    """Return a line of advice if one process would be as fast, judging by an epoch, else "": processes
+    without GPUs share the cores of their machine, and all wait for the gradient all-reduce."""
     units = ranks.world if ranks.gpus else ranks.world // ranks.local_world
     seconds, exchange = figures["seconds"], figures.get("exchange", 0)
     spent = f"{ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s"
@@ -272,12 +272,12 @@ def advice(ranks, figures):
 
 
 def percent(accuracy):
-    """0.8123 -> '81.23%'; None -> 'n/a'."""
+    """Format an accuracy: 0.8123 -> '81.23%'; None -> 'n/a'."""
     return "n/a" if accuracy is None else f"{100 * accuracy:.2f}%"
 
 
 def peak_memory(ranks):
-    """Peak bytes of this process: GPU memory on CUDA, resident memory on CPU."""
+    """Return the peak bytes of this process: GPU memory on CUDA, resident memory on CPU."""
     if ranks.gpus:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
