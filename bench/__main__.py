@@ -50,7 +50,7 @@ whole, size = positive(int), positive(float, zero=True)
 
 
 def numbers(text):
-    """15,10 -> [15, 10]."""
+    """Parse '15,10' -> [15, 10]."""
     return [whole(k) for k in text.split(",")]
 
 
@@ -100,8 +100,8 @@ def main(argv=None):
     if unknown := set((args.models or "mlp").split(",")) - set(MODELS):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(MODELS)}")
     gpu = args.what == "gpu"
-    of = {"scaling": "synthetic", "mag": "synthetic-mag:scale=1,classes=349"}
-    args.dataset = args.dataset or of.get(args.what, WORKLOAD)
+    default = {"scaling": "synthetic", "mag": "synthetic-mag:scale=1,classes=349"}
+    args.dataset = args.dataset or default.get(args.what, WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)
     args.minutes = (9 if gpu else 10) if args.minutes is None else args.minutes
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
@@ -111,7 +111,7 @@ def main(argv=None):
         where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
         print(where, *(f"{name} {value}" for name, value in hardware(on_gpu).items()), sep="  ")
     if args.what in ("sampler", "step", "layers", "link", "inference", "mag"):
-        keep_freed_memory()  # by all contenders, as train.py does
+        keep_freed_memory()  # for all contenders, as train.py does
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:

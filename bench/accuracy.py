@@ -19,7 +19,7 @@ from bench import tools
 from bench.sampler import LABORS
 from model import CONVS
 
-# settings to choose from: (words of a bag of words, flags); row_normalize=0 leaves them 0 and 1
+# settings to choose from: (parameters of --dataset, flags); row_normalize=0 leaves bag-of-words features 0 and 1
 WORDS = [
     (words, f"--lr {lr} --weight-decay {decay} --dropout {p} --input-dropout {p}")
     for words in ("", ":row_normalize=0")
@@ -29,7 +29,7 @@ WORDS = [
 LABELS = [("", "--lr 0.01 --dropout 0.3"), ("", "--lr 0.005 --dropout 0.5")]
 FULL, TENS = "--fanout -1,-1 --batch-size", "--fanout 10,10 --batch-size"
 SMALL, ARXIV = "--hidden 64 --epochs", "--hidden 128 --norm layer --lr-schedule cosine --epochs 15"
-# data set: (flags of every run, those of all neighbours where these fit, those of sampled ones, settings)
+# data set: (flags of every run, flags for all neighbours or None if too large, flags for sampled neighbours, settings)
 REAL = {
     "cora": (f"{SMALL} 200 --early-stop 50", f"{FULL} 140", f"{TENS} 64", WORDS),
     "citeseer": (f"{SMALL} 200 --early-stop 50", f"{FULL} 120", f"{TENS} 64", WORDS),
@@ -38,7 +38,7 @@ REAL = {
     "ogbn_arxiv_nofeat": (ARXIV, None, "--fanout 10,10,10 --batch-size 1024", LABELS),
 }
 FOR_MODEL = {"gat": "--heads 8", "gin": "--norm layer"}
-TRIALS = "--seed 100 --runs 2"  # seeds, and so splits, that no row of a table uses
+TRIALS = "--seed 100 --runs 2"  # these seeds, and so these splits, are in no row of a table
 # test accuracy in percent, and its standard deviation where there is one; sources in results/README.md
 PUBLISHED = {
     ("cora", "gcn"): (81.5, None),
@@ -49,24 +49,24 @@ PUBLISHED = {
     ("coauthor_cs", "gcn"): (91.1, 0.5),
     ("coauthor_cs", "sage"): (91.3, 2.8),
 }
-# of the paper: 16 wide, 50 epochs of one batch, no dropout; nothing was chosen by the test nodes
+# as in the paper: width 16, 50 epochs of one batch, no dropout; nothing was tuned on the test nodes
 TYPES = "--epochs 50 --lr 0.01 --weight-decay 0 --batch-size 140 --weights last"
-# fanout: published; the second: DGL's minibatches
+# name: (fanout, published accuracy in percent); the second row's is of DGL's minibatches
 AIFB = {"all neighbours": ("-1,-1", 95.83), "20 of each type": ("20,20", 94.44)}
 
 
 class Rows:
-    """The rows of a command, as they come."""
+    """Rows of a command's table, read from and written to --json as they come."""
 
     def __init__(self, args):
         self.args, self.rows = args, tools.read_json(args.json).get(args.what, {})
 
     def has(self, key):
-        """Whether a row of as many seeds is there."""
+        """Return whether a row of --runs seeds is there."""
         return self.rows.get(key, {}).get("n") == self.args.runs
 
     def add(self, key, graph, flags, words="", **columns):
-        """Train, unless it was done, and add a row with further columns."""
+        """Train with seeds 0 .. --runs - 1, unless that row is there, and add the row with further columns."""
         if self.has(key):
             return
         row = trained(graph, f"{flags} --seed 0 --runs {self.args.runs}", words)
@@ -76,7 +76,7 @@ class Rows:
 
 
 def trained(graph, flags, words=""):
-    """Run train.py on arrays, with words of --dataset -> test (mean, std) and valid in percent, seconds, flags."""
+    """Run train.py on arrays; words: appended to --dataset -> {test, std, valid: percent; seconds; flags}."""
     start, flags = time.perf_counter(), flags.split()
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(f"{scratch}/graph.npz", **graph)
@@ -92,10 +92,10 @@ def trained(graph, flags, words=""):
 
 
 def largest_component(data):
-    """A mask [V] of the nodes of the largest connected component."""
+    """Return a mask [V] of the nodes in the largest connected component."""
     src, dst = data["edge_index"]
     label = np.arange(len(data["labels"]))
-    while (label[src] != label[dst]).any():  # every node takes the smallest number around it
+    while (label[src] != label[dst]).any():  # every node takes the smallest label around it
         np.minimum.at(label, dst, label[src])
         np.minimum.at(label, src, label[dst])
         label = label[label]
@@ -103,10 +103,10 @@ def largest_component(data):
 
 
 def read_triples(folder):
-    """AIFB's N-Triples and the persons with their affiliation -> the arrays of an .npz file; a reverse of a relation is a
-    type of its own."""
+    """Read AIFB's N-Triples and the persons with their affiliation -> the arrays of an .npz file;
+    the reverse of a relation is a relation of its own."""
     nodes, relations, classes = {}, {}, {}
-    number = lambda known, name: known.setdefault(name, len(known))  # noqa: E731
+    number = lambda ids, name: ids.setdefault(name, len(ids))  # noqa: E731
     with gzip.open(folder / "aifb.nt.gz", "rt") as file:
         lines = (line.strip().removesuffix(".").strip() for line in file)
         lines = [line.split(maxsplit=2) for line in lines if line]
@@ -128,8 +128,8 @@ def read_triples(folder):
 
 
 def real(args, name, edges=True):
-    """The arrays of a real graph; of Amazon Computers its largest connected component alone has labels, and so is trained
-    and tested on, as in the paper that published the figures (arXiv 1811.05868)."""
+    """Load the arrays of a real graph, `edges=False` without its edges. In Amazon Computers only the largest connected
+    component has labels, to train and test on as in the paper of the published figures (arXiv 1811.05868)."""
     graph = dict(np.load(Path(args.data, f"{name}.npz"), allow_pickle=False))
     if name == "amazon_computers":
         graph["labels"] = np.where(largest_component(graph), graph["labels"], -1)
@@ -137,16 +137,16 @@ def real(args, name, edges=True):
 
 
 def data_sets(args):
-    """Names of the real graphs that are there, or --dataset."""
-    there = [name for name in REAL if Path(args.data, f"{name}.npz").is_file()]
-    return [args.dataset] if args.dataset in REAL else there
+    """Return the names of the real graphs in --data, or --dataset alone."""
+    present = [name for name in REAL if Path(args.data, f"{name}.npz").is_file()]
+    return [args.dataset] if args.dataset in REAL else present
 
 
 def accuracy(args, rows):
-    """Every model on all neighbours, two of them sampled too, and an MLP: GraphSAGE on the graph without edges.
+    """Train every model on all neighbours, two of them also on sampled ones, and an MLP: GraphSAGE without edges.
 
-    A model is trained with those settings of its data set whose validation accuracy is highest over seeds of their own, on
-    all neighbours where these are run.
+    A model gets the settings of its data set with the highest validation accuracy over seeds of their own, found on
+    all neighbours where these fit.
     """
     models = args.models.split(",") if args.models else ["mlp", *CONVS]
     for name, conv in itertools.product(data_sets(args), models):
@@ -169,7 +169,7 @@ def accuracy(args, rows):
 
 
 def labor(args, rows):
-    """GraphSAGE by the way neighbours are drawn, with --fanout, in the first setting of each data set."""
+    """Train GraphSAGE with each way to draw neighbours and --fanout, in the first setting of each data set."""
     hops = f"--num-layers {len(args.fanout)} --fanout {','.join(map(str, args.fanout))}"
     for name, (drawn, options) in itertools.product(data_sets(args), LABORS.items()):
         common, _, sampled, [(words, setting), *_] = REAL[name]
@@ -181,7 +181,7 @@ def labor(args, rows):
 
 
 def types(args, rows):
-    """docs/types.md's R-GCN of nodes without features, on AIFB (arXiv 1703.06103)."""
+    """Train the R-GCN for nodes without features of docs/types.md on AIFB (arXiv 1703.06103)."""
     graph, page = read_triples(Path(args.data)), Path(__file__).parents[1] / "docs/types.md"
     sizes = f"num_nodes={len(graph['labels'])},num_types={graph['edge_type'].max() + 1}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -194,7 +194,7 @@ def types(args, rows):
 
 
 def run(args, experiment):
-    """Run an experiment -> {command: its rows}."""
+    """Run an experiment, print its table -> {command: its rows}."""
     rows = Rows(args)
     experiment(args, rows)
     columns = ("test", "std", "n", "published", "published_std", "seconds")

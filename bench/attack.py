@@ -51,11 +51,11 @@ from store import GraphStore
 FAILURES = ("crash", "traceback", "hang", "memory", "silent", "unsaid", "strewn")
 OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
-MEMORY = 3 << 28  # bytes beyond those of a case without damage; and what is free, as a case is told
-ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve some that they never take
+MEMORY = 3 << 28  # bytes beyond a case without damage; also the free memory that cases see
+ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve more than they use
 OURS = set("notes printed victim store built bad.pt out.pt out.npy csv npz.npz".split())
 NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
-SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # and printable
+SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # one line; must be printable too
 NODES, WIDTH = 160, 40
 PARTS = {"train": "train_idx", "valid": "val_idx", "test": "test_idx"}
 TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **PARTS}
@@ -65,27 +65,27 @@ GRAPH = "--task graph --num-layers 2".split()
 
 
 class Case(NamedTuple):
-    """One case. Where nothing is to be wrong, for comparison, its number is negative."""
+    """One case. A negative number means no damage, for comparison."""
 
     kind: str
     number: int
-    base: Path  # folder of what is good
-    folder: Path  # its own, in which it runs
+    base: Path  # folder of undamaged inputs
+    folder: Path  # working folder of this case
     seed: int = 0
-    usual: float = 0.0  # seconds of the work that is killed
+    usual: float = 0.0  # seconds that the work takes if it is not killed
 
     def random(self):
-        """The random numbers of the case; None where nothing is to be wrong."""
+        """Return the random generator of the case; None if there is no damage."""
         key = [self.seed, zlib.crc32(self.kind.encode()), self.number]
         return np.random.default_rng(key) if self.number >= 0 else None
 
     def note(self, **facts):
-        """Write down what is known, in case this process ends."""
+        """Append facts to the case's notes, which survive the end of this process."""
         with open(self.folder / "notes", "a") as file:
             file.write(json.dumps(facts) + "\n")
 
     def notes(self):
-        """All that was written down, what lies where nothing belongs, and what was printed -> dict."""
+        """Return a dict of all notes, what was printed, and `strewn`: files that should not be there."""
         notes = {"printed": (self.folder / "printed").read_text(errors="replace")}
         for line in (self.folder / "notes").read_text().splitlines():
             notes |= json.loads(line)
@@ -97,8 +97,8 @@ class Case(NamedTuple):
 
 
 def inside(case):
-    """Work on a case in its folder, in bounded memory; what is printed goes into a file."""
-    signal.alarm(2 * SECONDS)  # the end of a hang also where nobody waits for it
+    """Run a case in its folder, with bounded memory and with its output in a file."""
+    signal.alarm(2 * SECONDS)  # ends a hang even if no parent waits for it
     shutil.rmtree(case.folder, ignore_errors=True)
     case.folder.mkdir()
     os.chdir(case.folder)
@@ -120,10 +120,10 @@ def inside(case):
 
 
 def judge(case, code, good, usual):
-    """What came of a case -> (outcome, a line about it).
+    """Classify the result of a case -> (one of OUTCOMES, a line about it).
 
     Args:
-        code: how its process ended. good: notes of the same case without damage. usual: bytes of memory that it takes.
+        code: of its exit, None: it hung. good: notes of its kind without damage. usual: peak bytes without damage.
     """
     notes = case.notes()
     printed, named = notes["printed"], notes.get("verified", 0) != 0
@@ -133,8 +133,8 @@ def judge(case, code, good, usual):
     if NO_MEMORY.search(printed) or notes.get("peak", 0) > usual + 1.1 * MEMORY:
         return "memory", f"{(notes.get('peak', 0) - usual) >> 20} MiB more than usual; {last}"
     if code < 0:
-        own = code == -signal.SIGBUS and named and case.kind in ("lmdb", "changed", "graphs")
-        return "sigbus" if own else "crash", f"{signal.Signals(-code).name}; verify: {named}"
+        of_lmdb = code == -signal.SIGBUS and named and case.kind in ("lmdb", "changed", "graphs")
+        return "sigbus" if of_lmdb else "crash", f"{signal.Signals(-code).name}; verify: {named}"
     if code or "Traceback (most recent call last)" in printed:
         return "traceback", last
     if notes["strewn"]:
@@ -142,9 +142,9 @@ def judge(case, code, good, usual):
     if notes.get("wrong"):
         return "silent", f"what is there is wrong: {notes['wrong']}"
     if notes["code"] in (1, 2) and SENTENCE.fullmatch(last) and last.isprintable():
-        # 1: a loss that is not finite, of numbers that were written so
-        said = named or "verified" not in notes or notes["code"] == 1 and notes.get("forged")
-        return ("refused", last) if said else ("silent", f"verify had nothing to say; {last}")
+        # 1: a loss that is not finite, from values that were forged
+        rightly = named or "verified" not in notes or notes["code"] == 1 and notes.get("forged")
+        return ("refused", last) if rightly else ("silent", f"verify had nothing to say; {last}")
     if notes["code"] != 0:
         return "unsaid", f"exit code {notes['code']}; {last}"
     if notes.get("result") == good.get("result"):
@@ -155,7 +155,7 @@ def judge(case, code, good, usual):
 
 
 def make_good(case):
-    """Make the inputs, stores and checkpoints that cases take copies of; C code is compiled on the way."""
+    """Make the inputs, stores and checkpoints that cases copy; this also compiles the C code."""
     base, random = case.base, np.random.default_rng(0)
     graph = {
         "edge_index": random.integers(0, NODES, (2, 600)),
@@ -178,7 +178,7 @@ def make_good(case):
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
     build(base / "npz.npz", base / "mmap")
-    build(base / "npz.npz", base / "lmdb", backend="lmdb", block_rows=2)  # many values
+    build(base / "npz.npz", base / "lmdb", backend="lmdb", block_rows=2)  # many small values
     build(base / "npz.npz", base / "changed", backend="lmdb", block_rows=30)
     features = GraphStore.open(base / "changed").features
     for number in range(3):
@@ -189,7 +189,7 @@ def make_good(case):
 
 
 def take(case, source, target, harm=None):
-    """Copy what is good and, unless nothing is to be wrong, harm it: harm(path, random) -> (what, whether it is forged)."""
+    """Copy an undamaged input and damage the copy with harm(path, random) -> (description, whether it is forged)."""
     good = case.base / source
     (shutil.copytree if good.is_dir() else shutil.copyfile)(good, target)
     if harm and (random := case.random()):
@@ -204,8 +204,8 @@ def attack_store(case):
 
 
 def attack_input(case):
-    """Build a store from files, verify it and train on it. That it holds what the files do is compared in
-    tests/test_sources.py and tests/test_tables.py."""
+    """Build a store from damaged files, verify it and train on it. That it holds what the files do
+    is tested in tests/test_sources.py and tests/test_tables.py."""
 
     def harm(path, random):
         if case.kind == "csv":
@@ -233,7 +233,7 @@ def attack_checkpoint(case):
 
 
 def attack_process(case):
-    """Kill a process at work, look at what it left, and bring the work to its end."""
+    """Kill a process at work, check what it left, and finish the work."""
     work, problems, good = WORK[case.kind]
     if good:
         take(case, good, "store")
@@ -249,7 +249,7 @@ def attack_process(case):
         os.waitpid(child, 0)
         what = f"killed after {1e3 * after:.0f} of about {1e3 * case.usual:.0f} ms"
         case.note(what=what, wrong=problems())
-        for left in Path().rglob(".*"):  # what a killed writer leaves is removed a day later
+        for left in Path().rglob(".*"):  # leftovers of a killed writer are removed once a day old
             os.utime(left, (0, time.time() - 2 * 86400))
     began = time.monotonic()
     work(case)
@@ -272,30 +272,30 @@ def put_it(case):
 
 
 def append_it(case):
-    """Append graphs, forty at a time, until there are 1,050."""
+    """Append 40 graphs at a time until there are 1,050."""
     many = GraphDataset.open("store")
     while len(many) < 1050:
         many.append(many.batch(range(40)))
 
 
 def train_it(case):
-    """Train, or go on with it, with a checkpoint after every step."""
+    """Train, or resume training, with a checkpoint after every step."""
     words = ["--checkpoint", "out.pt", "--checkpoint-every", 1, "--resume", "auto"]
     run_train(case, case.base / "mmap", 4, *NODE, *words)
 
 
 def torn():
-    """What is wrong with rows that were being put: those of one moment are the same, at first every seventh."""
+    """Return what is wrong with rows that were being put: all are of one update, or at first every seventh."""
     rows = GraphStore.open("store").features.gather(torch.arange(NODES))
     same = rows[::7].eq(2).all() or rows.eq(rows[0, 0]).all()
     return store.verify("store") + ([] if same else ["rows of two moments"])
 
 
-WORK = {  # what is killed, what is wrong with what it left, and the store that it changes
+WORK = {  # (function to kill, function -> what is wrong with what it left, store that it changes)
     "build": (build_it, lambda: store.verify("store") if Path("store").exists() else [], None),
     "put": (put_it, torn, "changed"),
     "append": (append_it, lambda: graphs.verify("store"), "graphs"),
-    "train": (train_it, list, None),  # going on from the checkpoint says more
+    "train": (train_it, list, None),  # resuming from the checkpoint checks more
 }
 ATTACKS = {
     **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), attack_store),
@@ -306,13 +306,13 @@ ATTACKS = {
 
 
 def train_on(case, dataset):
-    """Train on a store, and note what came of it."""
+    """Train on a store and note the result."""
     words = GRAPH if case.kind in ("graphs", "append") else [*NODE, *PREDICT]
     run_train(case, dataset, 1, *words, "--checkpoint", "out.pt")
 
 
 def run_train(case, dataset, epochs, *words):
-    """Run train.py and note its exit code and a digest of what it left: the weights, and the scores of all nodes."""
+    """Run train.py and note its exit code and a digest of its result: the weights, and the scores of all nodes."""
     sizes = ["--batch-size", 32, "--hidden", 8, "--gpus", 0, "--epochs", epochs]
     code = exit_code(train.main, ["--dataset", dataset, *sizes, *words])
     case.note(code=code)
@@ -324,8 +324,8 @@ def run_train(case, dataset, epochs, *words):
 
 
 def bench_attack(args):
-    """Run rounds of cases until --minutes are over -> figures; prints every failing case and a table."""
-    import torch._dynamo  # noqa: F401  Adam does it: once here instead of in every case
+    """Run rounds of cases until --minutes are over, printing every failure and a table -> figures."""
+    import torch._dynamo  # noqa: F401  Adam imports it: once here, not in every case
 
     if args.only and args.only not in ATTACKS or args.case is not None and not args.only:
         raise StoreError(f"--only {args.only}: one of {', '.join(ATTACKS)}; --case N needs it")
@@ -336,7 +336,7 @@ def bench_attack(args):
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         base = Path(place, "base")
         base.mkdir()
-        for kind in ["good", *kinds]:  # without damage
+        for kind in ["good", *kinds]:  # make inputs, then each kind without damage
             case = Case(kind, -1, base, Path(place, kind))
             code = limited(inside, case, SECONDS)
             good[kind] = notes = case.notes()

@@ -52,24 +52,24 @@ GPU_MODES = MODES[:3]
 GRAPHS = {
     "products": "synthetic:nodes=2449029,degree=50,features=100,classes=47,train=196615,valid=39323",
     "arxiv": "synthetic:nodes=169343,degree=13.7,features=128,classes=40,train=90941,valid=29799",
-    # of losses
+    # for the part `losses`
     "small": "synthetic:nodes=20000,degree=15,features=32,classes=8,train=2000,valid=500",
 }
-# in the place of each
+# with --quick, instead of each
 QUICK = "synthetic:nodes=2000,degree=8,features=16,classes=4,train=256,valid=64"
-WINDOW = 20  # steps of the plain version that are timed at once
+WINDOW = 20  # steps of the plain version per timing
 PINNED, ON_CPU = "native, graph in pinned memory", "native, on CPU"  # not the speed of GPU memory
 
 
 class Record:
-    """A part's entry in gpu.json: its figures as they come, and what failed."""
+    """A part's entry in gpu.json: figures as they come, and failures."""
 
     def __init__(self, args, part):
         self.args, self.part = args, part
         self.file, self.figures = Path(args.out, "gpu.json"), {}
 
     def keep(self, **figures):
-        """Add figures to the entry; the file is whole at any time."""
+        """Add figures to the entry; the file is written atomically."""
         self.figures |= figures
         content = read_json(self.file)
         content["parts"][self.part] = self.figures
@@ -81,7 +81,7 @@ class Record:
 
     @contextlib.contextmanager
     def attempt(self, what):
-        """Go on after an exception in the body, a failure."""
+        """Continue after an exception in the body, which is recorded as a failure."""
         try:
             yield
         except (Exception, SystemExit) as error:  # SystemExit: what train.py's command line refuses
@@ -91,7 +91,7 @@ class Record:
 
 
 def bench_gpu(args):
-    """Run the parts -> {"failed": names of parts}."""
+    """Run the parts -> {"failed": names of parts that failed}."""
     if not torch.cuda.is_available():
         sees = f"torch {torch.__version__} sees no GPU here"
         raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
@@ -103,7 +103,7 @@ def bench_gpu(args):
     head = {"machine": tools.hardware(gpu=True), "arguments": vars(args)}
     write_json(file, head | {"parts": read_json(file).get("parts", {})})  # not run again, they stay
     for name in names:
-        # a rehearsal may run on an emulated GPU
+        # a rehearsal may run on a slow, emulated GPU
         seconds = min(PARTS[name][1] * (10 if args.quick else 1), end - time.time())
         print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
         entry = run_part(Record(args, name), seconds)
@@ -117,8 +117,8 @@ def bench_gpu(args):
 
 
 def run_part(record, seconds):
-    """Run a part in a process of its own, for at most so many seconds -> its entry in gpu.json."""
-    record.keep(failed=[], seconds=0)  # in place of an older run's
+    """Run a part in its own process, for at most `seconds` -> its entry in gpu.json."""
+    record.keep(failed=[], seconds=0)  # replaces an older run's
     if seconds <= 0:
         record.fail(f"no time left of --minutes {record.args.minutes:g}")
         return record.figures
@@ -140,13 +140,13 @@ def work(record):
 
 
 def stores(args, record):
-    """Build what the other parts read, or find it."""
+    """Build the stores that the other parts read, unless they exist."""
     for size in GRAPHS:
         prepare.prepare(graph_name(args, size), args.root)
 
 
 def on_gpu(step, i):
-    """Take a step -> (seconds from an idle GPU to an idle GPU by CUDA events, what it returned)."""
+    """Run step(i) -> (seconds by CUDA events between two synchronisations, its result)."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -165,7 +165,7 @@ def graph_name(args, size):
 
 
 def flags_of(args, size, mode, precision, *more):
-    """Words of train.py's command line."""
+    """Return the words of a train.py command line."""
     words = ["--dataset", graph_name(args, size), "--root", args.root, "--hidden", args.hidden]
     words += ["--batch-size", args.batch_size, "--fanout", ",".join(map(str, args.fanout))]
     words += ["--precision", precision, "--mode", mode, "--gpus", int(mode != "cpu-cpu")]
@@ -173,7 +173,7 @@ def flags_of(args, size, mode, precision, *more):
 
 
 def epochs_of(words):
-    """Run train.py in this process, without its exact inference at the end -> the log entries of its epochs."""
+    """Run train.py in this process, without the exact inference at its end -> log entries of its epochs."""
     no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
     with mock.patch.object(NodeTask, "finish", no_scores):
         entries, printed = training_log(words)
@@ -183,7 +183,7 @@ def epochs_of(words):
 
 
 def sampling(args, record):
-    """One batch of every sampler, and what it moves over what a device copy moves in the same time."""
+    """Time a batch of every sampler; relate the bytes it moves to those of a device copy in the same time."""
     store = opened(graph_name(args, "products"), args.root)
     seeds = store.split["train"].split(args.batch_size)
     host, device = [store.indptr, store.indices], [store.indptr.cuda(), store.indices.cuda()]
@@ -222,8 +222,8 @@ def sampling(args, record):
 
 
 def bytes_of_batch(blocks):
-    """What sampling moves at least: the blocks, and sectors of 32 bytes, one of indptr for each destination and of indices
-    for each edge, and of the table of numbers for each edge of a relabelled hop."""
+    """Return the least bytes that sampling moves: the blocks, and 32-byte sectors, one of indptr for each destination,
+    one of indices for each edge, and one of the relabelling table for each edge of a relabelled hop."""
     total = 0
     for block in blocks:
         relabelled = block.num_src > block.num_dst
@@ -233,8 +233,8 @@ def bytes_of_batch(blocks):
 
 
 def plain(args, size, mode):
-    """Time steps without what this project is about, in fp32 -> figures: sampling, layers and dropout of torch operations,
-    nothing prepared ahead, rows gathered into fresh tensors and copied."""
+    """Time steps of a plain version in fp32 -> figures: sampling, layers and dropout of torch
+    operations, no prefetching, rows gathered into fresh tensors and copied."""
     store = opened(graph_name(args, size), args.root)
     arrays = [store.indptr, store.indices, store.labels, store.features]
     arrays = share(arrays) if mode == "pinned-cuda" else arrays
@@ -265,7 +265,7 @@ def plain(args, size, mode):
 
 
 def epochs(words, steps):
-    """Time train.py: figures of the median of its epochs without the first, each of a number of steps."""
+    """Run train.py -> figures of the median epoch without the first; steps: in an epoch."""
     entries = epochs_of(words)[1:]
     median = statistics.median(entry["seconds"] for entry in entries)
     stall = statistics.median(entry.get("stall", 0) / entry["seconds"] for entry in entries)
@@ -274,11 +274,11 @@ def epochs(words, steps):
 
 
 def training(args, record, size):
-    """Whole epochs of train.py, and windows of steps of the plain version, one after the other."""
+    """Time whole epochs of train.py, and windows of steps of the plain version, one after the other."""
     nodes = opened(graph_name(args, size), args.root).split["train"]
     steps, figures, contenders = -(-nodes.numel() // args.batch_size), {}, {}
     record.keep(graph=graph_name(args, size), steps_in_epoch=steps, contenders=figures)
-    # the most wanted first; --cuda-graph where the GPU can read the features
+    # the most interesting first; CUDA graphs only where the GPU can read the features
     for precision, mode in itertools.product(("fp32", "bf16", "tf32"), GPU_MODES):
         if precision == "fp32":
             contenders[f"{mode} fp32 plain"] = partial(plain, args, size, mode)
@@ -295,16 +295,16 @@ def training(args, record, size):
             if beside := figures.get(f"{name.split()[0]} fp32 plain"):
                 row["plain fp32 / this"] = beside["median_ms"] / row["median_ms"]
             figures[name] = row
-            like = {n: f.get("plain fp32 / this", 1) for n, f in figures.items() if "fp32" in n}
-            best = max(like, key=like.get, default=name)
-            summary = f"fp32 {like.get(best, 1):.2f} times as fast as plain ({best}; goal: 3; the "
+            gains = {n: f.get("plain fp32 / this", 1) for n, f in figures.items() if "fp32" in n}
+            best = max(gains, key=gains.get, default=name)
+            summary = f"fp32 {gains.get(best, 1):.2f} times as fast as plain ({best}; goal: 3; the "
             record.keep(contenders=figures, summary=f"{summary}paper: 1.80)")
             print(f"{name}: {row['median_ms']:.2f} ms", flush=True)
     print_table("training", figures)
 
 
 def transfer(args, record):
-    """What a batch reads from host memory, by way of the ring and in place, beside a copy of page-locked memory."""
+    """Time what a batch reads from host memory, through the ring and in place, beside a copy of page-locked memory."""
     store = opened(graph_name(args, "products"), args.root)
     features = store.features.tensor
     draw = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
@@ -348,8 +348,8 @@ def transfer(args, record):
 
 
 def losses(args, record):
-    """Two epochs of each mode, model and precision beside the CPU's: fp32 to the printed digits, bf16 within 2 %."""
-    found, rows, modes = {}, {}, ("cpu-cpu", *GPU_MODES)
+    """Compare two epochs' losses of each mode, model and precision with the CPU's: fp32 as printed, bf16 within 2 %."""
+    by_run, rows, modes = {}, {}, ("cpu-cpu", *GPU_MODES)
     options = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64]
     options += ["--batch-size", 64 if args.quick else 256]
     convs = list(CONVS)[:2] if args.quick else CONVS
@@ -357,12 +357,12 @@ def losses(args, record):
         name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
         with record.attempt(name):
             words = flags_of(args, "small", mode, precision, *options, "--model", conv)
-            found[name] = ours = [entry["loss"] for entry in epochs_of(words)]
-            apart = max(abs(a - b) for a, b in zip(ours, found[cpu]))
-            record.keep(losses=found)
-            # a loss that is no number is not below
-            if not apart < (1.01e-4 if precision == "fp32" else 0.02 * max(found[cpu])):
-                raise RuntimeError(f"losses {ours}, on the CPU {found[cpu]}")
+            by_run[name] = ours = [entry["loss"] for entry in epochs_of(words)]
+            apart = max(abs(a - b) for a, b in zip(ours, by_run[cpu]))
+            record.keep(losses=by_run)
+            # `not <`: a NaN fails too
+            if not apart < (1.01e-4 if precision == "fp32" else 0.02 * max(by_run[cpu])):
+                raise RuntimeError(f"losses {ours}, on the CPU {by_run[cpu]}")
             rows[name] = {"first": ours[0], "last": ours[1], "apart": apart}
             same = sum(not name.endswith("cpu-cpu") for name in rows)
             runs = 2 * len(convs) * len(GPU_MODES)
@@ -371,7 +371,7 @@ def losses(args, record):
 
 
 def trace(args, record):
-    """A trace and a picture of the second epoch, of twelve steps, for each mode, in gpu-pictures.zip."""
+    """Write a trace and a timeline of the second epoch, of twelve steps, for each mode, into gpu-pictures.zip."""
     drawn = importlib.util.find_spec("matplotlib")  # train.py refuses --timeline without it
     with tempfile.TemporaryDirectory() as folder:
         for mode in GPU_MODES:
@@ -387,9 +387,9 @@ def trace(args, record):
 
 
 def tests(args, record):
-    """pytest's own count of the tests that have gpu or cuda in their names."""
+    """Run the tests with gpu or cuda in their names, and record pytest's counts."""
     command = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda", "test_all.py"]
-    # pytest cuts what failed to the terminal's width
+    # pytest cuts the names of failures to the terminal's width
     code, lines = output_of(command, COLUMNS="300")
     record.keep(summary=lines[-1].strip("= "))
     failed = [line[:300] for line in lines if re.match("FAILED |ERROR ", line)]
@@ -398,8 +398,8 @@ def tests(args, record):
 
 
 def sanitizer(args, record):
-    """memcheck on `check_steps`, without CUDA graphs also without torch's cache of memory, which hides what is out of bounds
-    and which capture needs. (racecheck looks at shared memory, which no kernel uses.)"""
+    """Run memcheck on `check_steps`. Without CUDA graphs torch's caching allocator is off too, as it hides
+    accesses out of bounds; capture needs it. (racecheck looks at shared memory, which no kernel uses.)"""
     toolkit, said = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"), {}
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=toolkit)
     if not program:
@@ -416,14 +416,14 @@ def sanitizer(args, record):
 
 
 def output_of(command, **environment):
-    """Run a program in the project's folder -> (exit code, lines that it printed, at least one)."""
+    """Run a program in the project's folder -> (exit code, the lines it printed, at least one)."""
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, text=True, cwd=HERE, env=os.environ | environment, **both)
     return done.returncode, done.stdout.strip().splitlines() or [""]
 
 
 def check_steps(root, graphs):
-    """An epoch and the validation of every model in both precisions, and of LABOR; graphs: "on" or "off"."""
+    """Train and validate every model for an epoch in both precisions, GCN with LABOR; graphs: "on" or "off"."""
     args = argparse.Namespace(quick=True, root=root, batch_size=64, fanout=[5, 4, 3], hidden=16)
     for conv, precision in itertools.product(CONVS, ("fp32", "bf16")):
         words = ["--epochs", "1", "--model", conv, "--cuda-graph", graphs]

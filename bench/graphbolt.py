@@ -16,20 +16,20 @@ from bench import tools
 from bench.tools import descend, in_memory, opened
 from run.allocator import keep_freed_memory
 
-if not hasattr(torch, "uint16"):  # in the torch that GraphBolt needs; types are uint8 here
+if not hasattr(torch, "uint16"):  # GraphBolt's torch has none; edge types are uint8 here
     torch.uint16 = torch.int16
 DROPOUT = 0.5
 
 
 def seeds_of(args, nodes, batches):
-    """Training nodes of so many batches, epoch after epoch, the same in every process."""
+    """Return the training nodes of that many batches, epoch after epoch, the same in every process."""
     random, count = torch.Generator().manual_seed(0), batches * args.batch_size
     epochs = [torch.randperm(len(nodes), generator=random) for _ in range(-(-count // len(nodes)))]
     return nodes[torch.cat(epochs)[:count]]
 
 
 def sampling(args):
-    """Steps that sample a batch of nodes."""
+    """Prepare steps that sample a batch of nodes."""
     import dgl.graphbolt as gb
 
     keep_freed_memory()
@@ -49,7 +49,7 @@ def sampling(args):
 
 
 def training_from_disk(args, path, rounds, each, *, advised):
-    """Rounds of `each` training steps with features on disk, as its documentation has them -> what `watched` returns.
+    """Prepare rounds of `each` steps with features on disk, as GraphBolt's documentation has them -> see `watched`.
 
     advised: the kernel is told not to read ahead of each row.
     """
@@ -86,7 +86,7 @@ def training_from_disk(args, path, rounds, each, *, advised):
 
 
 class Hetero(nn.Module):
-    """R-GCN of DGL's layers; convs: function of in and out width -> layer of dicts."""
+    """R-GCN made of DGL's layers; convs: function of input and output width -> layer on dicts."""
 
     def __init__(self, store, hidden, layers, convs):
         super().__init__()
@@ -98,21 +98,21 @@ class Hetero(nn.Module):
         self.own = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
 
     def forward(self, blocks, nodes, x):
-        """blocks of DGL, {type: ids} of their sources, {type: features} -> {type: rows} of the seeds."""
-        made = lambda n, ids: self.maps[n](x[n]) if n in x else self.rows[n](ids)  # noqa: E731
-        h = {name: made(name, ids) for name, ids in nodes.items() if len(ids)}
+        """Apply to DGL's blocks, {type: ids} of their sources, {type: features} -> {type: rows} of the seeds."""
+        rows_of = lambda n, ids: self.maps[n](x[n]) if n in x else self.rows[n](ids)  # noqa: E731
+        h = {name: rows_of(name, ids) for name, ids in nodes.items() if len(ids)}
         for conv, own, block in zip(self.convs, self.own, blocks):
             sent, counts = conv(block, h), {n: block.num_dst_nodes(n) for n in block.dsttypes}
-            there = {n: count for n, count in counts.items() if count and n in h}
-            h = {n: own(h[n][:count]) + sent.get(n, 0) for n, count in there.items()}
+            present = {n: count for n, count in counts.items() if count and n in h}
+            h = {n: own(h[n][:count]) + sent.get(n, 0) for n, count in present.items()}
             if block is not blocks[-1]:
                 h = {n: F.dropout(F.relu(rows), DROPOUT) for n, rows in h.items()}
         return h
 
 
 def relations(args, learn):
-    """Steps on a graph with types of nodes and edges: sampling alone, or with `learn` of R-GCN, of DGL's HeteroGraphConv,
-    with SparseAdam beside Adam."""
+    """Prepare steps on a graph with node and edge types: sampling alone, or with `learn` training
+    an R-GCN, of DGL's HeteroGraphConv, by SparseAdam and Adam."""
     import dgl
     import dgl.graphbolt as gb
 
@@ -120,9 +120,9 @@ def relations(args, learn):
     store = opened(args.dataset, args.root)
     counts = torch.tensor([0, *(count for count, _ in store.node_types.values())])
     kinds = [kind.replace(",", ":") for kind in store.edge_types]
-    number = lambda names: {name: i for i, name in enumerate(names)}  # noqa: E731
+    numbered = lambda names: {name: i for i, name in enumerate(names)}  # noqa: E731
     types = {"node_type_offset": counts.cumsum(0), "type_per_edge": store.edge_type.clone()}
-    types |= {"node_type_to_id": number(store.node_types), "edge_type_to_id": number(kinds)}
+    types |= {"node_type_to_id": numbered(store.node_types), "edge_type_to_id": numbered(kinds)}
     csc = in_memory(store.indptr), in_memory(store.indices)
     graph = gb.fused_csc_sampling_graph(*csc, **types)
     nodes = seeds_of(args, store.split["train"], args.rounds + 2)

@@ -20,7 +20,7 @@ WORDS = ("", "x", "victim", "../victim", "/dev/zero", "-1", "float64", "int32", 
 STRANGE = (None, True, [], {}, [[]], *REALS, *NUMBERS, *WORDS)
 CELLS = "1e999 1.5 1e3 0x10 1_0 , \r \0 \xff \ufeff \" ' # ; true".split(" ")
 DTYPES = "f8 f4 f2 i1 u1 i2 i8 u8 >i8 c8 ? U5 O".split()
-IN_PLACE = {  # of a file
+IN_PLACE = {  # what is put under a file's name
     "a link to zeros": lambda file: file.symlink_to("/dev/zero"),
     "a link to a file outside": lambda file: file.symlink_to("../victim"),
     "a link to nothing": lambda file: file.symlink_to("../strewn"),
@@ -31,22 +31,22 @@ IN_PLACE = {  # of a file
 
 
 class Code:
-    """Pickles as a call."""
+    """An object that unpickles as a call of os.system."""
 
     def __reduce__(self):
         return os.system, ("touch strewn",)
 
 
 def pick(choices, random):
-    """One of a sequence, as it is."""
+    """Return a random element of a sequence, with its own type."""
     return choices[int(random.integers(len(choices)))]
 
 
 def other_bytes(data, random):
-    """Bytes with one thing wrong -> (bytes, what)."""
+    """Change one thing in bytes -> (bytes, description)."""
     size, length, width = len(data), int(2 ** random.uniform(0, 12)), pick((2, 4, 8), random)
     at = int(random.integers(max(size, 1)))
-    # where a head is, that of LMDB's second page as well, or the directory of an archive
+    # in a file header, LMDB's second meta page or an archive's directory
     if random.random() < 0.4:
         at = max(0, min(size - 1, pick((0, 4096, size - 1024), random) + at % 200))
     page, other = at // 4096 * 4096, 4096 * int(random.integers(size // 4096 + 1))
@@ -56,7 +56,7 @@ def other_bytes(data, random):
     after = min((i for i in ends if i >= at), default=at)
     encoding = pick(("utf-8", "latin-1"), random)
     cell = str(pick((*CELLS, *STRANGE), random)).encode(encoding, "replace")
-    ways = {  # (where the change begins, what it writes, where what follows begins)
+    ways = {  # (start of the change, bytes written, start of the rest)
         "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
         "cut": (pick((at, page), random), b"", size),
         "longer": (size, random.bytes(length), size),
@@ -67,13 +67,13 @@ def other_bytes(data, random):
         "another page": (page, data[other : other + 4096], page + 4096),
         "a word": (word, cell, after),
     }
-    what = pick(list(ways), random)
-    start, new, rest = ways[what]
-    return data[:start] + new + data[rest:], f"{what} at {start} of {size}"
+    way = pick(list(ways), random)
+    start, new, rest = ways[way]
+    return data[:start] + new + data[rest:], f"{way} at {start} of {size}"
 
 
 def other_array(array, random):
-    """An array or a tensor with one thing wrong."""
+    """Return an array or a tensor with one thing wrong."""
     good, is_tensor = np.array(array), isinstance(array, torch.Tensor)
     real, flat = good.dtype.kind == "f", good.reshape(-1)
     wrong = good.astype("f8" if real else "i8")
@@ -91,7 +91,7 @@ def other_array(array, random):
 
 
 def leaves(tree, path=""):
-    """Every place in nested dicts and lists -> [(container, key, path)]."""
+    """List every place in nested dicts and lists -> [(container, key, path)]."""
     places = []
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         places.append((tree, key, f"{path}/{key}"))
@@ -100,7 +100,7 @@ def leaves(tree, path=""):
 
 
 def other_value(tree, random):
-    """Change one value of nested dicts and lists, or take it out -> what."""
+    """Change or remove one value of nested dicts and lists, in place -> description."""
     container, key, path = pick(leaves(tree), random)
     value, strange = container[key], pick(STRANGE, random)
     if isinstance(value, np.ndarray | torch.Tensor):
@@ -115,7 +115,7 @@ def other_value(tree, random):
 
 
 def harm_bytes(file, random):
-    """Damage the bytes of a file, or those of one member of an archive -> (what, whether its checksum fits)."""
+    """Damage the bytes of a file, or of one member of an archive -> (description, whether checksums are valid)."""
     if file.suffix not in (".npz", ".pt") or random.random() < 0.6:
         data, what = other_bytes(file.read_bytes(), random)
         file.write_bytes(data)
@@ -131,7 +131,7 @@ def harm_bytes(file, random):
 
 
 def harm_values(file, random):
-    """Put a strange array into an .npz file, or a strange value or code into a checkpoint -> (what, contents)."""
+    """Put a strange array into an .npz file, or a strange value or code into a checkpoint -> (description, content)."""
     is_npz = file.suffix == ".npz"
     state = dict(np.load(file)) if is_npz else torch.load(file, weights_only=True)
     what = other_value(state, random)
@@ -142,7 +142,7 @@ def harm_values(file, random):
 
 
 def put_in_its_place(file, random):
-    """Put something that is no such file under its name -> what."""
+    """Replace a file by something that is not a regular file, or by nothing -> description."""
     what = pick(list(IN_PLACE), random)
     file.unlink(missing_ok=True)
     IN_PLACE[what](file)
@@ -150,12 +150,12 @@ def put_in_its_place(file, random):
 
 
 def harm_store(path, random):
-    """Do one thing to a store -> (what, whether its checksums were made to fit)."""
+    """Do one damage to a store -> (description, whether its checksums were made valid)."""
     how, file = random.random(), pick(sorted(path.iterdir()), random)
     if how < 0.65:
         return harm_bytes(file, random)
-    if how < 0.8:  # of a file, of LMDB's lock, or of what is written beside it
-        locks = [Path(f"{found}-lock") for found in path.glob("*.lmdb")]
+    if how < 0.8:  # in place of a file, LMDB's lock file, or the temporary file beside it
+        locks = [Path(f"{lmdb_file}-lock") for lmdb_file in path.glob("*.lmdb")]
         places = [file, *locks, *locks, path / f".{file.name}.part"]
         return put_in_its_place(pick(places, random), random), False
     meta = json.loads((path / "meta.json").read_text())
@@ -170,7 +170,7 @@ def harm_store(path, random):
             body, what = other_bytes(txn.get(key)[head:], random)
             crc = struct.pack("<I", zlib.crc32(body)) if random.random() < 0.7 else random.bytes(4)
             txn.put(key, txn.get(key)[: head - 4] + crc + body)
-    else:  # its header and its size stay
+    else:  # keep its header and its size
         head, body = file.read_bytes()[:128], file.read_bytes()[128:]
         new, what = other_bytes(body, random)
         file.write_bytes(head + new[: len(body)].ljust(len(body), b"\0"))

@@ -14,17 +14,17 @@ from bench.tools import in_memory, opened
 from native.layers import product
 from sampler import NeighborSampler, import_dgl
 
-# weights by name: DGL's, ours
+# names of weights: DGL's to ours
 GAT = {"fc_src": "src_linear", "fc_dst": "dst_linear"}
 SAGE = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
 
 
 def dgl_twin(layer):
-    """DGL's layer of the same name, with the weights of ours."""
+    """Build DGL's counterpart of a layer, with the same weights."""
     import_dgl()
     from dgl import nn as layers
 
-    lonely = {"allow_zero_in_degree": True}
+    isolated = {"allow_zero_in_degree": True}
     if isinstance(layer, model.GINConv):
         plain, mlp = {model.Linear: nn.Linear, model.ReLU: nn.ReLU}, nn.Sequential()
         for part in layer.mlp:
@@ -33,13 +33,13 @@ def dgl_twin(layer):
         mlp.load_state_dict(layer.mlp.state_dict())
         return layers.GINConv(mlp, "sum", layer.eps.item(), learn_eps=True)
     if isinstance(layer, model.GCNConv):
-        twin = layers.GraphConv(layer.linear.in_features, layer.out_dim, **lonely)
+        twin = layers.GraphConv(layer.linear.in_features, layer.out_dim, **isolated)
         twin.weight.data = layer.linear.weight.data.t().clone()
         twin.bias.data = layer.bias.data.clone()
         return twin
     if isinstance(layer, model.GATv2Conv):
         sizes = layer.src_linear.in_features, layer.attn.shape[1], layer.heads
-        twin = layers.GATv2Conv(*sizes, **lonely)
+        twin = layers.GATv2Conv(*sizes, **isolated)
         twin.attn.data, names = layer.attn.data[None].clone(), GAT
     else:
         kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
@@ -51,14 +51,14 @@ def dgl_twin(layer):
 
 
 def call_dgl(layer, graph, h, last):
-    """DGL's layer, with heads side by side, averaged in the last layer."""
+    """Call DGL's layer; heads are concatenated, or averaged in the last layer."""
     h = layer(graph, h)
     return h if h.dim() == 2 else h.mean(1) if last else h.flatten(1)
 
 
 def dgl_inference(net, indptr, indices, x, batch_size):
-    """Prepare layer-wise inference as DGL's own example (node_classification.py) writes it, of so many nodes at a time, with
-    the weights of `net` -> function: logits [V, C]."""
+    """Prepare layer-wise inference as DGL's own example (node_classification.py) writes it,
+    batch_size nodes at a time, with the weights of `net` -> function that returns logits [V, C]."""
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
     graph = tools.dgl_graph(indptr, indices.long())
     if isinstance(net.layers[0], model.GATv2Conv):
@@ -68,9 +68,9 @@ def dgl_inference(net, indptr, indices, x, batch_size):
     def infer():
         h = x
         for layer, ours in zip(layers, net.layers):
-            full, everyone = load.MultiLayerFullNeighborSampler(1), torch.arange(graph.num_nodes())
+            full, nodes = load.MultiLayerFullNeighborSampler(1), torch.arange(graph.num_nodes())
             y = torch.empty(graph.num_nodes(), ours.out_dim)
-            batches = load.DataLoader(graph, everyone, full, batch_size=batch_size)
+            batches = load.DataLoader(graph, nodes, full, batch_size=batch_size)
             for sources, targets, blocks in batches:
                 out = call_dgl(layer, blocks[0], h[sources], layer is layers[-1])
                 y[targets[0] : targets[-1] + 1] = out if layer is layers[-1] else F.relu(out)
@@ -81,7 +81,7 @@ def dgl_inference(net, indptr, indices, x, batch_size):
 
 
 def bench_inference(args):
-    """Time exact inference on every node with the same weights; returns the figures and how far the logits are apart.
+    """Time exact inference on every node with the same weights -> figures, and the largest difference of logits.
 
     GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
     """
@@ -91,7 +91,7 @@ def bench_inference(args):
     widths, logits = (x.shape[1], args.hidden, store.num_classes), {}
     net = model.GNN(*widths, conv=args.model, num_layers=len(args.fanout), heads=4).eval()
 
-    def keeping(name, make):
+    def recording(name, make):
         infer = make()
         return lambda i: logits.update({name: infer()})
 
@@ -99,7 +99,7 @@ def bench_inference(args):
     makers = {"ours": lambda: exact, "ours, tables in files": lambda: partial(exact, memory=0)}
     for nodes in (4096, 65536) if args.model != "gcn" else ():
         makers[f"DGL, {nodes} nodes at a time"] = partial(dgl_inference, net, *graph, x, nodes)
-    contenders = {name: partial(keeping, name, make) for name, make in makers.items()}
+    contenders = {name: partial(recording, name, make) for name, make in makers.items()}
     rows = tools.compare("inference", contenders, args.rounds, warmup=1)
     apart = {name: (logits[name] - logits["ours"]).abs().max().item() for name in rows}
     print(f"logits at most {max(apart.values()):.1e} apart")
@@ -107,8 +107,8 @@ def bench_inference(args):
 
 
 def bench_layers(args):
-    """Time a step of every model's layers, whose inputs were gathered before, dropout 0 -> {"layers": {model: {contender:
-    figures}}}."""
+    """Time a step of every model's layers, dropout 0, on inputs gathered beforehand -> {"layers":
+    {model: {contender: figures}}}."""
     store, seeds = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, threads=args.threads)
     blocks = sampler.sample(torch.randperm(store.num_nodes, generator=seeds)[: args.batch_size], 0)
@@ -126,22 +126,22 @@ def bench_layers(args):
 
 
 def training(make, x, y):
-    """Prepare steps of a network."""
+    """Prepare training steps of a network on fixed inputs x and labels y -> function of the round."""
     net, apply = make()
     optimizer = torch.optim.Adam(net.parameters(), fused=True)
     return lambda i: tools.descend(F.cross_entropy(apply(x), y), optimizer)
 
 
 def products(conv, widths, heads, blocks):
-    """Prepare the matrix products of a step alone, those with the gradients included."""
+    """Prepare the matrix products of a step alone, those of the gradients included -> function of the round."""
     shapes = []  # (rows, inputs, outputs, whether the inputs need a gradient)
     for i, (block, a, b) in enumerate(zip(blocks, widths, widths[1:])):
-        N, S, wide = block.num_src, block.num_dst, b * heads if i == len(blocks) - 1 else b
+        N, S, width = block.num_src, block.num_dst, b * heads if i == len(blocks) - 1 else b
         shapes += {
             "sage": [(S, 2 * a, b, i)],
             "sage-pool": [(N, a, a, i), (S, a, b, i), (S, a, b, 1)],
             "gcn": [(N if a > b else S, a, b, i)],
-            "gat": [(N, a, wide, i), (S, a, wide, i)],
+            "gat": [(N, a, width, i), (S, a, width, i)],
             "gin": [(S, a, b, i), (S, b, b, 1)],
         }[conv]
     new = torch.randn
@@ -166,14 +166,14 @@ def ours(conv, widths, heads, blocks, degrees=None):
 
 
 def dgl(*shape):
-    """Prepare DGL's, with the same weights."""
+    """Prepare DGL's network with the same weights -> (module, function that applies it)."""
     net = nn.ModuleList(map(dgl_twin, ours(*shape)[0].layers))
     graphs = [block.to_dgl() for block in shape[-1]]
     return net, lambda x: tools.forward(net, graphs, x, call=call_dgl)
 
 
 def pyg(conv, widths, heads, blocks):
-    """Prepare PyG's, of plain torch operations."""
+    """Prepare PyG's network, of plain torch operations -> (module, function that applies it)."""
     from torch_geometric import nn as layers
 
     if conv == "gcn":

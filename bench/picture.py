@@ -25,7 +25,7 @@ LABELS = {  # contenders that are drawn, beside DGL's and those in GPU memory
 
 
 def times_in(content):
-    """What a result file holds that can be drawn -> {title: {label: milliseconds, the fastest first}}."""
+    """Return what can be drawn of a result file -> {title: {label: milliseconds}, the fastest first}."""
     entries, where, charts = {content.get("arguments", {}).get("what"): content}, "", {}
     if "parts" in content:
         entries, where = content["parts"], f", {content['machine'].get('gpu')}"
@@ -42,7 +42,7 @@ def times_in(content):
 
 
 def bench_picture(args):
-    """Draw times against DGL from result files."""
+    """Draw the throughput beside DGL's from result files -> {}."""
     import matplotlib
 
     matplotlib.use("Agg")

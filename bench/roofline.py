@@ -24,17 +24,17 @@ from run import step_graph
 from run.adam import Adam
 from sampler import NeighborSampler
 
-# bytes and products (TF32, bf16) a second of NVIDIA's data sheets, SXM, without sparsity
+# bytes and FLOP (TF32, bf16) a second, from NVIDIA's data sheets, SXM, without sparsity
 GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
-IN_ORDER, GATHERED = 0.9, 0.85  # of the bandwidth: shares that kernels are taken to reach
-CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what is read where 4 are wanted
-PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # which argument has the rows
-# by kernel: the table whose rows its edges ask for
+IN_ORDER, GATHERED = 0.9, 0.85  # share of the bandwidth that kernels are assumed to reach
+CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what a read of 4 bytes moves
+PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # argument that has the rows
+# kernel: the table from which it gathers a row for each edge
 TABLES = {"self_and_mean": "h", "max_neighbours": "h", "gather_rows": "table"}
 TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad", "target_grad")}
 TABLES |= {"self_and_mean_grad": "grad", "max_neighbours_grad": "grad"}
 TABLES |= {"attention_source_grad": "grad", "pick_aggregate": "features"}
-# of sampler.cu by kernel: bytes for each row, for each edge, and how often an edge asks the table of nodes
+# kernel of sampler.cu: bytes for each row, for each edge, look-ups of an edge in the table of nodes
 DRAWS = {
     "begin": (64, 0, 0),
     "pick": (2 * SECTOR + 20, SECTOR + 4, 2),
@@ -46,7 +46,7 @@ DRAWS = {
 
 
 class Costs(TorchDispatchMode):
-    """What kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, products]}."""
+    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]}."""
 
     def __init__(self):
         super().__init__()
@@ -59,29 +59,29 @@ class Costs(TorchDispatchMode):
     def __torch_dispatch__(self, func, _, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         tensors = lambda tree: [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]  # noqa: E731
-        given, made = tensors(args), tensors(out)
-        places = {t.untyped_storage().data_ptr() for t in given}
-        view = made and all(t.untyped_storage().data_ptr() in places for t in made)
+        inputs, outputs = tensors(args), tensors(out)
+        places = {t.untyped_storage().data_ptr() for t in inputs}
+        view = outputs and all(t.untyped_storage().data_ptr() in places for t in outputs)
         if "empty" in name or view and not func._schema.is_mutable:
             return out
         if name == "index_select":
-            self.add(name, size(made), size(made) + size(given[1:]))
+            self.add(name, size(outputs), size(outputs) + size(inputs[1:]))
         elif name in PRODUCTS:
-            (m, n), k = made[0].shape, args[PRODUCTS[name]].shape[1]
-            self.add(f"product {m:,} x {k:,} x {n:,}", size(given + made), 0, 2 * m * n * k)
-        else:  # what is changed in place is read and written
+            (m, n), k = outputs[0].shape, args[PRODUCTS[name]].shape[1]
+            self.add(f"product {m:,} x {k:,} x {n:,}", size(inputs + outputs), 0, 2 * m * n * k)
+        else:  # tensors changed in place are read and written
             changed = [a for a, s in zip(args, func._schema.arguments) if s.alias_info]
-            self.add(name, size(given) + size(tree_leaves(changed) if changed else made))
+            self.add(name, size(inputs) + size(tree_leaves(changed) if changed else outputs))
         return out
 
 
 def size(tensors):
-    """Bytes of memory behind tensors."""
+    """Return the bytes of memory behind tensors."""
     return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors if t is not None)
 
 
 class Noted:
-    """build.Kernels whose launches only note what they would cost."""
+    """build.Kernels whose launches only record what they would cost."""
 
     def __init__(self, costs, source):
         self.costs, self.signatures = costs, build.signatures(source)
@@ -102,15 +102,15 @@ class Noted:
         in_order, gathered, listed = 0, 0, costs.listed
         rows = given.get("n", listed.get("E", 0))
         rows = given["indices"].numel() if "indices" in given else rows
-        if "b" in given:  # neighbours are drawn here, and rows of the destinations read as well
+        if "b" in given:  # this kernel draws neighbours and also reads the destinations' rows
             hop = given["h"]
             gathered, rows = SECTOR * hop.rows * (2 + hop.k), hop.rows * (1 + hop.k)
         for c_type, name in self.signatures[kernel]:
             value = given[name]
             if isinstance(value, torch.Tensor):
-                far = TABLES.get(kernel) == name and value.nbytes > CACHE
-                gathered += rows * value[:1].nbytes if far else 0
-                in_order += 0 if far else value.nbytes
+                from_memory = TABLES.get(kernel) == name and value.nbytes > CACHE
+                gathered += rows * value[:1].nbytes if from_memory else 0
+                in_order += 0 if from_memory else value.nbytes
             elif "*" in c_type and value:  # of layers.Lists
                 in_order += 4 * listed.get("N" if name in ("start", "size") else "E", 0)
         costs.add(kernel, in_order, gathered)
@@ -123,7 +123,7 @@ class Noted:
 
 
 def step_costs(args, store, dtype):
-    """What a step costs with features and activations of this dtype -> Costs."""
+    """Record the cost of a step with features and activations of this dtype -> Costs."""
     costs, settings = Costs(), types.SimpleNamespace(**vars(args), input_dropout=0)
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
@@ -149,7 +149,7 @@ def step_costs(args, store, dtype):
         patch.object(torch.cuda, "Event", lambda: None),
     ):
         slot = step_graph.Slot(backend, ring, room, 0)
-        for measured in (contextlib.nullcontext(), costs):  # the first makes Adam's state
+        for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
             with measured:
                 slot.sample()
@@ -163,7 +163,7 @@ def step_costs(args, store, dtype):
 
 
 def bench_roofline(args):
-    """Print a table of a step's kernels in fp32 with TF32 products, and in bf16 -> the figures."""
+    """Print a table of a step's kernels, in fp32 with TF32 products and in bf16 -> the figures."""
     args.seed, store, figures = 0, opened(args.dataset, args.root), {}
     for number, (name, dtype) in enumerate({"tf32": torch.float32, "bf16": torch.bfloat16}.items()):
         rows, costs = {}, step_costs(args, store, dtype)

@@ -23,18 +23,18 @@ LABORS = {  # ways to draw: options of a NeighborSampler; train.py has flags of 
 
 
 def ours(draw, seeds, **options):
-    """Steps of a NeighborSampler; options: those of `sample`, a list with one for each batch."""
+    """Prepare a NeighborSampler's steps; options: keyword arguments of `sample`, each a list with one value a batch."""
 
     def step(i):
-        given = {name: values[i] for name, values in options.items()}
-        return tools.counted(draw.sample(seeds[i], i, **given))
+        of_batch = {name: values[i] for name, values in options.items()}
+        return tools.counted(draw.sample(seeds[i], i, **of_batch))
 
     return lambda: step
 
 
 def restricted(draw, indptr, indices, seeds):
-    """Contenders that draw from less than the graph: without the edges that a batch of links excludes (two for each
-    seed), and by time. The times of an edge list are even over 0 .. 2^20; all seeds have the last one, or each its own."""
+    """Return contenders that draw from part of the graph: without the edges that a batch of links excludes (two for
+    each seed), and by time. Times in a neighbour list are even over 0 .. 2^20; seeds have the last one, or one each."""
     degree, random = indptr.diff(), torch.Generator().manual_seed(2)
     rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))
     when = rank.mul_(1 << 20).div_(degree.repeat_interleave(degree), rounding_mode="floor")
@@ -53,8 +53,8 @@ def restricted(draw, indptr, indices, seeds):
 
 
 def cache_lines(native, seeds):
-    """The physical limit: gather as many cache lines of 64 bytes, from random places, as a batch touches: one for each row
-    of indptr, one for each edge. A batch may take less, with lines in the cache and more misses in flight."""
+    """Prepare the physical limit: gather as many 64-byte cache lines, from random places, as a batch touches, one for
+    each row of indptr and for each edge. A batch may take less, with lines in the cache and more misses in flight."""
     blocks, memory = native.sample(seeds[0], 0), native.indices.view(torch.uint8)
     lines = memory[: memory.numel() // 64 * 64].view(torch.int64).view(-1, 8)
     count = sum(block.num_dst + block.num_edges for block in blocks)
@@ -68,7 +68,7 @@ def cache_lines(native, seeds):
 
 
 def dgl(indptr, indices, seeds, make_sampler, loading=False):
-    """Steps of a sampler for DGL, called directly or by DGL's DataLoader."""
+    """Prepare steps of a sampler for DGL, called directly or, with `loading`, by DGL's DataLoader."""
     graph, sampler = dgl_graph(in_memory(indptr), in_memory(indices, torch.int64)), make_sampler()
     if loading:
         load = import_dgl().dataloading.DataLoader
@@ -79,7 +79,7 @@ def dgl(indptr, indices, seeds, make_sampler, loading=False):
 
 
 def bench_sampler(args):
-    """Time one batch of every sampler; returns the figures."""
+    """Time one batch of every sampler -> the figures."""
     store, random = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
     batches = range(args.rounds + 2)
     seeds = [torch.randperm(store.num_nodes, generator=random)[: args.batch_size] for _ in batches]
@@ -106,24 +106,24 @@ def bench_sampler(args):
         "DGL's DataLoader, adapter": partial(theirs, partial(DGLAdapter, native), True),
     }
     if args.graphbolt:
-        there = partial(Elsewhere, graphbolt.sampling, args, python=args.graphbolt)
-        contenders["GraphBolt"] = there
+        theirs = partial(Elsewhere, graphbolt.sampling, args, python=args.graphbolt)
+        contenders["GraphBolt"] = theirs
     figures = tools.compare("sampler", contenders, args.rounds)
     return {"contenders": figures, "rows": input_rows(threaded, store, args.batch_size)}
 
 
 def input_rows(draw, store, batch_size, batches=17):
-    """Input rows of a batch of training nodes by way of drawing, and how many of them the batch before did not have."""
+    """Count the input rows of a training batch for each way of drawing, and those not in the batch before."""
     nodes, figures = store.split["train"], {}
     order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(3))]
     for name, options in LABORS.items():
         sampler, seen = draw(**options), torch.zeros(store.num_nodes, dtype=torch.bool)
-        needed, others = [], []
+        needed, new = [], []
         for step, seeds in enumerate(order.split(batch_size)[:batches]):
             src = sampler.sample(seeds, step)[0].src_nodes.long()
             needed.append(src.numel())
-            others.append(src.numel() - int(seen[src].sum()))
+            new.append(src.numel() - int(seen[src].sum()))
             seen.zero_()[src] = True
-        new = statistics.mean(others[1:] or [0])
-        figures[name] = {"rows": statistics.mean(needed), "rows_not_in_the_batch_before": new}
+        mean_new = statistics.mean(new[1:] or [0])
+        figures[name] = {"rows": statistics.mean(needed), "rows_not_in_the_batch_before": mean_new}
     return tools.print_table("input of a batch", figures)

@@ -26,7 +26,7 @@ from sampler import NeighborSampler, import_dgl
 from tasks.link import Edges, Links, Scorer, split_edges
 
 TRICKS = "sampler", "first hop", "buffers", "layers"
-WITHOUT = {  # name: the tricks that `ours` does without
+WITHOUT = {  # contender: the tricks that are turned off
     "all tricks": (),
     "without the native sampler": ("sampler",),
     "without the first hop from the table": ("first hop",),
@@ -37,7 +37,7 @@ WITHOUT = {  # name: the tricks that `ours` does without
 
 
 def network(args, store, links, dropout):
-    """--model with --heads, of seed 0."""
+    """Build the network of --model and --heads, with initial weights of seed 0."""
     torch.manual_seed(0)
     options = {"num_layers": len(args.fanout), "dropout": dropout, "conv": args.model}
     widths = store.feature_dim, args.hidden, args.hidden if links else store.num_classes
@@ -52,7 +52,7 @@ def network(args, store, links, dropout):
 def training(
     args, store, sampler, net, nodes, *, links=None, bf16=False, depth=0, features=None, **options
 ):
-    """The steps of a loop like train.py's, one after the other, over epochs of `nodes`, or of the pairs of `links`.
+    """Prepare steps of a loop like train.py's, over epochs of `nodes` or of the pairs of `links`.
 
     depth: batches prepared ahead. features: used instead of the store's. options: of a FeatureRing.
     """
@@ -81,7 +81,7 @@ def training(
 def ours(args, link=None, *, without=(), bf16=False, dropout=0.5):
     """Prepare steps as train.py takes them, without some of TRICKS.
 
-    link: steps of --task link, with the edges of a batch excluded ("exclude") or not ("keep").
+    link: take steps of --task link, with the edges of a batch excluded ("exclude") or not ("keep").
     """
     store = opened(args.dataset, args.root)
     graph = split_edges(store, "none") if link else store
@@ -105,7 +105,7 @@ def ours(args, link=None, *, without=(), bf16=False, dropout=0.5):
 
 @functools.cache
 def dgl_store(dataset, root):
-    """A data set as a DGL graph with its features and labels; one for all contenders of a process, as it takes 2 GB."""
+    """Return a data set as a DGL graph with features and labels; cached per process, as it takes 2 GB."""
     store = opened(dataset, root)
     graph = tools.dgl_graph(store.indptr, store.indices.long())
     graph.ndata["feat"] = store.features.tensor.clone()
@@ -119,7 +119,7 @@ def dgl(args, link=False, *, dropout=0.5):
     graph = dgl_store(args.dataset, args.root)
     prefetch = {"prefetch_node_feats": ["feat"], "prefetch_labels": None if link else ["label"]}
     draw = load.NeighborSampler(args.fanout[::-1], **prefetch)
-    if link:  # DGL takes the reverse of each edge by number
+    if link:  # DGL takes the id of each edge's reverse
         source, target = graph.edges(order="eid")
         reverse = Edges(store.indptr, store.indices).first(target, source)[0]
         options = {"reverse_eids": reverse, "negative_sampler": load.negative_sampler.Uniform(1)}
@@ -149,10 +149,10 @@ def dgl(args, link=False, *, dropout=0.5):
 def bench_step(args):
     """Time a training step of every contender -> {"contenders": their figures}.
 
-    This process keeps freed memory, as train.py does; contenders "as shipped" run in processes of their own, in which
-    glibc gives freed memory back as it does in any program.
+    This process keeps freed memory, as train.py does; contenders "as shipped" run in their own
+    processes, in which glibc returns freed memory to the system as in any program.
     """
-    contenders = {name: partial(ours, args, without=left) for name, left in WITHOUT.items()} | {
+    contenders = {name: partial(ours, args, without=off) for name, off in WITHOUT.items()} | {
         "without kept malloc memory": partial(Elsewhere, ours, args),
         "none of them, nor kept memory": partial(Elsewhere, ours, args, without=TRICKS),
         "bf16": partial(ours, args, bf16=True),
@@ -166,7 +166,7 @@ def bench_step(args):
 
 
 def bench_link(args):
-    """Time a step of link prediction, as `bench_step` does nodes. The graph has every edge's reverse."""
+    """Time a step of link prediction, as `bench_step` does for nodes. The graph has the reverse of every edge."""
     contenders = {
         "ours": partial(ours, args, "exclude", dropout=0.0),
         "ours, nothing excluded": partial(ours, args, "keep", dropout=0.0),
@@ -177,7 +177,7 @@ def bench_link(args):
 
 
 def relations(args, learn):
-    """Steps of this loop, or of its sampler alone, for an R-GCN."""
+    """Prepare steps of an R-GCN in a loop like train.py's, or of its sampler alone."""
     store = opened(args.dataset, args.root)
     graph, types = (in_memory(store.indptr), in_memory(store.indices)), store.num_edge_types
     fanouts = [[k] * types for k in args.fanout]
@@ -194,24 +194,24 @@ def relations(args, learn):
 
 
 def bench_mag(args):
-    """R-GCN on a graph with the types and the size of ogbn-mag -> {"sampling": {name: figures}, "step": ...}.
+    """Time R-GCN on a graph with the types and the size of ogbn-mag -> {"sampling": {name: figures}, "step": ...}.
 
-    Contenders draw as many neighbours of each type for batches of the training nodes, and have networks of the same
-    widths: a mean and a matrix for each type, one for a node's own row, a linear map of the papers' features and
-    learned rows, updated by batch, for the others.
+    Contenders draw the same number of neighbours of each type for batches of training nodes, and have networks of
+    the same widths: a mean and a matrix for each type, one for a node's own row, a linear map of the papers'
+    features and, for the other nodes, learned rows, updated by batch.
     """
     figures = {}
     for what, learn in (("sampling", False), ("step", True)):
         contenders = {"ringblock": partial(relations, args, learn)}
         if args.graphbolt:
-            there = partial(Elsewhere, graphbolt.relations, args, learn, python=args.graphbolt)
-            contenders["GraphBolt"] = there
+            other = partial(Elsewhere, graphbolt.relations, args, learn, python=args.graphbolt)
+            contenders["GraphBolt"] = other
         figures[what] = tools.compare(what, contenders, args.rounds)
     return figures
 
 
 def bench_scaling(args):
-    """Epochs of train.py with each number of processes and the same total batch; returns the figures."""
+    """Time epochs of train.py with each number of processes and the same total batch -> the figures."""
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
@@ -228,7 +228,7 @@ def bench_scaling(args):
 
 
 def epochs_of(args, procs):
-    """Four epochs of train.py in `procs` processes -> function: the log entries of the last three."""
+    """Prepare four epochs of train.py in `procs` processes -> function: the log entries of the last three."""
     words = ["--dataset", args.dataset, "--root", args.root, "--hidden", args.hidden]
     words += ["--fanout", ",".join(map(str, args.fanout)), "--epochs", 4]
     words += ["--batch-size", args.batch_size // procs, "--gpus", procs if args.gpus else 0]

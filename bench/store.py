@@ -23,7 +23,7 @@ from sampler import NeighborSampler
 from sources import prepare
 from store import GraphStore, MmapFeatures, build_store
 
-WAYS = {  # name: (how features are read, whether --cache-gb are kept in memory, the way to draw in bench/sampler.py)
+WAYS = {  # name: (how features are read, whether they have a cache of --cache-gb, key of LABORS)
     "mmap": ("map", False, "uniform"),
     "mmap, RAM cache": ("map", True, "uniform"),
     "disk, RAM cache": ("disk", True, "uniform"),
@@ -37,7 +37,7 @@ ROUNDS = 20
 
 
 def build_edges(args, folder):
-    """Build a store of random edges and the reverse of each -> function: its figures."""
+    """Build a store of random edges and their reverses -> function: its figures."""
     num_edges, random = args.edges, np.random.default_rng(0)
     num_nodes = max(2, num_edges // 25)
     edges = np.memmap(folder / "edges", np.int32, "w+", shape=(2, num_edges))
@@ -46,21 +46,21 @@ def build_edges(args, folder):
     edges.flush()
     features, labels = np.zeros((num_nodes, 1), np.float32), np.zeros(num_nodes, np.int64)
     nodes = {"features": features, "labels": labels, "split": {"train": [0]}}
-    with watch() as seen:
+    with watch() as watched:
         build_store(folder / "built", edge_index=edges, symmetrize=True, **nodes)
-    return lambda i: {"input_edges_per_s": num_edges / seen["seconds"], **seen}
+    return lambda i: {"input_edges_per_s": num_edges / watched["seconds"], **watched}
 
 
 def train_from_disk(args, path, each, how, cached, drawn):
-    """Rounds of `each` training steps with features that stay on disk -> what `tools.watched` returns.
+    """Prepare rounds of `each` training steps with features that stay on disk -> what `tools.watched` returns.
 
-    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a cache that looks ahead,
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a look-ahead cache,
     "past" so too and past the page cache. cached: whether there is a cache; None: one of train.py's default size.
     """
     keep_freed_memory()
     store = GraphStore.open(path)
     csc, nodes = (store.indptr, store.indices), store.split["train"]
-    array = np.load(store.path / "features.npy", mmap_mode="r")  # on disk also where they would fit
+    array = np.load(store.path / "features.npy", mmap_mode="r")  # on disk even if they would fit
     rows = torch.from_numpy(array)
     table = MmapFeatures(rows, True)
     cache = table.default_cache() if cached is None else int(cached and args.cache_gb * 1e9)
@@ -75,7 +75,7 @@ def train_from_disk(args, path, each, how, cached, drawn):
             else:
                 table = CachedFeatures(table, visits, cache)
             del visits
-            trim_memory(1)  # what that took, as train.py does
+            trim_memory(1)  # return freed heap pages, as train.py does
     options = {**LABORS[drawn], "check": False, "threads": args.threads}
     sampler, net = NeighborSampler(*csc, args.fanout, **options), network(args, store, None, 0.5)
     options = {"features": table, "aggregate": self_and_mean, "depth": 2}
@@ -86,15 +86,15 @@ def train_from_disk(args, path, each, how, cached, drawn):
 
 
 def part_build(args, folder):
-    """Build -> figures."""
+    """Time a build -> figures."""
     with closing(Elsewhere(build_edges, args, folder)) as process:
         return tools.print_table("build", {"random edges": process(0)})
 
 
 def part_train(args, folder):
-    """Train --batches batches in each way, a twentieth of them at a time, one way after another, because pages that one of
-    them reads would serve the others -> {name: figures}; batches_per_s is of all but the first quarter, by which caches are
-    full, "seconds" and "from_disk" of all."""
+    """Train --batches batches in each way, a twentieth of them per round; ways run one after
+    another, as pages read by one would serve the others -> {name: figures}. batches_per_s leaves
+    out the first quarter, in which caches fill; "seconds" and "from_disk" are of all."""
     nodes, each = max(1000, int(args.features_gb * 1e9) // 1024), max(1, args.batches // ROUNDS)
     dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
     path, figures = prepare.prepare(dataset, folder), {}
@@ -108,7 +108,7 @@ def part_train(args, folder):
         with tools.without_others(name), closing(start()) as process:
             rounds = [process(i) for i in range(count)]
             rates = [figure["batches_per_s"] for figure in rounds[count // 4 :]]
-            # mapped, and last_loss, which is the same for all that draw uniformly, are the last's
+            # `mapped` and `last_loss` are of the last round; last_loss is equal for all that draw uniformly
             figures[name] = row = {**rounds[-1], "batches_per_s": statistics.median(rates)}
             row |= {what: sum(f[what] for f in rounds) for what in ("seconds", "from_disk")}
             row["peak_anonymous"] = max(figure["peak_anonymous"] for figure in rounds)
@@ -121,7 +121,7 @@ PARTS = {"build": part_build, "train": part_train}
 
 
 def bench_store(args):
-    """Build, and train from disk -> {part: figures}."""
+    """Time a build, and training from disk -> {part: figures}."""
     figures = {}
     Path(args.root).mkdir(parents=True, exist_ok=True)
     for part in tools.chosen_parts(args, PARTS):

@@ -32,7 +32,7 @@ from store import GraphStore
 
 
 def hardware(gpu=False):
-    """Processor, memory, versions and, with `gpu`, the GPU and its libraries -> dict."""
+    """Return processor, memory, versions and, with `gpu`, the GPU and its libraries, as a dict."""
     cpuinfo = Path("/proc/cpuinfo")
     named = cpuinfo.exists() and re.search(r"model name\s*: (.*)", cpuinfo.read_text())
     figures = {
@@ -43,7 +43,7 @@ def hardware(gpu=False):
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    if gpu:  # without a CUDA context, since some GPUs serve one process at a time
+    if gpu:  # without a CUDA context, as some GPUs serve one process at a time
         fields = "name,memory.total,compute_cap,driver_version,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={fields},pcie.link.gen.max", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -62,13 +62,13 @@ def settle(threads):
 
 @functools.cache
 def opened(dataset, root):
-    """The store of a data set, built under `root` if it is not there -> GraphStore, one for a process."""
+    """Open the store of a data set, built under `root` if missing -> GraphStore, cached per process."""
     return GraphStore.open(prepare.prepare(dataset, root))
 
 
 @contextlib.contextmanager
 def without_others(name):
-    """Leave out a contender of another library, whose import can raise anything; one of ours must not fail."""
+    """Leave out a contender of another library, whose import can raise anything; errors of ours propagate."""
     try:
         yield
     except Exception as error:
@@ -79,7 +79,7 @@ def without_others(name):
 
 
 def on_host(step, i):
-    """Take a step -> (seconds, what it returned)."""
+    """Run step(i) -> (seconds, its result)."""
     # the OpenMP threads of the step before spin for a while and would slow this one down
     time.sleep(0.02)
     start = time.perf_counter()
@@ -90,11 +90,11 @@ def on_host(step, i):
 def compare(
     what, contenders, rounds, *, warmup=2, twice=False, timed=on_host, attempt=without_others
 ):
-    """Prepare {name: function that returns a step, i -> figures}, take a step of each in every round, in turn, and print them.
+    """Prepare {name: function that returns step(i)}, take a step of each in turn in every round, and print their times.
 
     The first `warmup` rounds do not count. With `twice`, an untimed step precedes each timed one, so that a contender finds
-    memory and caches as it left them itself. A contender that raises in the context attempt(name) takes part no longer, if
-    that context goes on.
+    memory and caches as it left them itself. A contender that raises is dropped if the context
+    attempt(name) suppresses the exception.
 
     Returns:
         {name: {"median_ms", "min_ms", "time / FIRST", means of the figures where steps return a dict}}.
@@ -123,14 +123,14 @@ def compare(
 
 
 def figure_text(value):
-    """A number with four digits; anything else as it is, None as nothing."""
+    """Format a number with four digits; anything else by str, None as ''."""
     if isinstance(value, int | float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "" if value is None else str(value)
 
 
 def print_table(what, rows):
-    """Print {row: {column: figure}}, aligned -> the same; figures that are dicts or lists are for the JSON file alone."""
+    """Print {row: {column: figure}}, aligned -> the same. Dicts and lists among the figures are not printed."""
     cells = [(c, v) for row in rows.values() for c, v in row.items()]
     columns = list(dict.fromkeys(c for c, v in cells if not isinstance(v, dict | list)))
     lines = [[what, *columns]]
@@ -143,12 +143,12 @@ def print_table(what, rows):
 
 
 def read_json(file):
-    """The content of a JSON file; {} where there is none."""
+    """Return the content of a JSON file; {} if there is none."""
     return json.loads(Path(file).read_text()) if Path(file or "").is_file() else {}
 
 
 def write_json(file, content):
-    """Write or replace a JSON file, which is whole at any time."""
+    """Write or replace a JSON file atomically."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     text = f"{json.dumps(content, indent=1)}\n".encode()
     write_whole(Path(file), lambda out: out.write(text))
@@ -161,7 +161,7 @@ def write_figures(args, figures):
 
 
 def chosen_parts(args, parts):
-    """The parts in --parts, or all of `parts`."""
+    """Return the names in --parts, or of all `parts`."""
     names = args.parts.split(",") if args.parts else list(parts)
     if unknown := set(names) - set(parts):
         raise StoreError(f"--parts {','.join(sorted(unknown))}: choose from {','.join(parts)}")
@@ -169,9 +169,9 @@ def chosen_parts(args, parts):
 
 
 def in_memory(tensor, dtype=None):
-    """A copy in huge pages, where the system has them: random access then misses the TLB less, for every contender.
+    """Copy a tensor into huge pages, where the system has them: fewer TLB misses of random access, for every contender.
 
-    Its memory comes from the system: what malloc has had before is in small pages, and stays so.
+    The memory is mapped anew: what malloc reuses is in small pages, and stays so.
     """
     dtype = dtype or tensor.dtype
     size, flags = tensor.numel() * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -183,17 +183,17 @@ def in_memory(tensor, dtype=None):
 
 
 def dgl_graph(indptr, indices):
-    """The CSC graph (int64 tensors) as a DGL graph, which shares its memory."""
+    """Return the CSC graph (int64 tensors) as a DGL graph that shares its memory."""
     return import_dgl().graph(("csc", (indptr, indices, [])), num_nodes=indptr.numel() - 1)
 
 
 class Elsewhere:
-    """A contender in a process of its own, with memory of its own: call it to take a step there.
+    """A contender in its own process, with its own memory: call it to take a step there.
 
     Args:
-        make: a function of a module of this package; called with `args` (of the command line), `words` and `options` it
-            returns the step.
-        python: another interpreter, perhaps with another torch; None: this one.
+        make: a function of this package, called as make(args, *words, **options); args: of the command line. Returns
+            the step.
+        python: another interpreter, possibly with another torch; None: this one.
     """
 
     def __init__(self, make, args, *words, python=None, **options):
@@ -218,9 +218,9 @@ class Elsewhere:
 
 
 def serve():
-    """The other end of `Elsewhere`: prepare a contender, then take its steps, as standard input asks for."""
+    """Serve the other end of `Elsewhere`: prepare a contender, then run its steps, as standard input asks."""
     answers, step = os.fdopen(os.dup(1), "wb", buffering=0), None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what steps print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop what steps print
     while True:
         try:
             words = pickle.load(sys.stdin.buffer)
@@ -237,14 +237,14 @@ def serve():
 
 
 def limited(function, job, seconds, context="fork"):
-    """Call function(job) in a process that leads a group -> its exit code; None: it was killed after so many seconds."""
+    """Call function(job) in a process that leads a group -> its exit code, or None if it was killed after `seconds`."""
     process = multiprocessing.get_context(context).Process(target=_in_group, args=(function, job))
     process.start()
     try:
         process.join(seconds)
         return process.exitcode
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it may not lead a group yet
+        with contextlib.suppress(ProcessLookupError):  # it may not have made its group yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
@@ -257,9 +257,9 @@ def _in_group(function, job):
 
 @contextlib.contextmanager
 def watch():
-    """Watch this process while the body runs; yields a dict, which is filled when the body ends.
+    """Watch this process while the body runs; yields a dict, which is filled when the body ends:
 
-    seconds; peak_anonymous, bytes of memory; mapped, bytes of files in memory; from_disk, bytes read.
+    seconds; peak_anonymous: bytes of memory; mapped: bytes of files in memory; from_disk: bytes read.
     """
     seen, done, peaks = {}, threading.Event(), [_memory()[0]]
     read = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
@@ -282,14 +282,14 @@ def watch():
 
 
 def _memory():
-    """Bytes of this process in memory -> (anonymous, of files)."""
+    """Return this process's resident bytes -> (anonymous, of files)."""
     pages, files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (pages - files) * mmap.PAGESIZE, files * mmap.PAGESIZE
 
 
 def watched(step, each, peak=0):
-    """A function that takes `each` steps -> what `watch` sees of them, with batches_per_s and last_loss; peak: bytes of memory
-    that it took to prepare them."""
+    """Return a function that takes `each` steps -> what `watch` records, with batches_per_s and
+    last_loss. peak: peak bytes of preparing them."""
 
     def steps(i):
         with watch() as seen:
@@ -302,7 +302,7 @@ def watched(step, each, peak=0):
 
 
 def forget_pages(path):
-    """Make the kernel drop the files of a store, which no process maps, from memory: they are read from the disk."""
+    """Drop the files of a store, which no process maps, from the page cache, so that reads go to the disk."""
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())
@@ -310,7 +310,7 @@ def forget_pages(path):
 
 
 def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: layer(block, h)):
-    """Apply a layer to each block, with ReLU and dropout between them."""
+    """Apply a layer to each block, with ReLU and dropout in between -> the last layer's output."""
     for layer, block in zip(layers, blocks):
         h = call(layer, block, h, layer is layers[-1])
         h = h if layer is layers[-1] else F.dropout(F.relu(h), dropout)
@@ -318,7 +318,7 @@ def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: l
 
 
 def descend(loss, *optimizers):
-    """Backward and a step of the optimizers -> the loss, a tensor."""
+    """Run backward and a step of the optimizers -> the loss, a tensor."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
@@ -328,7 +328,7 @@ def descend(loss, *optimizers):
 
 
 def counted(blocks):
-    """What was drawn, as blocks of ours or of DGL -> figures: edges of all hops, sources of the outermost."""
+    """Count what was drawn, in blocks of ours or of DGL -> {edges: of all hops, sources: of the outermost hop}."""
     if hasattr(blocks[0], "num_src"):
         return {"edges": sum(block.num_edges for block in blocks), "sources": blocks[0].num_src}
     edges = sum(block.num_edges() for block in blocks)
@@ -351,7 +351,7 @@ def training_log(words):
 
 
 def exit_code(main, words):
-    """What a command line ends with."""
+    """Call a command line's main -> its exit code."""
     try:
         return main([str(word) for word in words])
     except SystemExit as stop:
